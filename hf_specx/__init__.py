@@ -1,0 +1,10 @@
+"""Speculative sampling for Hugging Face transformers: the same text, several times faster, at any batch size."""
+
+from .candidates import SampledCandidateGenerator
+from .generate import SpeculativeDecoding, generate
+from .lookahead import Costs
+from .report import SpeculationReport
+
+
+__version__ = "0.1.0"
+__all__ = ["Costs", "SampledCandidateGenerator", "SpeculationReport", "SpeculativeDecoding", "generate"]

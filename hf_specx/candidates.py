@@ -1,0 +1,117 @@
+"""Who proposes: `CandidateGenerator` subclasses that draft for all rows of a batch at once."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .layouts import RaggedDecoder
+from .noise import Draft, Rule
+from .processors import Processors
+from .sequences import Sequences
+
+
+class SampledCandidateGenerator(CandidateGenerator):
+    """Drafts by sampling from the draft model's own processed law, with a cache of its own.
+
+    hf_specx drives it for whole batches through `propose`. It is also a complete `CandidateGenerator`: a model that
+    returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
+
+    Args:
+        draft_model: the draft; its token ids mean what the target's mean.
+        processors: the target's processors, applied to the draft's scores once, as to the target's.
+        rule: draws a candidate from scores.
+        max_positions: columns of the whole output.
+        vocab_size: of the target; the draft's scores are cut, or filled up with -inf, to this size.
+        num_draft_tokens: K where stock asks through `get_candidates`.
+    """
+
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        processors: Processors,
+        rule: Rule,
+        max_positions: int,
+        vocab_size: int,
+        num_draft_tokens: int = 5,
+    ):
+        self.decoder = RaggedDecoder(draft_model, max_positions)
+        self.processors, self.rule, self.vocab_size = processors, rule, vocab_size
+        self.num_draft_tokens = num_draft_tokens
+        self.fed: dict[int, int] = {}  # row -> its leading tokens that were fed, candidates among them
+        self.sequences: Sequences | None = None
+
+    def propose(self, sequences: Sequences, num_draft_tokens: int) -> Draft:
+        """Draft for every decoding row, writing the candidates behind the rows' ends."""
+        tokens, laws = [], []
+        lengths = dict(zip(sequences.rows, sequences.host_lengths(), strict=True))
+        # the last emitted token is the target's own and was never fed; rejected candidates end before it
+        missing = max(length - min(self.fed.get(row, 0), length - 1) for row, length in lengths.items())
+        for ahead in range(num_draft_tokens):
+            logits = self.decoder(sequences, 1 if ahead else missing, ahead, keep=1)
+            scores = self.processors(sequences, self._sized(logits), ahead)[:, 0]
+            token, law = self.rule.choose(sequences, scores, ahead)
+            sequences.put(token[:, None], ahead)
+            tokens.append(token)
+            laws.append(law)
+        self.fed.update((row, length + num_draft_tokens - 1) for row, length in lengths.items())
+        known = [law for law in laws if law is not None]
+        return Draft(torch.stack(tokens, 1), torch.stack(known, 1) if known else None)
+
+    def _sized(self, logits: torch.Tensor) -> torch.Tensor:
+        surplus = self.vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
+
+    def select(self, places: torch.Tensor | None) -> None:
+        """Keep only the rows at places [R'] in the cache."""
+        self.decoder.select(places)
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Stock's side of the contract, for unpadded batches of 1.
+
+        Args:
+            input_ids: [1, L], the text so far.
+
+        Returns:
+            [1, L + K] ids, and [1, K, V] log-probabilities of the law the candidates were drawn from (None if greedy).
+        """
+        if self.sequences is None:
+            self.sequences = Sequences(input_ids, None, pad_token_id=0)
+        self.sequences.extend(input_ids)
+        draft = self.propose(self.sequences, self.num_draft_tokens)
+        logits = None if draft.probs is None else draft.probs.log()
+        return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
+
+
+class ForeignCandidateGenerator(CandidateGenerator):
+    """Any other `CandidateGenerator`, asked row by row; its candidates are taken as given, not as draws from a law.
+
+    Rows that propose less than others are filled up with token 0, which is a candidate like any other: matching
+    verification is exact for whatever is proposed.
+
+    Args:
+        generator: gets one row at a time, without pads.
+    """
+
+    def __init__(self, generator: CandidateGenerator):
+        self.generator = generator
+
+    def propose(self, sequences: Sequences, num_draft_tokens: int) -> Draft:
+        """As in `SampledCandidateGenerator`; K is the longest proposal, at most `num_draft_tokens`."""
+        found = []
+        for row in sequences.rows:
+            prefix = sequences.row(row)[None]
+            candidates, _ = self.generator.get_candidates(prefix)  # type: ignore[arg-type]
+            found.append(candidates[0, prefix.shape[1] :][:num_draft_tokens])
+        tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(sequences.ids)
+        sequences.put(tokens)
+        return Draft(tokens, None)
+
+    def select(self, places: torch.Tensor | None) -> None:
+        pass
+
+
+Drafter = SampledCandidateGenerator | ForeignCandidateGenerator

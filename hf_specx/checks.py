@@ -1,0 +1,176 @@
+"""Refusals: what cannot be done exactly is said before any forward, with the value and the remedy."""
+
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .layouts import LAYOUTS
+
+
+VERIFICATIONS = ("token", "block", "coupled")
+PLANNED_LAYOUTS = ("padded", "packed", "lockstep")
+READ_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+UNSUPPORTED_MODES = {
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "prompt_lookup_num_tokens": "prompt lookup",
+    "assistant_early_exit": "early exit",
+    "use_mtp": "multi-token prediction heads",
+    "assistant_ensemble_weight": "a mixture of draft and target",
+    "constraints": "constrained decoding",
+    "force_words_ids": "constrained decoding",
+}
+UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def check_options(
+    num_draft_tokens: Any, verification: Any, layout: Any, compile: Any, unknown: dict[str, Any], model_draft: bool
+) -> None:
+    """The options of a strategy, whatever model it will serve."""
+    if unknown:
+        raise ValueError(
+            f"unknown option {min(unknown)!r}; known: num_draft_tokens, verification, layout, compile, streamer, "
+            "tokenizer, draft_tokenizer, costs."
+        )
+    if num_draft_tokens != "auto" and (not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool)):
+        raise ValueError(
+            f"num_draft_tokens={num_draft_tokens!r} is not a number; give an int of 1 or more, or 'auto'."
+        )
+    if num_draft_tokens != "auto" and num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens={num_draft_tokens} is below 1; give 1 or more, or 'auto'.")
+    if verification is not None and verification not in VERIFICATIONS:
+        raise ValueError(f"verification={verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}.")
+    if verification in ("token", "block") and not model_draft:
+        raise ValueError(
+            f"verification={verification!r} needs the law that candidates were drawn from, which a "
+            "CandidateGenerator does not vouch for; use verification='coupled', exact for any candidates."
+        )
+    if layout in PLANNED_LAYOUTS:
+        raise ValueError(f"layout={layout!r} is not available in this version; use 'auto' or 'ragged'.")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
+    if compile is not False:
+        raise ValueError(f"compile={compile!r} is not available in this version; use compile=False.")
+
+
+def check_pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Whether the draft's token ids mean what the target's mean, and both models can run."""
+    for name, model in (("target", target), ("draft", draft)):
+        if any(p.is_meta for p in model.parameters()) and not any(hasattr(m, "_hf_hook") for m in model.modules()):
+            raise ValueError(
+                f"the {name} model has parameters on the meta device and no offload hook to load them; "
+                "load its weights first, for example with from_pretrained(..., device_map='auto')."
+            )
+    if target.config.is_encoder_decoder:
+        raise ValueError("encoder-decoder targets are not available in this version; use a decoder-only model.")
+    if draft.config.is_encoder_decoder:
+        raise ValueError(
+            f"the draft {type(draft).__name__} is an encoder-decoder, the target {type(target).__name__} is "
+            "decoder-only; choose a decoder-only draft with the target's tokenizer."
+        )
+    if tokenizer is not None and draft_tokenizer is not None:
+        tokens, draft_tokens = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+        if tokens != draft_tokens:
+            odd = next(iter(sorted(tokens.items() ^ draft_tokens.items())))
+            raise ValueError(
+                f"the two tokenizers differ, for instance in {odd[0]!r} with id {odd[1]}; speculative decoding needs "
+                "a draft with the target's own vocabulary."
+            )
+        return
+    sizes = [m.config.get_text_config().vocab_size for m in (target, draft)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"the target has {sizes[0]} tokens and the draft {sizes[1]}; if both have the same tokenizer and differ "
+            "only by padding, pass tokenizer= and draft_tokenizer= so that this can be checked."
+        )
+
+
+def check_call(
+    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], streams: bool
+) -> None:
+    """What one call of `generate` asks for."""
+    _check_mode(generation_config)
+    for name, value in model_kwargs.items():
+        if value is not None and name not in READ_MODEL_KWARGS:
+            raise ValueError(f"{name}= is not available with speculative decoding in this version; leave it out.")
+    if model_kwargs.get("use_cache") is False:
+        raise ValueError("use_cache=False cannot be honoured: judging candidates needs a cache; leave it out.")
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={generation_config.cache_implementation!r} cannot be honoured: speculative "
+            "decoding keeps a cache of its own; leave it out."
+        )
+    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
+        raise ValueError("past_key_values= cannot be continued in this version; pass the whole text as input_ids.")
+    if input_ids.numel() == 0:
+        raise ValueError(
+            f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); pass at least one token a row, for "
+            "example the bos token."
+        )
+    if streams and len(input_ids) > 1:
+        raise ValueError(f"a streamer takes one row, and the batch has {len(input_ids)}; leave the streamer out.")
+    _check_mask(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    if config.num_beams not in (None, 1):
+        raise ValueError(f"num_beams={config.num_beams} is beam search; set num_beams=1 for greedy or sampling.")
+    if config.num_beam_groups not in (None, 1):
+        raise ValueError(f"num_beam_groups={config.num_beam_groups} is beam search; leave it out.")
+    for name, mode in UNSUPPORTED_MODES.items():
+        value = getattr(config, name, None)
+        if value is not None and value is not False:
+            raise ValueError(f"{name}={value!r} selects {mode}; leave it out for greedy decoding or sampling.")
+    for name in UNSUPPORTED_OUTPUTS:
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"{name}=True is not available with speculative decoding in this version; leave it out.")
+
+
+def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}; make them alike."
+        )
+    if not mask[:, -1].all():
+        row = int((mask[:, -1] == 0).nonzero()[0])
+        raise ValueError(
+            f"row {row} of attention_mask ends in 0: prompts must be padded on the left; set "
+            "tokenizer.padding_side='left'."
+        )
+    seen = mask.bool()
+    if not (seen.cummax(-1).values == seen).all():
+        raise ValueError("attention_mask has zeros between tokens of a row; only padding on the left is supported.")
+    expected = seen.cumsum(-1) - 1
+    if position_ids is not None and not (position_ids.expand_as(expected) == expected)[seen].all():
+        raise ValueError("position_ids= other than 0, 1, 2, ... from each row's first token; leave them out.")
+
+
+def check_withheld(frame: FrameType | None) -> None:
+    """Refuse what transformers drops on its way to a callable, read from the frame of `GenerationMixin.generate`.
+
+    A streamer was given the prompt already by then; it is ended, so that nobody waits for it.
+    """
+    if frame is None or frame.f_code.co_name != "generate" or "custom_generate" not in frame.f_locals:
+        return
+    given = {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+    outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None  # generate pops it from its own
+    for name in ("tokenizer", "assistant_tokenizer"):
+        given[name] = outer.get(name) if isinstance(outer, dict) else None
+    for name, value in given.items():
+        if value is not None and value is not False:
+            if name == "streamer":
+                value.end()
+            remedy = "SpeculativeDecoding(...)" if name in ("streamer", "tokenizer") else "no strategy object"
+            raise ValueError(
+                f"transformers does not pass {name}= on to a strategy object; call hf_specx.generate(..., {name}=...) "
+                f"or give it to {remedy}."
+            )

@@ -1,0 +1,202 @@
+"""What a call did: counters kept round by round, ratios computed when read."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from .lookahead import Costs, expected_speedup
+
+
+Result = TypeVar("Result")
+REPORTED = (
+    "verification",
+    "layout",
+    "layout_reason",
+    "rows",
+    "rounds",
+    "rounds_per_row",
+    "num_draft_tokens",
+    "drafted",
+    "judged",
+    "accepted",
+    "emitted",
+    "emitted_per_row",
+    "accepted_per_position",
+    "acceptance_rate",
+    "alpha",
+    "mean_acceptance_length",
+    "cost_coefficient",
+    "expected_speedup",
+    "forward_limited_speedup",
+    "seconds",
+)
+
+
+class RoundRecord(NamedTuple):
+    """One row's part in one round.
+
+    Attributes:
+        drafted: candidates, K.
+        accepted: candidates that the verifier kept, before any cut at a stop.
+        emitted: tokens that entered the text, after such a cut.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass
+class SpeculationReport:
+    """Counters of one call of `generate`; rounds are target forwards that judged candidates.
+
+    Attributes:
+        verification: "greedy", "token", "block" or "coupled".
+        layout: how rows shared the batch; `layout_reason` says why.
+        history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
+        overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
+        seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
+        costs: the strategy's cost table, if it has a row for this batch.
+    """
+
+    verification: str
+    layout: str
+    layout_reason: str
+    rows: int
+    history: list[list[RoundRecord]] = field(default_factory=list)
+    overlap: torch.Tensor | float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    costs: Costs | None = None
+    rounds: int = 0
+    num_draft_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.history = [[] for _ in range(self.rows)]
+
+    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """The function, its time added to `seconds` under its name."""
+        phase = function.__name__.strip("_")
+        self.seconds[phase] = 0.0
+
+        def call(*args: Any) -> Result:
+            started = time.perf_counter()
+            result = function(*args)
+            self.seconds[phase] += time.perf_counter() - started
+            return result
+
+        return call
+
+    def observe(
+        self, rows: list[int], drafted: int, accepted: list[int], emitted: list[int], overlap: torch.Tensor
+    ) -> None:
+        """Note a round of `rows`."""
+        self.overlap = self.overlap + overlap
+        self.rounds += drafted > 0
+        self.num_draft_tokens = max(self.num_draft_tokens, drafted)
+        for row, a, e in zip(rows, accepted, emitted, strict=True):
+            self.history[row].append(RoundRecord(drafted, a, e))
+
+    def finish(self, seconds: float) -> None:
+        """Close the counters after `seconds` in all."""
+        self.overlap = float(self.overlap)
+        self.seconds["total"] = seconds
+
+    @property
+    def _judged_rounds(self) -> list[RoundRecord]:
+        return [record for row in self.history for record in row if record.drafted]
+
+    @property
+    def rounds_per_row(self) -> list[int]:
+        """Rounds in which each row took part."""
+        return [sum(record.drafted > 0 for record in row) for row in self.history]
+
+    @property
+    def drafted(self) -> int:
+        """Candidates, over all rows."""
+        return sum(r.drafted for r in self._judged_rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Candidates kept, over all rows."""
+        return sum(r.accepted for r in self._judged_rounds)
+
+    @property
+    def judged(self) -> int:
+        """Candidates whose predecessors were all kept."""
+        return sum(min(r.accepted + 1, r.drafted) for r in self._judged_rounds)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that entered the text, over all rows."""
+        return sum(self.emitted_per_row)
+
+    @property
+    def emitted_per_row(self) -> list[int]:
+        return [sum(r.emitted for r in row) for row in self.history]
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How often the candidates 0 to i were all kept, for each position i."""
+        return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted, as vLLM counts; not α."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def alpha(self) -> float:
+        """α of the paper: the mean of sum_x min(p, q) over judged positions."""
+        return float(self.overlap) / self.judged if self.judged else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds per row: tokens that a row gains in a round, before any cut at a stop."""
+        rounds = len(self._judged_rounds)
+        return 1 + self.accepted / rounds if rounds else 1.0
+
+    @property
+    def cost_coefficient(self) -> float | None:
+        """c, a draft step over a target step at this batch; None where it was not measured."""
+        return self._costs.cost_coefficient(self.rows) if self._costs else None
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Theorem 3.8 at this α, γ and c; None where c was not measured."""
+        c = self.cost_coefficient
+        return None if c is None else expected_speedup(self.alpha, self.num_draft_tokens, c)
+
+    @property
+    def forward_limited_speedup(self) -> float | None:
+        """What the measured tokens a round would bring if a round were nothing but its forwards."""
+        if self._costs is None:
+            return None
+        return self._costs.forward_limited_speedup(self.rows, self.mean_acceptance_length, self.num_draft_tokens)
+
+    @property
+    def _costs(self) -> Costs | None:
+        return self.costs if self.costs is not None and self.rows in self.costs.table else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters and ratios as plain values."""
+        return {name: getattr(self, name) for name in REPORTED}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
+            f"candidates, {self.verification} verification, {self.layout} layout",
+            f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
+            f"{self.mean_acceptance_length:.2f} tokens a row and round",
+        ]
+        if self._costs:
+            lines.append(
+                f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "
+                f"(Theorem 3.8), {self.forward_limited_speedup:.2f} limited by the forwards"
+            )
+        if "total" in self.seconds:
+            phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
+            lines.append(f"{self.seconds['total']:.2f} s ({phases})")
+        return "\n".join(lines)

@@ -1,0 +1,110 @@
+"""The text of a batch while it grows: prompts, emitted tokens, and which rows still decode.
+
+Laid out as stock `generate` lays it out (prompts left-padded, one new column a token), because logits processors and
+stopping criteria must see exactly that. Ends and lengths are kept as numbers, never read off token ids: the pad id may
+be the end id, and a model may emit either.
+"""
+
+import torch
+
+
+class Sequences:
+    """B rows of tokens, of which R are still decoding.
+
+    Attributes:
+        ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
+        width: L, the columns of the left-padded prompt.
+        starts: [B] int64, the first column of each row that holds a token.
+        counts: tokens emitted so far, per row.
+        rows: the rows that still decode.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int):
+        """
+        Args:
+            input_ids: [B, L] int64, left-padded.
+            attention_mask: [B, L], 0 at the pads; None where there are none.
+            pad_token_id: what stands behind the end of a row.
+        """
+        self.ids, self.width, self.pad_token_id = input_ids.clone(), input_ids.shape[1], pad_token_id
+        rows, device = input_ids.shape[0], input_ids.device
+        if attention_mask is None:
+            self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
+        else:
+            self.starts = attention_mask.bool().int().argmax(-1)
+        self.unpadded = not self.starts.any().item()
+        self.prompt_lengths = (self.width - self.starts).tolist()
+        self.counts = [0] * rows
+        self._select(list(range(rows)))
+
+    def _select(self, rows: list[int]) -> None:
+        self.rows = rows
+        self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)  # [R]
+        counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
+        self.ends = self.width + counts  # [R], the column of the next token
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Tokens in each decoding row, pads aside: [R]."""
+        return self.ends - self.starts[self.index]
+
+    def host_lengths(self) -> list[int]:
+        return [self.prompt_lengths[r] + self.counts[r] for r in self.rows]
+
+    def reserve(self, columns: int) -> None:
+        """Make room for `columns` columns behind the longest row."""
+        wanted = self.width + max(self.counts) + columns
+        if wanted > self.ids.shape[1]:
+            grown = self.ids.new_full((len(self.ids), max(wanted, 2 * self.ids.shape[1])), self.pad_token_id)
+            grown[:, : self.ids.shape[1]] = self.ids
+            self.ids = grown
+
+    def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
+        """Write tokens [R, n] at `ahead` and up behind each row's end, without counting them as emitted."""
+        self.reserve(ahead + tokens.shape[1])
+        columns = self.ends[:, None] + ahead + torch.arange(tokens.shape[1], device=tokens.device)
+        self.ids[self.index[:, None], columns] = tokens
+
+    def last(self, count: int, ahead: int = 0) -> torch.Tensor:
+        """The last `count` tokens of each decoding row, of which `ahead` are not emitted yet: [R, count]."""
+        columns = self.ends[:, None] + torch.arange(ahead - count, ahead, device=self.ids.device)
+        return self.ids[self.index[:, None], columns.clamp(min=0)]
+
+    def append(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
+        """Emit the first kept [R] of tokens [R, n]; `kept_list` is the same on the host."""
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        self.put(tokens.masked_fill(index >= kept[:, None], self.pad_token_id))
+        self.ends = self.ends + kept
+        for row, number in zip(self.rows, kept_list, strict=True):
+            self.counts[row] += number
+
+    def extend(self, input_ids: torch.Tensor) -> None:
+        """Take input_ids [B, L + n] as the text so far, all rows decoding."""
+        self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
+        self._select(list(range(len(input_ids))))
+        self.reserve(0)
+        self.ids[:, : input_ids.shape[1]] = input_ids
+
+    def row(self, row: int) -> torch.Tensor:
+        """The tokens of one row, without pads: [length]."""
+        end = self.width + self.counts[row]
+        return self.ids[row, end - self.prompt_lengths[row] - self.counts[row] : end]
+
+    def truncate(self, row: int, count: int) -> None:
+        """Keep the first `count` emitted tokens of a row that is about to leave."""
+        self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
+        self.counts[row] = count
+
+    def retire(self, rows: list[int]) -> torch.Tensor | None:
+        """Take rows out of the batch; returns the places [R'] of those that stay, None where all do."""
+        gone = set(rows)
+        if not gone:
+            return None
+        stay = [place for place, row in enumerate(self.rows) if row not in gone]
+        self._select([self.rows[place] for place in stay])
+        return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
+
+    def output(self, columns: int) -> torch.Tensor:
+        """Prompts and the first `columns` emitted columns, padded behind each row's end: [B, L + columns]."""
+        self.reserve(columns - max(self.counts))
+        return self.ids[:, : self.width + columns].clone()

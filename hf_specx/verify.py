@@ -1,0 +1,125 @@
+"""The verifiers: which candidates stay, and which token follows them.
+
+Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text.
+
+Words (one meaning each, everywhere in this package):
+    candidate: a drafted token that is not judged yet.
+    accepted token: a candidate that the verifier kept.
+    recovered token: drawn from the residual, after a rejection.
+    bonus token: drawn from the target, after all candidates were accepted.
+    residual: norm(max(0, p - q)), what the target gives beyond the draft.
+    round: draft, one target forward, verify.
+Shapes: B rows, K candidates, V vocabulary. As in the papers p is the target's law and q the draft's, both after
+every logits processor, and q is the very law that the candidate was drawn from.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Verdict(NamedTuple):
+    """What one round decided for each row.
+
+    Attributes:
+        accepted: [B] int64, how many leading candidates are kept, 0 to K.
+        next_token: [B] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
+    """
+
+    accepted: torch.Tensor
+    next_token: torch.Tensor
+
+
+def verify_token(
+    candidates: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    uniforms: torch.Tensor,
+    exponentials: torch.Tensor,
+) -> Verdict:
+    """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
+
+    Candidate x is accepted with probability min(1, p(x) / q(x)); the first rejection ends the row's run.
+
+    Args:
+        candidates: [B, K] int64, drawn from `draft_probs`.
+        draft_probs: [B, K, V], q.
+        target_probs: [B, K + 1, V], p; the last position is the one after all candidates.
+        uniforms: [B, K] float64 in [0, 1), independent of everything that the draft used.
+        exponentials: [B, V], Exp(1), independent of the two above; picks the next token.
+    """
+    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [B, K]
+    accepted = _leading(uniforms * q < p)  # strict: u may be 0, and a token with p = 0 must never pass
+    target, draft = _row(target_probs, accepted), _row(_closed(draft_probs), accepted)  # [B, V]
+    return Verdict(accepted, _draw((target - draft).clamp(min=0), target, exponentials))
+
+
+def verify_block(
+    candidates: torch.Tensor,
+    draft_probs: torch.Tensor,
+    target_probs: torch.Tensor,
+    uniforms: torch.Tensor,
+    exponentials: torch.Tensor,
+) -> Verdict:
+    """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444), never shorter on average than token.
+
+    P(at least i candidates are kept | X^i) is p_i = min(1, p_{i-1} * p(x_i) / q(x_i)). The row of zeros behind q
+    makes the position after the last candidate an ordinary one: there Z = h = p_K, and the residual is p.
+    Arguments as in `verify_token`.
+    """
+    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
+    sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [B, K + 1], from 0
+    reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
+    excess = (reach[..., None].to(target_probs.dtype) * target_probs - _closed(draft_probs)).clamp(
+        min=0
+    )  # [B, K+1, V]
+    mass = excess.sum(-1, dtype=torch.float64)  # Z
+    # 0 / 0 only where the two laws are the same: the candidate surely stays
+    keep = torch.where((mass == 0) & (reach == 1), 1.0, mass / (mass + 1 - reach))  # h
+    passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
+    index = torch.arange(passed.shape[1], device=passed.device)
+    accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
+    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), exponentials))
+
+
+def verify_match(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
+    """Keep candidates while they are what the target itself chose; exact for any candidates whatever.
+
+    Greedy and coupled verification both end here: `choices` [B, K + 1] is the target's argmax, or its argmax of p / E.
+    """
+    accepted = _leading(candidates == choices[:, :-1])
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0])
+
+
+def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+    """A draw from `probs` [..., V] as the winner of an exponential race; how `torch.multinomial(probs, 1)` draws.
+
+    With the same Exp(1) noise, two similar laws mostly give the same token: that is what couples draft and target.
+    """
+    return (probs / exponentials).argmax(-1)
+
+
+def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """probs [B, K, V] at tokens [B, K]."""
+    return probs.gather(-1, tokens[..., None])[..., 0]
+
+
+def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """probs [B, K + 1, V] at position index [B]."""
+    return probs[torch.arange(len(index), device=index.device), index]
+
+
+def _closed(draft_probs: torch.Tensor) -> torch.Tensor:
+    """q with a position of zeros behind it, where the residual is p itself: [B, K + 1, V]."""
+    return torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))
+
+
+def _leading(passed: torch.Tensor) -> torch.Tensor:
+    """How many of passed [B, K] hold before the first that does not."""
+    return passed.cumprod(-1, dtype=torch.int64).sum(-1)
+
+
+def _draw(residual: torch.Tensor, target: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+    """A token from the unnormalised residual [B, V], or from the target where the residual underflowed to nothing."""
+    empty = residual.sum(-1, keepdim=True) == 0
+    return race(torch.where(empty, target, residual), exponentials)

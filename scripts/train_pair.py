@@ -1,0 +1,259 @@
+"""Train the pair that ships in `hf_specx/embedded/`: a tokenizer, a target and a draft distilled on it.
+
+The text is the Python standard library's own source, which every machine that runs Python already has.
+Every stage is seeded and leaves its result in `--work`; a run that was stopped goes on where it left off.
+
+    python scripts/train_pair.py --work build/pair --out hf_specx/embedded
+"""
+
+import hashlib
+import json
+import math
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+VOCAB_SIZE = 4096
+CONTEXT = 512  # tokens in a training window
+BATCH = 4  # windows in a step
+END, PAD = "<|endoftext|>", "<|pad|>"
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
+HELD_OUT = 20  # one file in this many is never trained on
+console = Console()
+
+
+def source_files() -> tuple[list[Path], list[Path]]:
+    """The library's files, split into (trained on, held out) by a hash of their relative path."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [f.relative_to(root) for f in sorted(root.rglob("*.py"))]
+    files = [f for f in files if not SKIPPED & set(f.parts) and not f.name.startswith("_sysconfigdata")]
+    held = [f for f in files if int(hashlib.sha256(f.as_posix().encode()).hexdigest(), 16) % HELD_OUT == 0]
+    return [root / f for f in files if f not in set(held)], [root / f for f in held]
+
+
+def read(files: list[Path]) -> Iterator[str]:
+    return (f.read_text(encoding="utf-8", errors="replace") for f in files)
+
+
+def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        read(files),
+        trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, padding_side="left")
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> torch.Tensor:
+    """All files in one line of tokens, each closed by the end token: [N]."""
+    ids = [i for text in read(files) for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    return torch.tensor(ids)
+
+
+def llama(num_hidden_layers: int) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=704,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+    )
+    return LlamaForCausalLM(config)
+
+
+def windows(tokens: torch.Tensor, step: int, seed: int, length: int = CONTEXT, count: int = BATCH) -> torch.Tensor:
+    """The batch of a step, a function of the seed and the step alone, seen again by a resumed run: [count, length]."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    starts = torch.randint(0, len(tokens) - length, (count,), generator=generator)
+    return torch.stack([tokens[s : s + length] for s in starts.tolist()])
+
+
+def fit(
+    name: str, model: LlamaForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int, peak: float, work: Path
+) -> None:
+    """AdamW with a short warm-up and a linear decay to zero, a checkpoint every 200 steps."""
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    kept = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
+    checkpoint, first = work / f"{name}.pt", 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}")
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=steps, completed=first, loss="")
+        average, started = math.nan, time.perf_counter()
+        for step in range(first, steps):
+            warm = min(1.0, (step + 1) / 100)
+            for group in optimizer.param_groups:
+                group["lr"] = peak * warm * (1 - step / steps)
+            loss = loss_of(step)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
+            progress.update(task, completed=step + 1, loss=f"loss {average:.3f}")
+            if (step + 1) % 200 == 0 or step + 1 == steps:
+                console.print(f"{name} {step + 1}/{steps}: {average:.3f}, {time.perf_counter() - started:.0f} s")
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                torch.save(state, checkpoint.with_suffix(".tmp"))
+                checkpoint.with_suffix(".tmp").replace(checkpoint)
+
+
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device: torch.device) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    model = llama(16).to(device)
+
+    def loss_of(step: int) -> torch.Tensor:
+        ids = windows(tokens, step, seed).to(device)
+        with autocast(device):
+            return model(ids, labels=ids).loss
+
+    fit("target", model, loss_of, steps, 2e-3, work)
+    return model.eval()
+
+
+@torch.no_grad()
+def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed: int, work: Path) -> torch.Tensor:
+    """What the target itself writes at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT]."""
+    path = work / "samples.pt"
+    if path.exists():
+        return torch.load(path, weights_only=True)
+    drawn = []
+    for pool in range(pools):
+        prompts = windows(tokens, pool, seed + 1, length=64, count=64).to(target.device)
+        torch.manual_seed(seed + pool)
+        options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "max_new_tokens": CONTEXT - 64}
+        drawn.append(target.generate(prompts, attention_mask=torch.ones_like(prompts), **options).cpu())
+        console.print(f"samples {pool + 1}/{pools}")
+    torch.save(torch.cat(drawn), path)
+    return torch.cat(drawn)
+
+
+def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """Total variation, which is one minus the acceptance, and a little forward KL, whose gradient never vanishes."""
+    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
+    variation = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return (variation + 0.1 * F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)).mean()
+
+
+def distil_draft(
+    target: LlamaForCausalLM, tokens: torch.Tensor, samples: torch.Tensor, steps: int, seed: int, work: Path
+) -> LlamaForCausalLM:
+    """A draft that starts as the target's first two layers, taught on text and on the target's samples by turns."""
+    draft = llama(2).to(target.device)
+    draft.load_state_dict(target.state_dict(), strict=False)
+
+    def loss_of(step: int) -> torch.Tensor:
+        rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed + step))[:BATCH]
+        ids = samples[rows] if step % 2 else windows(tokens, step, seed + 2)
+        ids = ids.to(target.device)
+        with autocast(target.device):
+            with torch.no_grad():
+                target_logits = target(ids).logits
+            return divergence(target_logits, draft(ids).logits)
+
+    fit("draft", draft, loss_of, steps, 2e-3, work)
+    return draft.eval()
+
+
+@torch.no_grad()
+def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> dict[str, float]:
+    """Held-out loss of both, and alpha: the mean of sum_x min(p, q) where the target writes after held-out prompts."""
+    text = windows(held_out, 0, seed, count=64).to(target.device)
+    losses = [torch.stack([m(x, labels=x).loss for x in text.split(8)]).mean().item() for m in (target, draft)]
+    torch.manual_seed(seed)
+    prompts = windows(held_out, 1, seed, length=64, count=64).to(target.device)
+    options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "max_new_tokens": 128}
+    written = target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    alphas = []
+    for rows in written.split(8):
+        p, q = (m(rows).logits[:, 63:-1].float().softmax(-1) for m in (target, draft))
+        alphas.append(torch.minimum(p, q).sum(-1).mean())
+    return {
+        "target_loss": losses[0],
+        "target_perplexity": math.exp(losses[0]),
+        "draft_loss": losses[1],
+        "alpha": torch.stack(alphas).mean().item(),
+    }
+
+
+def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count: int = 16) -> list[str]:
+    """The first lines of functions in held-out files, of unequal length, at most 64 tokens."""
+    prompts = []
+    for path, text in zip(held_out, read(held_out), strict=True):
+        lines = text.splitlines(keepends=True)
+        starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and i > 20]
+        if not starts:
+            continue
+        middle = starts[len(starts) // 2]
+        wanted = 24 + 8 * (len(prompts) % 6)
+        ids = tokenizer("".join(lines[middle : middle + 12]))["input_ids"][:wanted]
+        if len(ids) == wanted:
+            prompts.append(tokenizer.decode(ids))
+            console.print(f"prompt from {path.name}", style="dim")
+    return prompts[:count]
+
+
+def main(
+    work: Annotated[Path, typer.Option(help="where checkpoints and samples are kept")] = Path("build/pair"),
+    out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
+    target_steps: int = 3400,
+    draft_steps: int = 2600,
+    pools: Annotated[int, typer.Option(help="batches of 64 samples drawn from the target")] = 20,
+    seed: int = 0,
+) -> None:
+    work.mkdir(parents=True, exist_ok=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained_on, held_out = source_files()
+    tokenizer_dir = work / "tokenizer"
+    if not tokenizer_dir.exists():
+        train_tokenizer(trained_on).save_pretrained(tokenizer_dir)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    tokens, unseen = encode(tokenizer, trained_on), encode(tokenizer, held_out)
+    console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
+
+    target = train_target(tokens, target_steps, seed, work, device)
+    samples = own_samples(target, tokens, pools, seed, work)
+    draft = distil_draft(target, tokens, samples, draft_steps, seed, work)
+    for name, model in (("target", target), ("draft", draft)):
+        model.generation_config.update(bos_token_id=None, eos_token_id=0, pad_token_id=1)
+        model.to(torch.bfloat16).save_pretrained(out / name)
+    tokenizer.save_pretrained(out / "target")
+    (out / "prompts.json").write_text(json.dumps(demo_prompts(tokenizer, held_out), indent=1) + "\n")
+    facts = measure(target.float(), draft.float(), unseen, seed)
+    facts |= {"training_tokens": len(tokens), "held_out_files": len(held_out)}
+    console.print_json(data=facts)
+    (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
