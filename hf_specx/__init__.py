@@ -3,8 +3,16 @@
 from .candidates import SampledCandidateGenerator
 from .generate import SpeculativeDecoding, generate
 from .lookahead import Costs
+from .pairs import DraftTargetPair
 from .report import SpeculationReport
 
 
 __version__ = "0.1.0"
-__all__ = ["Costs", "SampledCandidateGenerator", "SpeculationReport", "SpeculativeDecoding", "generate"]
+__all__ = [
+    "Costs",
+    "DraftTargetPair",
+    "SampledCandidateGenerator",
+    "SpeculationReport",
+    "SpeculativeDecoding",
+    "generate",
+]

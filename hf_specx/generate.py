@@ -26,6 +26,7 @@ from .sequences import Sequences
 from .stopping import Stopping
 
 
+NOISE_WINDOW = 4  # rounds whose shared noise is held
 FOREIGN_DRAFT_TOKENS = 5  # "auto" for a CandidateGenerator, whose cost is not known
 STRATEGY_OPTIONS = ("num_draft_tokens", "verification", "layout", "compile", "draft_tokenizer", "costs")
 LOADER_OPTIONS = (
@@ -169,7 +170,7 @@ class SpeculativeDecoding:
         if mode == "greedy":
             return GreedyRule()
         if mode == "coupled":
-            return CoupledRule(len(input_ids), input_ids.device, window=4 * (num_draft_tokens + 1))
+            return CoupledRule(len(input_ids), input_ids.device, window=NOISE_WINDOW * (num_draft_tokens + 1))
         return RejectionRule(mode == "block", input_ids.device)
 
     def _drafter(self, model: PreTrainedModel, processors: Processors, rule: Rule, max_length: int) -> Drafter:

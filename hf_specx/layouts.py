@@ -76,6 +76,9 @@ class RaggedDecoder:
         self.cache = RaggedCache(config.num_hidden_layers)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
+        embeddings = model.get_input_embeddings().weight
+        assert isinstance(embeddings, torch.Tensor)
+        self.num_embeddings = len(embeddings)
         parameters = inspect.signature(model.forward).parameters
         self.keeps_logits = "logits_to_keep" in parameters
         hook = getattr(model, "_hf_hook", None)
@@ -94,7 +97,8 @@ class RaggedDecoder:
         Returns:
             logits [R, keep, V] in the model's dtype.
         """
-        tokens = sequences.last(count, ahead)
+        # a larger target may emit ids that a draft has no embedding for; what a draft sees is its own affair
+        tokens = sequences.last(count, ahead).clamp(max=self.num_embeddings - 1)
         lengths = sequences.lengths + ahead  # [R]
         host_lengths = sequences.host_lengths()
         longest, even = max(host_lengths) + ahead, len(set(host_lengths)) == 1

@@ -56,7 +56,13 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
         read(files),
         trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> torch.Tensor:

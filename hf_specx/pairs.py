@@ -1,0 +1,98 @@
+"""Draft-target pairs: two models and their one tokenizer, loaded and used together."""
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from .generate import STRATEGY_OPTIONS, SpeculativeDecoding
+from .report import SpeculationReport
+
+
+EMBEDDED = "embedded"
+
+
+class DraftTargetPair:
+    """A target with the draft that was made for it.
+
+    Args:
+        target: the model whose text is wanted.
+        draft: a smaller model with the same vocabulary.
+        tokenizer: of both; None if texts are tokenized elsewhere.
+        config: facts about the pair, kept as given.
+
+    Attributes:
+        strategy: the `SpeculativeDecoding` that `generate` uses; it remembers costs and acceptance.
+        report: what the last `generate` did, None before the first.
+        prompts: texts to try the pair with, [] if it came with none.
+
+    Example:
+        >>> pair = DraftTargetPair.embedded()
+        >>> inputs = pair.tokenizer(["def main("], return_tensors="pt")
+        >>> pair.tokenizer.batch_decode(pair.generate(**inputs, do_sample=True, max_new_tokens=32))
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: dict[str, Any] | None = None,
+    ):
+        self.target, self.draft, self.tokenizer, self.config = target, draft, tokenizer, config or {}
+        self.prompts: list[str] = self.config.get("prompts", [])
+        self.strategy = self._strategy()
+        self.report: SpeculationReport | None = None
+
+    def _strategy(self, **options: Any) -> SpeculativeDecoding:
+        return SpeculativeDecoding(
+            self.draft, **{"tokenizer": self.tokenizer, "draft_tokenizer": self.tokenizer, **options}
+        )
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, *, dtype: Any = "auto", **kwargs: Any) -> "DraftTargetPair":
+        """Load a pair from a folder or repository with the subfolders `target` (tokenizer included) and `draft`.
+
+        Args:
+            name_or_path: a folder, a repository, or "embedded"; a local folder of that name comes first.
+            dtype: of both models; "auto" is as they were saved.
+            **kwargs: for `AutoModelForCausalLM.from_pretrained`.
+        """
+        if str(name_or_path) == EMBEDDED and not Path(EMBEDDED).is_dir():
+            return cls.embedded(dtype=None if dtype == "auto" else dtype, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, subfolder="target")
+        load = AutoModelForCausalLM.from_pretrained
+        target, draft = (load(name_or_path, subfolder=part, dtype=dtype, **kwargs) for part in ("target", "draft"))
+        return cls(target, draft, tokenizer)
+
+    @classmethod
+    def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
+        """The pair in the package: 13.9M and 2.7M parameters, trained on the Python standard library's source.
+
+        Args:
+            dtype: float32 on the CPU and as saved (bfloat16) elsewhere, unless given.
+            **kwargs: for `AutoModelForCausalLM.from_pretrained`.
+        """
+        if dtype is None:
+            dtype = "auto" if torch.cuda.is_available() and kwargs.get("device_map") else torch.float32
+        folder = Path(str(files("hf_specx") / EMBEDDED))
+        pair = cls.from_pretrained(folder, dtype=dtype, **kwargs)
+        pair.prompts = json.loads((folder / "prompts.json").read_text())
+        return pair
+
+    def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        """The target's `generate` with speculative sampling.
+
+        Args:
+            inputs: as in `generate`.
+            **kwargs: everything that `generate` takes, and the options of `SpeculativeDecoding` by keyword, for this
+                call; the cost table is the pair's own all the same.
+        """
+        options = {name: kwargs.pop(name) for name in (*STRATEGY_OPTIONS, "streamer") if name in kwargs}
+        strategy = self._strategy(**{"costs": self.strategy.costs, **options}) if options else self.strategy
+        output = self.target.generate(inputs, custom_generate=strategy, **kwargs)  # type: ignore[operator]
+        self.report = strategy.report
+        return output

@@ -1,0 +1,196 @@
+"""Bad input: one clear ValueError before any forward, naming the value and the remedy, with nothing changed."""
+
+import copy
+import re
+
+import pytest
+import torch
+from tiny import Forwards, prompts, tiny
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, GenerationConfig, TextStreamer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+
+from hf_specx import SpeculativeDecoding, generate
+
+
+class Tokens:
+    """A tokenizer as far as the check reads it."""
+
+    def __init__(self, size: int, first: str = "0"):
+        self.vocab = {first: 0} | {str(i): i for i in range(1, size)}
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+class Counting(LogitsProcessor):
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+class Impatient(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
+
+OPTIONS = [
+    ({"num_draft_tokens": 0}, "num_draft_tokens=0 is below 1; give 1 or more"),
+    ({"num_draft_tokens": -3}, "num_draft_tokens=-3 is below 1"),
+    ({"num_draft_tokens": "many"}, "num_draft_tokens='many' is not a number; give an int"),
+    ({"num_draft_tokens": 2.5}, "num_draft_tokens=2.5 is not a number"),
+    ({"num_draft_tokens": True}, "num_draft_tokens=True is not a number"),
+    ({"verification": "typical"}, "verification='typical' is unknown; choose one of token, block, coupled"),
+    ({"layout": "diagonal"}, "layout='diagonal' is unknown; choose one of auto, ragged"),
+    ({"layout": "padded"}, "layout='padded' is not available in this version; use 'auto' or 'ragged'"),
+    ({"compile": True}, "compile=True is not available in this version; use compile=False"),
+    ({"num_drafts": 5}, "unknown option 'num_drafts'; known: num_draft_tokens"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OPTIONS)
+def test_options(options: dict, message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpeculativeDecoding(tiny(), **options)
+
+
+def test_options_that_contradict_the_draft():
+    with pytest.raises(ValueError, match="verification='block' needs the law.*use verification='coupled'"):
+        SpeculativeDecoding(LOOKUP, verification="block")
+    with pytest.raises(ValueError, match="draft_model is a str; give a model or a CandidateGenerator"):
+        SpeculativeDecoding("org/draft")
+
+
+def holed_mask() -> torch.Tensor:
+    mask = prompts(4)["attention_mask"].clone()
+    mask[0, -3] = 0
+    return mask
+
+
+def right_padded() -> torch.Tensor:
+    mask = torch.ones(4, 11, dtype=torch.int64)
+    mask[2, -2:] = 0
+    return mask
+
+
+CALLS = {
+    "beams": ({"num_beams": 3}, "num_beams=3 is beam search; set num_beams=1"),
+    "early exit": ({"assistant_early_exit": 1}, "assistant_early_exit=1 selects early exit; leave it out"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 selects prompt lookup"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6 selects contrastive search"),
+    "DoLa": ({"dola_layers": "low"}, "dola_layers='low' selects DoLa"),
+    "mixture": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 selects a mixture"),
+    "no cache": ({"use_cache": False}, "use_cache=False cannot be honoured"),
+    "static cache": ({"cache_implementation": "static"}, "cache_implementation='static' cannot be honoured"),
+    "user's cache": ({"past_key_values": DynamicCache()}, "past_key_values= cannot be continued in this version"),
+    "right padding": ({"attention_mask": right_padded()}, "row 2 of attention_mask ends in 0.*padding_side='left'"),
+    "holes": ({"attention_mask": holed_mask()}, "attention_mask has zeros between tokens"),
+    "positions": ({"position_ids": torch.arange(3, 14).expand(4, 11)}, "position_ids= other than 0, 1, 2"),
+    "scores": (
+        {"return_dict_in_generate": True, "output_scores": True},
+        "output_scores=True is not available with speculative decoding in this version",
+    ),
+    "stateful processor": ({"logits_processor": [Counting()]}, "Counting may keep state.*stateless = True"),
+    "stateful criterion": ({"stopping_criteria": [Impatient()]}, "Impatient may count calls.*stateless = True"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls(case: str):
+    settings, message = CALLS[case]
+    target, draft = tiny(), tiny(seed=1)
+    before = [copy.deepcopy(m.generation_config.to_dict()) for m in (target, draft)]
+    inputs = {"input_ids": prompts(4)["input_ids"], "attention_mask": torch.ones(4, 11, dtype=torch.int64)}
+    with Forwards(target) as forwards, Forwards(draft) as draft_forwards, pytest.raises(ValueError, match=message):
+        target.generate(**inputs | settings, max_new_tokens=5, custom_generate=SpeculativeDecoding(draft))
+    assert not forwards.lengths
+    assert not draft_forwards.lengths
+    assert [m.generation_config.to_dict() for m in (target, draft)] == before
+
+
+def test_multi_token_prediction_is_refused():
+    target = tiny()
+    config = GenerationConfig(use_mtp=True, max_new_tokens=3)
+    with pytest.raises(ValueError, match="use_mtp=True selects multi-token"):
+        target.generate(**prompts(1), generation_config=config, custom_generate=SpeculativeDecoding(tiny(seed=1)))
+
+
+def test_empty_prompts_are_refused():
+    strategy, target = SpeculativeDecoding(tiny(seed=1)), tiny()
+    config = copy.deepcopy(target.generation_config)
+    with pytest.raises(ValueError, match="the prompt is empty.*pass at least one token"):
+        strategy(target, torch.empty(2, 0, dtype=torch.int64), [], [], config)
+
+
+def seq2seq() -> AutoModelForSeq2SeqLM:
+    sizes = {"vocab_size": 48, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes))
+
+
+PAIRS = {
+    "sizes": (lambda: tiny(seed=1, vocab_size=50), {}, "the target has 48 tokens and the draft 50.*pass tokenizer="),
+    "tokens": (
+        lambda: tiny(seed=1),
+        {"tokenizer": Tokens(48), "draft_tokenizer": Tokens(48, "zero")},
+        "the two tokenizers differ, for instance in '0' with id 0",
+    ),
+    "encoder-decoder draft": (seq2seq, {}, "T5ForConditionalGeneration is an encoder-decoder.*choose a decoder-only"),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_pairs(case: str):
+    draft, options, message = PAIRS[case]
+    with pytest.raises(ValueError, match=message):
+        tiny().generate(**prompts(2), max_new_tokens=3, custom_generate=SpeculativeDecoding(draft(), **options))
+
+
+def test_meta_parameters_are_refused():
+    with torch.device("meta"):
+        draft = tiny(seed=1)
+    with pytest.raises(ValueError, match="the draft model has parameters on the meta device and no offload hook"):
+        tiny().generate(**prompts(2), max_new_tokens=3, custom_generate=SpeculativeDecoding(draft))
+
+
+class Closing:
+    """A streamer that notes whether it was ended."""
+
+    ended = False
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("name", ["streamer", "assistant_model", "synced_gpus", "tokenizer", "assistant_tokenizer"])
+def test_what_transformers_would_drop_is_refused(name: str):
+    value = {"streamer": Closing(), "assistant_model": tiny(seed=1), "synced_gpus": True}.get(name, Tokens(48))
+    target = tiny()
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=f"does not pass {name}= on"):
+        target.generate(
+            **prompts(1), max_new_tokens=3, custom_generate=SpeculativeDecoding(tiny(seed=1)), **{name: value}
+        )
+    assert not forwards.lengths
+    assert getattr(value, "ended", True)
+
+
+def test_a_streamer_takes_one_row():
+    strategy = SpeculativeDecoding(tiny(seed=1), streamer=TextStreamer(tokenizer=None))
+    with pytest.raises(ValueError, match="a streamer takes one row, and the batch has 2"):
+        tiny().generate(**prompts(2), max_new_tokens=3, custom_generate=strategy)
+
+
+def test_the_function_needs_a_draft_and_a_tokenizer_for_stop_strings():
+    with pytest.raises(ValueError, match="no draft: pass draft_model= or assistant_model="):
+        generate(**prompts(1), model=tiny())
+    with pytest.raises(ValueError, match=r"stop_strings=\['x'\] needs the tokenizer; pass tokenizer="):
+        generate(**prompts(1), model=tiny(), draft_model=tiny(seed=1), stop_strings=["x"])
+    with pytest.raises(ValueError, match="synced_gpus=True is not available"):
+        generate(**prompts(1), model=tiny(), draft_model=tiny(seed=1), synced_gpus=True)

@@ -1,0 +1,155 @@
+"""The entries: what they return, what they leave behind, and reproducibility."""
+
+import json
+import threading
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers import TextIteratorStreamer
+
+from hf_specx import Costs, SpeculativeDecoding, generate
+
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+
+
+def test_dict_output_carries_the_report():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    output = target.generate(**prompts(4), **SAMPLED, return_dict_in_generate=True, custom_generate=strategy)
+    assert output.sequences.shape == (4, 31)
+    report = output.speculation_report
+    assert report is strategy.report
+    assert report.emitted_per_row == [20] * 4
+    assert report.layout == "ragged"
+    assert report.verification == "block"
+    assert json.loads(json.dumps(report.to_dict()))["accepted"] == report.accepted
+    assert report.drafted >= report.judged >= report.accepted > 0
+    assert 0 < report.alpha <= 1
+    assert report.cost_coefficient is None
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_same_seed_same_text(verification: str):
+    target = tiny()
+    draft = near(target, 0.05)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(6)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+        outputs.append([target.generate(**prompts(4), **SAMPLED, custom_generate=strategy) for _ in range(2)])
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert not torch.equal(outputs[0][0], outputs[0][1])
+
+
+def test_costs_decide_the_number_of_drafts_and_are_measured_once(monkeypatch):
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.02))
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert list(strategy.costs.table) == [4]
+    assert strategy.report.expected_speedup > 0
+    assert strategy.report.forward_limited_speedup > 0
+    monkeypatch.setattr(SpeculativeDecoding, "calibrate", None)
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    free_draft = Costs({4: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
+    strategy = SpeculativeDecoding(near(target, 0.02), costs=free_draft)
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert strategy.report.num_draft_tokens == 8
+
+
+def test_models_and_generator_survive_an_exception():
+    class Boom(Exception):
+        pass
+
+    target = tiny()
+    draft = near(target, 0.05)
+    weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (target, draft)]
+    configs = [m.generation_config.to_dict() for m in (target, draft)]
+    calls = []
+
+    def explode(module, args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Boom
+
+    handle = target.register_forward_pre_hook(explode)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with pytest.raises(Boom):
+        target.generate(
+            **prompts(4),
+            **SAMPLED,
+            custom_generate=SpeculativeDecoding(draft, verification="coupled", num_draft_tokens=2),
+        )
+    handle.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+    for model, weight, config in zip((target, draft), weights, configs, strict=True):
+        assert all(torch.equal(v, weight[k]) for k, v in model.state_dict().items())
+        assert model.generation_config.to_dict() == config
+    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=9)
+    output = target.generate(
+        **prompts(4), do_sample=False, max_new_tokens=9, custom_generate=SpeculativeDecoding(draft)
+    )
+    assert torch.equal(output, expected)
+
+
+def test_the_function_is_the_same_thing():
+    target = tiny()
+    draft = near(target, 0.05)
+    torch.manual_seed(2)
+    expected = target.generate(prompts(4)["input_ids"], attention_mask=prompts(4)["attention_mask"], **SAMPLED)
+    for name in ("draft_model", "assistant_model"):
+        torch.manual_seed(2)
+        output = generate(
+            prompts(4)["input_ids"],
+            model=target,
+            attention_mask=prompts(4)["attention_mask"],
+            **SAMPLED,
+            **{name: draft},
+            verification="coupled",
+            num_draft_tokens=3,
+            revision="main",
+        )
+        assert torch.equal(output, expected)
+
+
+class Words:
+    """A tokenizer as far as `TextIteratorStreamer` uses it."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(f"{int(i)} " for i in ids)
+
+
+def test_a_streamer_in_a_thread_gets_every_token_and_an_end():
+    target = tiny()
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=20)
+    inputs = prompts(1)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=17)[0, 11:]
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, streamer=streamer)
+    settings = {"do_sample": False, "max_new_tokens": 17, "custom_generate": strategy}
+    thread = threading.Thread(target=target.generate, kwargs=inputs | settings)
+    thread.start()
+    assert "".join(streamer).split() == [str(i) for i in expected.tolist()]
+    thread.join()
+
+
+def test_num_return_sequences():
+    target = tiny()
+    torch.manual_seed(2)
+    expected = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled")
+    torch.manual_seed(2)
+    output = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3, custom_generate=strategy)
+    assert torch.equal(output, expected)
+
+
+def test_candidates_past_the_last_position_of_a_learned_table():
+    """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
+    target = tiny("gpt2", n_positions=24)
+    inputs = prompts(3)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=13)
+    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, n_positions=24), num_draft_tokens=7)
+    output = target.generate(**inputs, do_sample=False, max_new_tokens=13, custom_generate=strategy)
+    assert torch.equal(output, expected)

@@ -1,0 +1,87 @@
+"""Processors see what stock would show them, at every position of every row."""
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from hf_specx import SpeculativeDecoding
+
+
+SETTINGS = {
+    "temperature and truncation": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    "typical": {"typical_p": 0.8},
+    "epsilon and eta": {"epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
+    "repetition": {"repetition_penalty": 1.4},
+    "encoder repetition": {"encoder_repetition_penalty": 1.3},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "encoder n-grams": {"encoder_no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[3, 4], [7]]},
+    "sequence bias": {"sequence_bias": [[[9], 2.0], [[5, 6], -3.0]]},
+    "lengths": {"min_new_tokens": 9, "eos_token_id": 5, "exponential_decay_length_penalty": (12, 1.2)},
+    "minimum length": {"min_length": 18, "eos_token_id": [5, 9]},
+    "forced end": {"forced_eos_token_id": 4},
+    "forced begin": {"forced_bos_token_id": 4},
+    "suppressed": {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3, 4]},
+    "watermark": {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 2.0}},
+    "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_equals_stock(name: str, do_sample: bool):
+    target = tiny()
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24} | SETTINGS[name]
+    torch.manual_seed(1)
+    expected = target.generate(**prompts(4), **settings)
+    state = torch.get_rng_state()
+    for noise in (0.05, 2.0):
+        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
+        torch.manual_seed(1)
+        output = target.generate(**prompts(4), **settings, custom_generate=strategy)
+        assert torch.equal(output, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+class RowAndPrefix(LogitsProcessor):
+    """Depends on the row's place in the batch, the length and the last token."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        rows = torch.arange(len(scores))
+        scores = scores.clone()
+        scores[rows, (input_ids[:, -1] + rows + input_ids.shape[1]) % scores.shape[1]] += 4
+        return scores
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_row_length_and_prefix_are_the_stock_ones(do_sample: bool):
+    target = tiny()
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "eos_token_id": 7}
+    settings["logits_processor"] = LogitsProcessorList([RowAndPrefix()])
+    settings["prefix_allowed_tokens_fn"] = lambda row, ids: [i for i in range(48) if (i + row + len(ids)) % 3]
+    torch.manual_seed(1)
+    expected = target.generate(**prompts(4), **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
+    torch.manual_seed(1)
+    output = target.generate(**prompts(4), **settings, custom_generate=strategy)
+    assert torch.equal(output, expected)
+
+
+def test_warpers_act_once_on_the_draft():
+    """With the draft equal to the target and T = 0.5, everything is accepted; twice the temperature would not be."""
+    target = tiny()
+    strategy = SpeculativeDecoding(target, num_draft_tokens=4, verification="token")
+    target.generate(
+        **prompts(4), do_sample=True, temperature=0.5, top_k=10, max_new_tokens=30, custom_generate=strategy
+    )
+    assert strategy.report.alpha > 1 - 1e-5
+    assert strategy.report.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("settings", [{"guidance_scale": 1.5}])
+def test_stateful_processors_are_refused(settings: dict):
+    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor may keep state"):
+        tiny().generate(**prompts(2), **settings, max_new_tokens=3, custom_generate=SpeculativeDecoding(tiny(seed=1)))

@@ -1,0 +1,57 @@
+"""Rows end where stock would end them, also inside an accepted run."""
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+
+from hf_specx import SpeculativeDecoding
+
+
+class RowSumIs(StoppingCriteria):
+    """Stops a row where the ids of its text sum to 0 modulo 7."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.sum(-1) % 7 == 0
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 5])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: int | None):
+    """With an end token stopped rows are padded; without one stock writes on until the last row stops."""
+    target = tiny()
+    criteria = StoppingCriteriaList([RowSumIs()])
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 40, "eos_token_id": eos_token_id}
+    torch.manual_seed(8)
+    expected = target.generate(**prompts(4), **settings, stopping_criteria=criteria)
+    state = torch.get_rng_state()
+    assert 11 + 1 < expected.shape[1] < 11 + 40
+    for noise in (0.0, 0.05, 2.0):
+        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
+        torch.manual_seed(8)
+        output = target.generate(**prompts(4), **settings, stopping_criteria=criteria, custom_generate=strategy)
+        assert torch.equal(output, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_short_texts(max_new_tokens: int):
+    target = tiny()
+    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=max_new_tokens)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=7)
+    output = target.generate(**prompts(4), do_sample=False, max_new_tokens=max_new_tokens, custom_generate=strategy)
+    assert torch.equal(output, expected)
+    assert all(r.drafted < max_new_tokens for row in strategy.report.history for r in row)
+
+
+def test_a_row_near_its_end_does_not_shorten_the_drafts_of_others():
+    """Only the row with the most room limits the number of candidates."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=4, verification="coupled")
+    target.generate(**prompts(8), do_sample=True, max_new_tokens=30, custom_generate=strategy)
+    unlike = [row for row in strategy.report.history if len(row) != len(strategy.report.history[0])]
+    assert unlike
+    longest = max(strategy.report.history, key=len)
+    assert all(r.drafted == 4 for r in longest[1:-4])
