@@ -5,8 +5,8 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
 
 
 torch.set_num_threads(1)

@@ -37,7 +37,7 @@ def test_rows_that_leave_take_their_slots_along():
 
 
 def test_after_a_round_the_cache_holds_the_row_but_its_last_token(monkeypatch):
-    """When a row leaves, its keys are those of a plain forward over prompt and emitted tokens but the last; float64."""
+    """When a row leaves, its keys are those of a plain forward over its text but the last token; float64."""
     target = tiny("llama").double()
     select, left = RaggedDecoder.select, []
 
