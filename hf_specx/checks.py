@@ -11,6 +11,7 @@ from .layouts import LAYOUTS
 
 VERIFICATIONS = ("token", "block", "coupled")
 PLANNED_LAYOUTS = ("padded", "packed", "lockstep")
+STOCK_NOISE_DEVICES = ("cpu", "cuda")  # elsewhere stock draws ahead, or its generator cannot be read
 READ_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 UNSUPPORTED_MODES = {
     "penalty_alpha": "contrastive search",
@@ -93,10 +94,19 @@ def check_pair(
 
 
 def check_call(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any], streams: bool
+    input_ids: torch.Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    verification: str,
+    streams: bool,
 ) -> None:
     """What one call of `generate` asks for."""
     _check_mode(generation_config)
+    if verification == "coupled" and input_ids.device.type not in STOCK_NOISE_DEVICES:
+        raise ValueError(
+            f"verification='coupled' cannot redraw stock's noise on device type {input_ids.device.type!r}; use "
+            "'block' there."
+        )
     for name, value in model_kwargs.items():
         if value is not None and name not in READ_MODEL_KWARGS:
             raise ValueError(f"{name}= is not available with speculative decoding in this version; leave it out.")
@@ -140,6 +150,9 @@ def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}; make them alike."
         )
+    if not mask.any(-1).all():
+        row = int((~mask.any(-1)).nonzero()[0])
+        raise ValueError(f"the prompt of row {row} is empty (attention_mask is all 0); pass at least one token a row.")
     if not mask[:, -1].all():
         row = int((mask[:, -1] == 0).nonzero()[0])
         raise ValueError(

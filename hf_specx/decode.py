@@ -86,10 +86,11 @@ def _append(
     accepted_list, kept_list, ended_list = torch.stack(
         [accepted, kept, ended.to(kept.dtype)]
     ).tolist()  # the only sync
-    first = sequences.ends[0].item() if streamer is not None else 0
+    before = [sequences.counts[row] for row in rows]
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)
-    report.observe(rows, drafted, accepted_list, kept_list, (overlap * judged).sum())
+    emitted = [sequences.counts[row] - count for row, count in zip(rows, before, strict=True)]
+    report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum())
     if streamer is not None:
-        streamer.put(sequences.ids[0, first : sequences.width + sequences.counts[0]].cpu())
+        streamer.put(sequences.row(0)[-emitted[0] :].cpu())
     return sequences.retire(leaving)

@@ -125,7 +125,8 @@ class SpeculativeDecoding:
             ValueError: before any forward, for what cannot be done exactly.
         """
         check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
-        check_call(input_ids, generation_config, model_kwargs, self.streamer is not None)
+        mode = self.verification if generation_config.do_sample else "greedy"
+        check_call(input_ids, generation_config, model_kwargs, mode, self.streamer is not None)
         if isinstance(self.draft_model, PreTrainedModel):
             check_pair(model, self.draft_model, self.tokenizer, self.draft_tokenizer)
             choose_layout(self.draft_model, self.layout)
@@ -135,11 +136,16 @@ class SpeculativeDecoding:
         try:
             if self.streamer is not None:
                 self.streamer.put(input_ids.cpu())
-            mode = self.verification if generation_config.do_sample else "greedy"
+            wanted = self._choose_num_draft_tokens(model, input_ids)
             report = self.report = SpeculationReport(mode, layout, reason, len(input_ids), costs=self.costs)
+            pad = generation_config._pad_token_tensor
+            sequences = Sequences(input_ids, model_kwargs.get("attention_mask"), 0 if pad is None else int(pad))
+            rule = self._rule(mode, input_ids, wanted)
+            target = RaggedDecoder(model, generation_config.max_length)
+            drafter = self._drafter(model, processors, rule, generation_config.max_length)
             started = time.perf_counter()
-            output = self._decode(model, input_ids, generation_config, model_kwargs, processors, stopping, report)
-            report.finish(time.perf_counter() - started)
+            output = decode(target, drafter, rule, processors, stopping, sequences, wanted, report, self.streamer)
+            report.finish(time.perf_counter() - started, stopping.columns)
         finally:
             if self.streamer is not None:
                 self.streamer.end()
@@ -147,24 +153,6 @@ class SpeculativeDecoding:
         if generation_config.return_dict_in_generate:
             return SpeculativeOutput(sequences=output, speculation_report=report)  # type: ignore[arg-type]
         return output
-
-    def _decode(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        processors: Processors,
-        stopping: Stopping,
-        report: SpeculationReport,
-    ) -> torch.Tensor:
-        pad = generation_config._pad_token_tensor
-        sequences = Sequences(input_ids, model_kwargs.get("attention_mask"), 0 if pad is None else int(pad))
-        target = RaggedDecoder(model, generation_config.max_length)
-        num_draft_tokens = self._choose_num_draft_tokens(model, input_ids)
-        rule = self._rule(report.verification, input_ids, num_draft_tokens)
-        drafter = self._drafter(model, processors, rule, generation_config.max_length)
-        return decode(target, drafter, rule, processors, stopping, sequences, num_draft_tokens, report, self.streamer)
 
     def _rule(self, mode: str, input_ids: torch.Tensor, num_draft_tokens: int) -> Rule:
         if mode == "greedy":

@@ -41,12 +41,10 @@ class Rule(Protocol):
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """The generator that `torch.manual_seed` seeds for a device."""
+    """The generator that `torch.manual_seed` seeds for the CPU or a CUDA device."""
     if device.type == "cpu":
         return torch.default_generator
-    module = getattr(torch, device.type)
-    index = module.current_device() if device.index is None else device.index
-    return module.default_generators[index]
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 class GreedyRule:

@@ -99,10 +99,15 @@ class SpeculationReport:
         for row, a, e in zip(rows, accepted, emitted, strict=True):
             self.history[row].append(RoundRecord(drafted, a, e))
 
-    def finish(self, seconds: float) -> None:
-        """Close the counters after `seconds` in all."""
+    def finish(self, seconds: float, columns: int) -> None:
+        """Close the counters after `seconds` in all; of each row only its first `columns` tokens are in the text."""
         self.overlap = float(self.overlap)
         self.seconds["total"] = seconds
+        for row, records in enumerate(self.history):
+            room = columns
+            for i, record in enumerate(records):
+                self.history[row][i] = record._replace(emitted=min(record.emitted, room))
+                room -= self.history[row][i].emitted
 
     @property
     def _judged_rounds(self) -> list[RoundRecord]:

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_specx import SpeculativeDecoding, generate
+from hf_specx.checks import check_call
 
 
 class Tokens:
@@ -89,6 +90,10 @@ CALLS = {
     "static cache": ({"cache_implementation": "static"}, "cache_implementation='static' cannot be honoured"),
     "user's cache": ({"past_key_values": DynamicCache()}, "past_key_values= cannot be continued in this version"),
     "right padding": ({"attention_mask": right_padded()}, "row 2 of attention_mask ends in 0.*padding_side='left'"),
+    "empty row": (
+        {"attention_mask": torch.ones(4, 11, dtype=torch.int64).index_fill(0, torch.tensor(1), 0)},
+        "the prompt of row 1 is empty",
+    ),
     "holes": ({"attention_mask": holed_mask()}, "attention_mask has zeros between tokens"),
     "positions": ({"position_ids": torch.arange(3, 14).expand(4, 11)}, "position_ids= other than 0, 1, 2"),
     "scores": (
@@ -179,6 +184,11 @@ def test_what_transformers_would_drop_is_refused(name: str):
         )
     assert not forwards.lengths
     assert getattr(value, "ended", True)
+
+
+def test_coupled_needs_a_generator_that_can_be_read():
+    with pytest.raises(ValueError, match="cannot redraw stock's noise on device type 'meta'; use 'block' there"):
+        check_call(torch.ones(1, 3, device="meta"), GenerationConfig(), {}, "coupled", False)
 
 
 def test_a_streamer_takes_one_row():

@@ -34,6 +34,10 @@ def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: in
         output = target.generate(**prompts(4), **settings, stopping_criteria=criteria, custom_generate=strategy)
         assert torch.equal(output, expected)
         assert torch.equal(torch.get_rng_state(), state)
+        ends = [criteria[0](expected[:, : 11 + n], None) for n in range(1, expected.shape[1] - 10)]
+        stops = torch.stack(ends).int().argmax(0) + 1
+        assert eos_token_id is not None or max(stops) == expected.shape[1] - 11
+        assert max(strategy.report.emitted_per_row) == expected.shape[1] - 11
 
 
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])

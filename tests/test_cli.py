@@ -1,0 +1,240 @@
+"""The command line: where prompts come from, what is shown and in which colours, and how errors look."""
+
+import json
+
+import pytest
+import torch
+from rich.text import Text
+from tiny import near, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+from hf_specx import DraftTargetPair, bench, cli
+from hf_specx.report import RoundRecord
+
+
+END, PAD = "<end>", "<pad>"
+PROMPTS = ["the cat", "a dog [bold]sat[/bold] on", "on the mat"]
+FAST = ["--max-new-tokens", "12", "--seed", "3", "--no-compare"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=[END, PAD], initial_alphabet=alphabet)
+    bpe.train_from_iterator(PROMPTS * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def models_of_pair(tokenizer):
+    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return target, near(target, 0.1)
+
+
+@pytest.fixture
+def pair(models_of_pair, tokenizer, monkeypatch):
+    """A fresh pair that every id loads."""
+    fresh = DraftTargetPair(*models_of_pair, tokenizer, {"prompts": PROMPTS})
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: fresh)
+    return fresh
+
+
+@pytest.fixture(autouse=True)
+def host_logging():
+    """The command silences transformers; other tests may want to hear it."""
+    verbosity = logging.get_verbosity()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar()
+
+
+def specx(*arguments: str, input: str | None = None, colour: bool = False):
+    env = {"FORCE_COLOR": "1", "TERM": "xterm-256color"} if colour else {"TERM": "dumb"}
+    result = CliRunner(env=env).invoke(cli.app, ["generate", *arguments], input=input)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def document(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def reference(pair, prompts, **options):
+    """The texts that stock `generate` gives."""
+    inputs = bench.encode(pair.tokenizer, pair.target, prompts, 12)
+    torch.manual_seed(3)
+    output = pair.target.generate(**inputs, max_new_tokens=12, **options)
+    return pair.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("source", ["arguments", "file", "stdin"])
+def test_prompts_from_everywhere(pair, tmp_path, source):
+    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS) + "\n")
+    arguments = {"arguments": PROMPTS, "file": ["--file", str(tmp_path / "prompts.txt")], "stdin": []}[source]
+    result = specx(*arguments, *FAST, "--greedy", "--json", input="\n".join(PROMPTS))
+    (run,) = document(result)["runs"]
+    assert run["prompts"] == PROMPTS
+    assert run["batch"] == 3
+    assert run["comparison"] is None
+    assert run["texts"] == reference(pair, PROMPTS, do_sample=False)
+    assert run["report"]["rounds"] > 0
+
+
+def test_demo_runs_at_batch_1_and_8(pair):
+    runs = document(specx("--demo", *FAST, "--json"))["runs"]
+    assert [run["batch"] for run in runs] == [1, 8]
+    assert runs[1]["prompts"] == (PROMPTS * 3)[:8]
+
+
+def test_coupled_is_stock_sampling(pair):
+    options = ["--verification", "coupled", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
+    run = document(specx(*PROMPTS, *FAST, *options, "--num-draft-tokens", "3", "--json"))["runs"][0]
+    assert run["texts"] == reference(pair, PROMPTS, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    assert (run["report"]["verification"], run["report"]["num_draft_tokens"]) == ("coupled", 3)
+
+
+@pytest.mark.parametrize("number", ["2", "auto"])
+def test_comparison(pair, number):
+    result = specx("the cat", "--max-new-tokens", "6", "--repeats", "3", "--num-draft-tokens", number, "--json")
+    found = document(result)
+    comparison = found["runs"][0]["comparison"]
+    assert found["seed"] >= 0
+    for side in ("plain", "ours"):
+        rates = sorted(n / s for n, s in zip(comparison[side]["tokens"], comparison[side]["seconds"], strict=True))
+        assert comparison[side]["tokens_per_second"] == rates[1]
+        assert len(rates) == 3
+    ratio = comparison["ours"]["tokens_per_second"] / comparison["plain"]["tokens_per_second"]
+    assert comparison["measured_speedup"] == ratio
+    assert len(comparison["num_draft_tokens"]) == 3
+    assert comparison["expected_speedup"] > 0
+    assert comparison["forward_limited_speedup"] > 0
+    assert f"measured speed-up {ratio:.2f}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompts; give them as arguments"),
+        (["a", "--demo"], "more than one way"),
+        (["a", "--verification", "nucleus"], "verification='nucleus' is unknown; choose one of token, block, coupled"),
+        (["a", "--num-draft-tokens", "0"], "num_draft_tokens=0 is below 1"),
+        (["a", "--num-draft-tokens", "-2"], "num_draft_tokens=-2 is below 1"),
+        (["a", "--num-draft-tokens", "many"], "num_draft_tokens='many' is not a number"),
+        (["a", "--num-draft-tokens", "--3"], "num_draft_tokens='--3' is not a number"),
+        (["a", "--num-draft-tokens", ""], "num_draft_tokens='' is not a number"),
+        (["a", "--repeats", "4"], "--repeats 4 has no middle run"),
+        (["a", "--dtype", "int8"], "--dtype int8 is unknown"),
+        (["a", "--temperature", "0", *FAST], "temperature"),
+        (["a", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
+        (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
+        (["a", ""], "prompt 2 is empty"),
+        ([""], "prompt 1 is empty"),
+        (["a", "--max-new-tokens", "0"], "max_new_tokens"),
+    ],
+)
+def test_errors_are_one_line(pair, arguments, message):
+    result = specx(*arguments, input="")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_pair_that_is_not_there(tmp_path):
+    result = specx("a", "--pair", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert str(tmp_path / "none") in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_demo_without_prompts(pair):
+    pair.prompts = []
+    result = specx("--demo")
+    assert result.exit_code == 2
+    assert "has no prompts of its own" in result.stderr
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
+def test_text_is_shown_literally(pair, prompts):
+    result = specx(*prompts, *FAST, "--greedy")
+    assert "a dog [bold]sat[/bold] on" in result.stdout
+    for text in reference(pair, prompts, do_sample=False):
+        assert Text(text).plain in result.stdout
+
+
+def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
+    shown = []
+    plain_coloured = cli.coloured
+    monkeypatch.setattr(cli, "coloured", lambda *a, **k: shown.append(plain_coloured(*a, **k)) or shown[-1])
+    result = specx("the cat", *FAST, colour=True)
+    report = pair.strategy.report
+    assert len(shown) == len(report.history[0]) > 3
+    for text, record in zip(shown, report.history[0], strict=True):
+        assert {span.style for span in text.spans} <= {cli.STYLES[o] for o in cli.round_origins(record)}
+    assert "\x1b[32m" in result.stdout
+    assert pair.strategy.streamer is None
+
+
+def test_piped_output_is_bare(pair):
+    result = specx("the cat", "--max-new-tokens", "4", "--repeats", "1")
+    assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "origins"),
+    [
+        (RoundRecord(0, 0, 1), ["bonus"]),  # a plain step
+        (RoundRecord(3, 0, 1), ["recovered"]),
+        (RoundRecord(3, 2, 3), ["accepted", "accepted", "recovered"]),
+        (RoundRecord(2, 2, 3), ["accepted", "accepted", "bonus"]),
+        (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
+        (RoundRecord(3, 1, 1), ["accepted"]),
+    ],
+)
+def test_origins_of_a_round(record, origins):
+    assert cli.round_origins(record) == origins
+
+
+def test_colours_by_origin(tokenizer):
+    history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
+    tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
+    text = cli.coloured(tokens, history, cli.TokenDecoder(tokenizer, []))
+    assert text.plain == "bdoganc"
+    origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
+    assert [(s.start, s.style) for s in text.spans] == [(i, cli.STYLES[o]) for i, o in enumerate(origins)]
+    assert cli.coloured(tokens[:2], history, cli.TokenDecoder(tokenizer, [])).plain == "bd"
+
+
+@pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
+def test_characters_split_across_tokens(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    decoder = cli.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
+    pieces = [decoder.push(i) for i in ids]
+    assert "".join(pieces) == text
+    assert decoder.rest() == ""
+    assert text.isascii() == all(pieces)
+
+
+def test_unfinished_and_broken_characters(tokenizer):
+    ids = tokenizer("é🙂")["input_ids"]
+    decoder = cli.TokenDecoder(tokenizer, [])
+    broken = [ids[0], *tokenizer("a")["input_ids"], *ids[2:4]]  # half an é, a letter, half a face
+    assert [decoder.push(i) for i in broken] == ["", "\ufffda", "", ""]
+    assert set(decoder.rest()) == {"\ufffd"}
+
+
+def test_emitted_per_row():
+    output = torch.tensor([[9, 9, 5, 1, 1], [9, 1, 5, 6, 7], [9, 9, 2, 5, 1]])
+    assert bench.emitted_per_row(output, 2, 1) == [2, 3, 3]
+    assert bench.emitted_per_row(output, 2, [1, 2]) == [2, 3, 1]
+    assert bench.emitted_per_row(output, 2, None) == [3, 3, 3]
+    assert bench.emitted_per_row(output[:, :2], 2, 1) == [0, 0, 0]

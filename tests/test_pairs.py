@@ -1,0 +1,83 @@
+"""Pairs: the embedded one, folders, and the wheel that carries it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+
+from hf_specx import DraftTargetPair
+
+
+@pytest.fixture(scope="module")
+def pair() -> DraftTargetPair:
+    return DraftTargetPair.embedded()
+
+
+def test_embedded_is_small_and_speaks_python(pair: DraftTargetPair):
+    folder = Path(sys.modules["hf_specx"].__file__).parent / "embedded"
+    assert sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 34 * 2**20
+    assert pair.target.dtype == pair.draft.dtype == torch.float32
+    assert len(pair.prompts) >= 8
+    text = "def read(self, n=-1):\n    return self.buffer[:n]\n"
+    assert pair.tokenizer.decode(pair.tokenizer(text)["input_ids"]) == text
+    loss = pair.target(**(ids := pair.tokenizer(text, return_tensors="pt")), labels=ids["input_ids"]).loss
+    assert loss < 4
+
+
+def test_embedded_pair_is_worth_its_draft(pair: DraftTargetPair):
+    inputs = pair.tokenizer(pair.prompts[:8], return_tensors="pt", padding=True)
+    torch.manual_seed(0)
+    pair.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=48, num_draft_tokens=4)
+    assert pair.report.alpha > 0.6
+    assert pair.report.mean_acceptance_length > 2
+
+
+def test_coupled_equals_stock_on_real_text(pair: DraftTargetPair):
+    inputs = pair.tokenizer(pair.prompts[:4], return_tensors="pt", padding=True)
+    settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 40}
+    torch.manual_seed(0)
+    expected = pair.target.generate(**inputs, **settings)
+    torch.manual_seed(0)
+    output = pair.generate(**inputs, **settings, verification="coupled", num_draft_tokens=4)
+    assert torch.equal(output, expected)
+
+
+def test_other_dtypes_and_the_alias():
+    pair = DraftTargetPair.from_pretrained("embedded", dtype=torch.bfloat16)
+    assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+
+
+def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch):
+    """A local folder named like the alias comes first."""
+    folder = tmp_path / "embedded"
+    target = tiny(vocab_size=pair.target.config.vocab_size)
+    target.save_pretrained(folder / "target")
+    near(target, 0.1).save_pretrained(folder / "draft")
+    pair.tokenizer.save_pretrained(folder / "target")
+    monkeypatch.chdir(tmp_path)
+    loaded = DraftTargetPair.from_pretrained("embedded")
+    assert loaded.target.config.hidden_size == 32
+    output = loaded.generate(**prompts(2), do_sample=False, max_new_tokens=5, num_draft_tokens=2)
+    assert torch.equal(output, target.generate(**prompts(2), do_sample=False, max_new_tokens=5))
+    assert loaded.report.num_draft_tokens == 2
+    assert loaded.strategy.num_draft_tokens == "auto"
+
+
+def test_the_wheel_carries_the_pair(tmp_path: Path):
+    """Built, installed beside the packages of this environment, and loaded from there."""
+    root = Path(__file__).parents[1]
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
+    subprocess.run(build, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
+    subprocess.run([sys.executable, "-m", *install], check=True)
+    assert (site / "hf_specx" / "py.typed").exists()
+    code = (
+        "import hf_specx, sys; assert hf_specx.__file__.startswith(sys.argv[1]); hf_specx.DraftTargetPair.embedded()"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1]); {code}", str(site)]
+    subprocess.run(command, check=True, cwd=tmp_path)
