@@ -66,7 +66,7 @@ class RaggedLayer(CacheLayerMixin):
         assert stored is not None
         if self.slots.start is None:
             rows = torch.arange(len(states), device=states.device)[:, None]
-            stored[rows, :, self.slots.index] = states.transpose(1, 2)
+            stored[rows, :, self.slots.index.to(states.device)] = states.transpose(1, 2)
         else:
             stored[:, :, self.slots.start : self.slots.start + states.shape[2]] = states
         return stored[:, :, : self.slots.extent]

@@ -117,6 +117,11 @@ def check_call(
             f"cache_implementation={generation_config.cache_implementation!r} cannot be honoured: speculative "
             "decoding keeps a cache of its own; leave it out."
         )
+    if generation_config.prefill_chunk_size is not None:
+        raise ValueError(
+            f"prefill_chunk_size={generation_config.prefill_chunk_size} is not available with speculative decoding in "
+            "this version; leave it out."
+        )
     if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
         raise ValueError("past_key_values= cannot be continued in this version; pass the whole text as input_ids.")
     if input_ids.numel() == 0:

@@ -89,7 +89,7 @@ def _append(
     before = [sequences.counts[row] for row in rows]
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)
-    emitted = [sequences.counts[row] - count for row, count in zip(rows, before, strict=True)]
+    emitted = [max(0, sequences.counts[row] - count) for row, count in zip(rows, before, strict=True)]
     report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum())
     if streamer is not None:
         streamer.put(sequences.row(0)[-emitted[0] :].cpu())

@@ -16,6 +16,7 @@ WARPERS = frozenset(
         host.TemperatureLogitsWarper,
         host.TopKLogitsWarper,
         host.TopPLogitsWarper,
+        host.TopHLogitsWarper,
         host.MinPLogitsWarper,
         host.TypicalLogitsWarper,
         host.EpsilonLogitsWarper,

@@ -100,7 +100,10 @@ class SpeculationReport:
             self.history[row].append(RoundRecord(drafted, a, e))
 
     def finish(self, seconds: float, columns: int) -> None:
-        """Close the counters after `seconds` in all; of each row only its first `columns` tokens are in the text."""
+        """Close the counters after `seconds` in all.
+
+        A row may have run ahead of the last one to stop; of its tokens the first `columns` are in the text.
+        """
         self.overlap = float(self.overlap)
         self.seconds["total"] = seconds
         for row, records in enumerate(self.history):

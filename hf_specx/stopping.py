@@ -76,12 +76,15 @@ class Stopping:
         if self.criteria:
             self._update_prefix_criteria(sequences, new)
         if self.pads_finished_rows:
-            leaving = [row for row in sequences.rows if row in self.stopped_at]
-            for row in leaving:
-                sequences.truncate(row, self.stopped_at[row])
-            return leaving
-        enough = self.columns if len(self.stopped_at) == len(sequences.counts) else self.max_new_tokens
-        return [row for row in sequences.rows if sequences.counts[row] >= enough]
+            ends = self.stopped_at
+        elif len(self.stopped_at) == len(sequences.counts):
+            ends = dict.fromkeys(sequences.rows, self.columns)
+        else:
+            ends = dict.fromkeys(sequences.rows, self.max_new_tokens)
+        leaving = [row for row in sequences.rows if sequences.counts[row] >= ends.get(row, sequences.counts[row] + 1)]
+        for row in leaving:
+            sequences.truncate(row, ends[row])
+        return leaving
 
     def _update_prefix_criteria(self, sequences: Sequences, new: list[int]) -> None:
         """Call each criterion with the whole batch at every length that some row has just passed."""

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 VOCAB_SIZE = 4096
@@ -46,7 +46,7 @@ def read(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8", errors="replace") for f in files)
 
 
-def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
+def train_tokenizer(files: list[Path]) -> Tokenizer:
     """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,13 +56,7 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
         read(files),
         trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token=END,
-        pad_token=PAD,
-        padding_side="left",
-        model_input_names=["input_ids", "attention_mask"],
-    )
+    return bpe
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> torch.Tensor:
@@ -81,7 +75,7 @@ def llama(num_hidden_layers: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=0,
+        eos_token_id=None,  # until they are saved: samples go on behind the end of a file
         pad_token_id=1,
     )
     return LlamaForCausalLM(config)
@@ -136,7 +130,7 @@ def autocast(device: torch.device) -> torch.autocast:
 
 def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device: torch.device) -> LlamaForCausalLM:
     torch.manual_seed(seed)
-    model = llama(16).to(device)
+    model = llama(16).to(device)  # type: ignore[arg-type]
 
     def loss_of(step: int) -> torch.Tensor:
         ids = windows(tokens, step, seed).to(device)
@@ -147,6 +141,16 @@ def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device
     return model.eval()
 
 
+def write(target: LlamaForCausalLM, prompts: torch.Tensor, max_new_tokens: int, seed: int) -> torch.Tensor:
+    """The target's own continuation of prompts [B, L] at temperature 1, ends not heeded: [B, L + max_new_tokens]."""
+    torch.manual_seed(seed)
+    prompts = prompts.to(target.device)
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max_new_tokens, pad_token_id=1)
+    written = target.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)  # type: ignore[misc]
+    assert isinstance(written, torch.Tensor)
+    return written
+
+
 @torch.no_grad()
 def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed: int, work: Path) -> torch.Tensor:
     """What the target itself writes at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT]."""
@@ -155,10 +159,9 @@ def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed
         return torch.load(path, weights_only=True)
     drawn = []
     for pool in range(pools):
-        prompts = windows(tokens, pool, seed + 1, length=64, count=64).to(target.device)
-        torch.manual_seed(seed + pool)
-        options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "max_new_tokens": CONTEXT - 64}
-        drawn.append(target.generate(prompts, attention_mask=torch.ones_like(prompts), **options).cpu())
+        drawn.append(
+            write(target, windows(tokens, pool, seed + 1, length=64, count=64), CONTEXT - 64, seed + pool).cpu()
+        )
         console.print(f"samples {pool + 1}/{pools}")
     torch.save(torch.cat(drawn), path)
     return torch.cat(drawn)
@@ -175,7 +178,7 @@ def distil_draft(
     target: LlamaForCausalLM, tokens: torch.Tensor, samples: torch.Tensor, steps: int, seed: int, work: Path
 ) -> LlamaForCausalLM:
     """A draft that starts as the target's first two layers, taught on text and on the target's samples by turns."""
-    draft = llama(2).to(target.device)
+    draft = llama(2).to(target.device)  # type: ignore[arg-type]
     draft.load_state_dict(target.state_dict(), strict=False)
 
     def loss_of(step: int) -> torch.Tensor:
@@ -196,10 +199,7 @@ def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.T
     """Held-out loss of both, and alpha: the mean of sum_x min(p, q) where the target writes after held-out prompts."""
     text = windows(held_out, 0, seed, count=64).to(target.device)
     losses = [torch.stack([m(x, labels=x).loss for x in text.split(8)]).mean().item() for m in (target, draft)]
-    torch.manual_seed(seed)
-    prompts = windows(held_out, 1, seed, length=64, count=64).to(target.device)
-    options = {"do_sample": True, "top_k": 0, "eos_token_id": None, "max_new_tokens": 128}
-    written = target.generate(prompts, attention_mask=torch.ones_like(prompts), **options)
+    written = write(target, windows(held_out, 1, seed, length=64, count=64), 128, seed)
     alphas = []
     for rows in written.split(8):
         p, q = (m(rows).logits[:, 63:-1].float().softmax(-1) for m in (target, draft))
@@ -214,7 +214,7 @@ def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.T
 
 def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count: int = 16) -> list[str]:
     """The first lines of functions in held-out files, of unequal length, at most 64 tokens."""
-    prompts = []
+    prompts: list[str] = []
     for path, text in zip(held_out, read(held_out), strict=True):
         lines = text.splitlines(keepends=True)
         starts = [i for i, line in enumerate(lines) if line.lstrip().startswith("def ") and i > 20]
@@ -224,7 +224,7 @@ def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count
         wanted = 24 + 8 * (len(prompts) % 6)
         ids = tokenizer("".join(lines[middle : middle + 12]))["input_ids"][:wanted]
         if len(ids) == wanted:
-            prompts.append(tokenizer.decode(ids))
+            prompts.append(str(tokenizer.decode(ids)))
             console.print(f"prompt from {path.name}", style="dim")
     return prompts[:count]
 
@@ -240,23 +240,24 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained_on, held_out = source_files()
-    tokenizer_dir = work / "tokenizer"
-    if not tokenizer_dir.exists():
-        train_tokenizer(trained_on).save_pretrained(tokenizer_dir)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
+    bpe = work / "tokenizer.json"
+    if not bpe.exists():
+        train_tokenizer(trained_on).save(str(bpe))
+    special = {"eos_token": END, "pad_token": PAD, "padding_side": "left"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe), **special)
     tokens, unseen = encode(tokenizer, trained_on), encode(tokenizer, held_out)
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work, device)
     samples = own_samples(target, tokens, pools, seed, work)
     draft = distil_draft(target, tokens, samples, draft_steps, seed, work)
+    facts = measure(target, draft, unseen, seed)
+    facts |= {"training_tokens": len(tokens), "held_out_files": len(held_out)}
     for name, model in (("target", target), ("draft", draft)):
-        model.generation_config.update(bos_token_id=None, eos_token_id=0, pad_token_id=1)
-        model.to(torch.bfloat16).save_pretrained(out / name)
+        model.config.eos_token_id = model.generation_config.eos_token_id = 0
+        model.bfloat16().save_pretrained(out / name)
     tokenizer.save_pretrained(out / "target")
     (out / "prompts.json").write_text(json.dumps(demo_prompts(tokenizer, held_out), indent=1) + "\n")
-    facts = measure(target.float(), draft.float(), unseen, seed)
-    facts |= {"training_tokens": len(tokens), "held_out_files": len(held_out)}
     console.print_json(data=facts)
     (out / "training.json").write_text(json.dumps(facts, indent=1) + "\n")
 

@@ -1,4 +1,4 @@
-"""Acceptance, through `generate`: at each position it is the overlap of the laws, and block verification gains on token.
+"""Acceptance, through `generate`: at each position it is the overlap of the laws, and block keeps more than token.
 
 The seeds are fixed. Bounds are five standard errors, a false alarm of 6e-7 for each comparison and 4e-6 for the file.
 """
@@ -58,9 +58,9 @@ def exact_accepted_length(verification: str) -> float:
 
 
 def test_acceptance_is_the_overlap_at_each_position(monkeypatch: pytest.MonkeyPatch):
-    """Under token verification. Given its prefix a candidate is kept with probability sum_x min(p, q), so the
+    """Token verification: given its prefix, a candidate is kept with probability o = sum_x min(p, q).
 
-    differences from that are martingale increments of variance o (1 - o).
+    So kept - o are increments of a martingale, of variance o (1 - o).
     """
     judge, seen = RejectionRule.judge, []
 

@@ -88,6 +88,7 @@ CALLS = {
     "mixture": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 selects a mixture"),
     "no cache": ({"use_cache": False}, "use_cache=False cannot be honoured"),
     "static cache": ({"cache_implementation": "static"}, "cache_implementation='static' cannot be honoured"),
+    "chunks": ({"prefill_chunk_size": 4}, "prefill_chunk_size=4 is not available"),
     "user's cache": ({"past_key_values": DynamicCache()}, "past_key_values= cannot be continued in this version"),
     "right padding": ({"attention_mask": right_padded()}, "row 2 of attention_mask ends in 0.*padding_side='left'"),
     "empty row": (

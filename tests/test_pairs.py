@@ -1,5 +1,6 @@
 """Pairs: the embedded one, folders, and the wheel that carries it."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,13 +69,14 @@ def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypat
 
 def test_the_wheel_carries_the_pair(tmp_path: Path):
     """Built, installed beside the packages of this environment, and loaded from there."""
-    root = Path(__file__).parents[1]
-    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(root)]
-    subprocess.run(build, check=True)
+    root, source, site = Path(__file__).parents[1], tmp_path / "source", tmp_path / "site"
+    shutil.copytree(root / "hf_specx", source / "hf_specx")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
-    install = ["pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)]
-    subprocess.run([sys.executable, "-m", *install], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
     assert (site / "hf_specx" / "py.typed").exists()
     code = (
         "import hf_specx, sys; assert hf_specx.__file__.startswith(sys.argv[1]); hf_specx.DraftTargetPair.embedded()"

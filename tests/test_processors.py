@@ -11,6 +11,7 @@ from hf_specx import SpeculativeDecoding
 SETTINGS = {
     "temperature and truncation": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
     "typical": {"typical_p": 0.8},
+    "top-h": {"top_h": 0.6},
     "epsilon and eta": {"epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
     "repetition": {"repetition_penalty": 1.4},
     "encoder repetition": {"encoder_repetition_penalty": 1.3},

@@ -40,6 +40,31 @@ def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: in
         assert max(strategy.report.emitted_per_row) == expected.shape[1] - 11
 
 
+class Collector:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self):
+        self.values, self.ended = [], False
+
+    def put(self, value):
+        self.values += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 5])
+def test_the_stream_is_cut_where_the_text_is(eos_token_id: int | None):
+    target, collector = tiny(), Collector()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, streamer=collector)
+    criteria = StoppingCriteriaList([RowSumIs()])
+    settings = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": eos_token_id}
+    output = target.generate(**prompts(1), **settings, stopping_criteria=criteria, custom_generate=strategy)
+    assert collector.values == output[0].tolist()
+    assert collector.ended
+    assert strategy.report.emitted == output.shape[1] - 11
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
 def test_short_texts(max_new_tokens: int):
     target = tiny()
