@@ -6,14 +6,16 @@ Every stage is seeded and leaves its result in `--work`; a run that was stopped 
     python scripts/train_pair.py --work build/pair --out hf_specx/embedded
 """
 
+import copy
 import hashlib
 import json
 import math
+import platform
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +100,7 @@ def fit(
     optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
     checkpoint, first = work / f"{name}.pt", 0
     if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
+        state = torch.load(checkpoint, weights_only=True, map_location=model.device)
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
@@ -153,17 +155,19 @@ def write(target: LlamaForCausalLM, prompts: torch.Tensor, max_new_tokens: int, 
 
 @torch.no_grad()
 def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed: int, work: Path) -> torch.Tensor:
-    """What the target itself writes at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT]."""
-    path = work / "samples.pt"
-    if path.exists():
-        return torch.load(path, weights_only=True)
+    """What the target itself writes at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT].
+
+    Written in bfloat16, as the target is saved; each pool of 64 rows is kept as soon as it is there.
+    """
+    writer = copy.deepcopy(target).bfloat16()
     drawn = []
     for pool in range(pools):
-        drawn.append(
-            write(target, windows(tokens, pool, seed + 1, length=64, count=64), CONTEXT - 64, seed + pool).cpu()
-        )
-        console.print(f"samples {pool + 1}/{pools}")
-    torch.save(torch.cat(drawn), path)
+        path = work / f"samples-{pool}.pt"
+        if not path.exists():
+            prompts = windows(tokens, pool, seed + 1, length=64, count=64)
+            torch.save(write(writer, prompts, CONTEXT - 64, seed + pool).cpu(), path)
+            console.print(f"samples {pool + 1}/{pools}")
+        drawn.append(torch.load(path, weights_only=True))
     return torch.cat(drawn)
 
 
@@ -195,7 +199,7 @@ def distil_draft(
 
 
 @torch.no_grad()
-def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> dict[str, float]:
+def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> dict[str, Any]:
     """Held-out loss of both, and alpha: the mean of sum_x min(p, q) where the target writes after held-out prompts."""
     text = windows(held_out, 0, seed, count=64).to(target.device)
     losses = [torch.stack([m(x, labels=x).loss for x in text.split(8)]).mean().item() for m in (target, draft)]
@@ -229,15 +233,25 @@ def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count
     return prompts[:count]
 
 
+def check_same_run(work: Path, arguments: dict[str, int]) -> None:
+    """Refuse to mix the stages of different runs in one folder."""
+    path = work / "arguments.json"
+    if not path.exists():
+        path.write_text(json.dumps(arguments))
+    if json.loads(path.read_text()) != arguments:
+        raise typer.BadParameter(f"{work} holds stages of a run with {path.read_text()}; name another --work.")
+
+
 def main(
     work: Annotated[Path, typer.Option(help="where checkpoints and samples are kept")] = Path("build/pair"),
     out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
     target_steps: int = 3400,
     draft_steps: int = 2600,
-    pools: Annotated[int, typer.Option(help="batches of 64 samples drawn from the target")] = 20,
+    pools: Annotated[int, typer.Option(help="batches of 64 samples drawn from the target")] = 10,
     seed: int = 0,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
+    check_same_run(work, {"target_steps": target_steps, "draft_steps": draft_steps, "pools": pools, "seed": seed})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained_on, held_out = source_files()
     bpe = work / "tokenizer.json"
@@ -252,7 +266,7 @@ def main(
     samples = own_samples(target, tokens, pools, seed, work)
     draft = distil_draft(target, tokens, samples, draft_steps, seed, work)
     facts = measure(target, draft, unseen, seed)
-    facts |= {"training_tokens": len(tokens), "held_out_files": len(held_out)}
+    facts |= {"training_tokens": len(tokens), "held_out_files": len(held_out), "python": platform.python_version()}
     for name, model in (("target", target), ("draft", draft)):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
         model.bfloat16().save_pretrained(out / name)
