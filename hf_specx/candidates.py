@@ -6,9 +6,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .layouts import RaggedDecoder
-from .noise import Draft, Rule
+from .layouts import RaggedDecoder, position_table
 from .processors import Processors
+from .rules import Draft, Rule
 from .sequences import Sequences
 
 
@@ -36,7 +36,13 @@ class SampledCandidateGenerator(CandidateGenerator):
         vocab_size: int,
         num_draft_tokens: int = 5,
     ):
-        self.decoder = RaggedDecoder(draft_model, max_positions)
+        table = position_table(draft_model)
+        known_ids = draft_model.config.get_text_config().vocab_size
+        self.decoder = RaggedDecoder(
+            draft_model,
+            max_positions if table is None else min(max_positions, table),
+            known_ids if known_ids < vocab_size else None,
+        )
         self.processors, self.rule, self.vocab_size = processors, rule, vocab_size
         self.num_draft_tokens = num_draft_tokens
         self.fed: dict[int, int] = {}  # row -> its leading tokens that were fed, candidates among them

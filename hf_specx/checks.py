@@ -1,11 +1,14 @@
 """Refusals: what cannot be done exactly is said before any forward, with the value and the remedy."""
 
+import numbers
 from types import FrameType
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
+from .candidates import SampledCandidateGenerator
 from .layouts import LAYOUTS
 
 
@@ -23,37 +26,93 @@ UNSUPPORTED_MODES = {
     "constraints": "constrained decoding",
     "force_words_ids": "constrained decoding",
 }
+NEEDED_METHODS = {
+    "streamer": ("put", "end"),
+    "tokenizer": ("get_vocab",),
+    "draft_tokenizer": ("get_vocab",),
+    "costs": ("table", "best_num_draft_tokens"),
+}
 UNSUPPORTED_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
-def check_options(
-    num_draft_tokens: Any, verification: Any, layout: Any, compile: Any, unknown: dict[str, Any], model_draft: bool
-) -> None:
+def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model: Any) -> None:
     """The options of a strategy, whatever model it will serve."""
+    if not isinstance(draft_model, PreTrainedModel | CandidateGenerator):
+        raise ValueError(f"draft_model is a {type(draft_model).__name__}; give a model or a CandidateGenerator.")
+    if isinstance(draft_model, CandidateGenerator):
+        _check_generator(draft_model, options["verification"])
     if unknown:
-        raise ValueError(
-            f"unknown option {min(unknown)!r}; known: num_draft_tokens, verification, layout, compile, streamer, "
-            "tokenizer, draft_tokenizer, costs."
-        )
-    if num_draft_tokens != "auto" and (not isinstance(num_draft_tokens, int) or isinstance(num_draft_tokens, bool)):
-        raise ValueError(
-            f"num_draft_tokens={num_draft_tokens!r} is not a number; give an int of 1 or more, or 'auto'."
-        )
-    if num_draft_tokens != "auto" and num_draft_tokens < 1:
-        raise ValueError(f"num_draft_tokens={num_draft_tokens} is below 1; give 1 or more, or 'auto'.")
+        raise ValueError(f"unknown option {min(unknown)!r}; known: {', '.join(options)}.")
+    check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
+    if options["compile"] is not False:
+        raise ValueError(f"compile={options['compile']!r} is not available in this version; use compile=False.")
+    for name, needed in NEEDED_METHODS.items():
+        value = options[name]
+        if value is not None and not all(hasattr(value, method) for method in needed):
+            raise ValueError(f"{name} is a {type(value).__name__} without {' and '.join(needed)}; leave it out.")
+
+
+def check_choices(num_draft_tokens: Any, verification: Any, layout: Any = "auto") -> None:
+    """The options that are chosen from a few values."""
+    if num_draft_tokens != "auto":
+        if not isinstance(num_draft_tokens, numbers.Integral) or isinstance(num_draft_tokens, bool):
+            raise ValueError(
+                f"num_draft_tokens={num_draft_tokens!r} is not a number; give an int of 1 or more, or 'auto'."
+            )
+        if num_draft_tokens < 1:
+            raise ValueError(f"num_draft_tokens={num_draft_tokens} is below 1; give 1 or more, or 'auto'.")
     if verification is not None and verification not in VERIFICATIONS:
         raise ValueError(f"verification={verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}.")
-    if verification in ("token", "block") and not model_draft:
-        raise ValueError(
-            f"verification={verification!r} needs the law that candidates were drawn from, which a "
-            "CandidateGenerator does not vouch for; use verification='coupled', exact for any candidates."
-        )
     if layout in PLANNED_LAYOUTS:
         raise ValueError(f"layout={layout!r} is not available in this version; use 'auto' or 'ragged'.")
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
-    if compile is not False:
-        raise ValueError(f"compile={compile!r} is not available in this version; use compile=False.")
+
+
+def _check_generator(generator: CandidateGenerator, verification: str | None) -> None:
+    if isinstance(generator, (AssistedCandidateGenerator, SampledCandidateGenerator)):
+        raise ValueError(f"draft_model is a {type(generator).__name__}, made for one text; give its model instead.")
+    if generator.requires_model_outputs:
+        raise ValueError(
+            f"draft_model is a {type(generator).__name__}, which reads the target's outputs; that is not available in "
+            "this version."
+        )
+    if verification in ("token", "block"):
+        raise ValueError(
+            f"verification={verification!r} needs the law that candidates were drawn from, which a "
+            "CandidateGenerator does not vouch for; use verification='coupled', exact for any candidates."
+        )
+
+
+def check_target(model: PreTrainedModel, max_length: int) -> None:
+    """Whether the target can be decoded exactly, whatever the draft."""
+    if model.config.is_encoder_decoder:
+        raise ValueError("encoder-decoder targets are not available in this version; use a decoder-only model.")
+    if model.config.get_text_config() is not model.config:
+        raise ValueError(f"{type(model).__name__} takes more than text, which is not available in this version.")
+    if model.training:
+        raise ValueError("the target is in training mode, where dropout makes its text random; call target.eval().")
+    _check_loaded("target", model)
+    parameters = getattr(model.config, "rope_parameters", None) or {}
+    for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
+        kind = rope.get("rope_type", "default")
+        limit = {
+            "dynamic": model.config.max_position_embeddings,
+            "longrope": rope.get("original_max_position_embeddings", model.config.max_position_embeddings),
+        }.get(kind)
+        if limit is not None and max_length > limit:
+            raise ValueError(
+                f"rope_type={kind!r} changes its frequencies behind position {limit}, which candidates would reach "
+                f"too early; keep prompt and new tokens within {limit} (they may be {max_length})."
+            )
+
+
+def _check_loaded(name: str, model: PreTrainedModel) -> None:
+    if any(p.is_meta for p in model.parameters()) and not any(hasattr(m, "_hf_hook") for m in model.modules()):
+        raise ValueError(
+            f"the {name} model has parameters on the meta device and no offload hook to load them; "
+            "load its weights first, for example with from_pretrained(..., device_map='auto')."
+        )
 
 
 def check_pair(
@@ -62,15 +121,8 @@ def check_pair(
     tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Whether the draft's token ids mean what the target's mean, and both models can run."""
-    for name, model in (("target", target), ("draft", draft)):
-        if any(p.is_meta for p in model.parameters()) and not any(hasattr(m, "_hf_hook") for m in model.modules()):
-            raise ValueError(
-                f"the {name} model has parameters on the meta device and no offload hook to load them; "
-                "load its weights first, for example with from_pretrained(..., device_map='auto')."
-            )
-    if target.config.is_encoder_decoder:
-        raise ValueError("encoder-decoder targets are not available in this version; use a decoder-only model.")
+    """Whether the draft can run, and its token ids mean what the target's mean."""
+    _check_loaded("draft", draft)
     if draft.config.is_encoder_decoder:
         raise ValueError(
             f"the draft {type(draft).__name__} is an encoder-decoder, the target {type(target).__name__} is "
@@ -79,10 +131,10 @@ def check_pair(
     if tokenizer is not None and draft_tokenizer is not None:
         tokens, draft_tokens = tokenizer.get_vocab(), draft_tokenizer.get_vocab()
         if tokens != draft_tokens:
-            odd = next(iter(sorted(tokens.items() ^ draft_tokens.items())))
+            token, number = min(tokens.items() ^ draft_tokens.items())
             raise ValueError(
-                f"the two tokenizers differ, for instance in {odd[0]!r} with id {odd[1]}; speculative decoding needs "
-                "a draft with the target's own vocabulary."
+                f"the two tokenizers differ, for instance in {token!r} with id {number}; speculative decoding needs a "
+                "draft with the target's own vocabulary."
             )
         return
     sizes = [m.config.get_text_config().vocab_size for m in (target, draft)]
@@ -162,7 +214,8 @@ def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids
         row = int((mask[:, -1] == 0).nonzero()[0])
         raise ValueError(
             f"row {row} of attention_mask ends in 0: prompts must be padded on the left; set "
-            "tokenizer.padding_side='left'."
+            "tokenizer.padding_side='left'. If you passed no attention_mask, transformers took the pad id for "
+            "padding; pass the mask."
         )
     seen = mask.bool()
     if not (seen.cummax(-1).values == seen).all():

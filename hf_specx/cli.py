@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import logging
 
 from .bench import Comparison, compare, emitted_per_row, encode, provenance
-from .checks import check_options
+from .checks import check_choices
 from .generate import SpeculativeDecoding
 from .pairs import DraftTargetPair
 from .report import RoundRecord
@@ -266,7 +266,7 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     number: str | int | None = num_draft_tokens
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)
-    check_options("auto" if number is None else number, verification, "auto", False, {}, True)
+    check_choices("auto" if number is None else number, verification)
     given = {"num_draft_tokens": number, "verification": verification}
     return {name: value for name, value in given.items() if value is not None}
 

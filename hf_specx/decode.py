@@ -5,12 +5,11 @@ from transformers.generation.streamers import BaseStreamer
 
 from .candidates import Drafter
 from .layouts import RaggedDecoder
-from .noise import Draft, Rule
 from .processors import Processors
 from .report import SpeculationReport
+from .rules import Draft, Judgement, Rule
 from .sequences import Sequences
 from .stopping import Stopping
-from .verify import Verdict
 
 
 def decode(
@@ -37,8 +36,8 @@ def decode(
     while sequences.rows:
         draft = propose(drafter, sequences, stopping, num_draft_tokens)
         logits = forward(target, sequences, draft)
-        verdict, overlap = judge(rule, processors, sequences, draft, logits)
-        stay = emit(sequences, draft, verdict, overlap, stopping, report, streamer)
+        judgement = judge(rule, processors, sequences, draft, logits)
+        stay = emit(sequences, draft, judgement, stopping, report, streamer)
         target.select(stay)
         drafter.select(stay)
     rule.finish(stopping.columns)
@@ -61,31 +60,33 @@ def _target(target: RaggedDecoder, sequences: Sequences, draft: Draft) -> torch.
     return target(sequences, pending + num_candidates, num_candidates, num_candidates + 1)
 
 
-def _verify(
-    rule: Rule, processors: Processors, sequences: Sequences, draft: Draft, logits: torch.Tensor
-) -> tuple[Verdict, torch.Tensor]:
-    """The verdict by the processed scores, and sum_x min(p, q) at each candidate [R, K]."""
+def _verify(rule: Rule, processors: Processors, sequences: Sequences, draft: Draft, logits: torch.Tensor) -> Judgement:
+    """Which candidates stay, by the processed scores."""
     return rule.judge(sequences, draft, processors(sequences, logits))
 
 
 def _append(
     sequences: Sequences,
     draft: Draft,
-    verdict: Verdict,
-    overlap: torch.Tensor,
+    judgement: Judgement,
     stopping: Stopping,
     report: SpeculationReport,
     streamer: BaseStreamer | None,
 ) -> torch.Tensor | None:
     """Emit accepted candidates and the token after them, up to a stop; returns the places of the rows that stay."""
-    accepted, rows, drafted = verdict.accepted, sequences.rows, draft.tokens.shape[1]
+    (accepted, next_token), overlap, undefined = judgement
+    rows, drafted = sequences.rows, draft.tokens.shape[1]
     tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
-    tokens = tokens.scatter(1, accepted[:, None], verdict.next_token[:, None])  # [R, K + 1]
+    tokens = tokens.scatter(1, accepted[:, None], next_token[:, None])  # [R, K + 1]
     kept, ended = stopping.cut(sequences, tokens, accepted + 1)
     judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
-    accepted_list, kept_list, ended_list = torch.stack(
-        [accepted, kept, ended.to(kept.dtype)]
-    ).tolist()  # the only sync
+    decided = torch.stack([accepted, kept, ended.to(kept.dtype), undefined.to(kept.dtype)])
+    accepted_list, kept_list, ended_list, undefined_list = decided.tolist()  # the round's one synchronisation
+    if any(undefined_list):
+        raise RuntimeError(
+            f"row {rows[undefined_list.index(1)]} has no next token: the target's logits are not finite, or the "
+            "logits processors exclude every token"
+        )
     before = [sequences.counts[row] for row in rows]
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)

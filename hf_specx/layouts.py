@@ -61,24 +61,29 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
     return "ragged", f"{asked}: {config.model_type} takes positions and a 4D mask by position under {attention}"
 
 
+def position_table(model: PreTrainedModel) -> int | None:
+    """How many positions a learned table has; None where positions are computed."""
+    config = model.config.get_text_config()
+    return None if hasattr(config, "rope_parameters") else config.max_position_embeddings
+
+
 class RaggedDecoder:
     """A model with its slots, fed the last tokens of each row of a `Sequences`."""
 
-    def __init__(self, model: PreTrainedModel, max_positions: int):
+    def __init__(self, model: PreTrainedModel, max_positions: int, known_ids: int | None = None):
         """
         Args:
             model: any of `RAGGED_MODEL_TYPES`.
             max_positions: no real token lies at this position or behind it; positions of candidates that are past
                 the end of their row are kept below it, since a learned table has no more.
+            known_ids: ids from here on are fed as the last one below; a draft may lack what its target emits.
         """
         self.model, self.max_positions = model, max_positions
         config = model.config.get_text_config()
         self.cache = RaggedCache(config.num_hidden_layers)
         self.window: int | None = getattr(config, "sliding_window", None)
         self.layer_types: list[str] | None = getattr(config, "layer_types", None)
-        embeddings = model.get_input_embeddings().weight
-        assert isinstance(embeddings, torch.Tensor)
-        self.num_embeddings = len(embeddings)
+        self.known_ids = known_ids
         parameters = inspect.signature(model.forward).parameters
         self.keeps_logits = "logits_to_keep" in parameters
         hook = getattr(model, "_hf_hook", None)
@@ -97,8 +102,9 @@ class RaggedDecoder:
         Returns:
             logits [R, keep, V] in the model's dtype.
         """
-        # a larger target may emit ids that a draft has no embedding for; what a draft sees is its own affair
-        tokens = sequences.last(count, ahead).clamp(max=self.num_embeddings - 1)
+        tokens = sequences.last(count, ahead)
+        if self.known_ids is not None:
+            tokens = tokens.clamp(max=self.known_ids - 1)
         lengths = sequences.lengths + ahead  # [R]
         host_lengths = sequences.host_lengths()
         longest, even = max(host_lengths) + ahead, len(set(host_lengths)) == 1

@@ -15,6 +15,7 @@ import torch
 
 MAX_DRAFT_TOKENS = 8  # the largest number that "auto" considers
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
+MEMORY = 100  # candidates that the past counts for when a call is taken in
 QUERY_LENGTHS = (1, 2, 3, 5, 9)  # target forwards that are timed
 GRID = 2 ** (1 / 8)  # times are kept on a geometric grid, so that noise rarely changes a choice
 
@@ -38,13 +39,23 @@ def expected_operations(alpha: float, num_draft_tokens: int, operations_coeffici
 
 
 class Costs:
-    """Seconds of bare forwards, by batch size: of the target by query length, and of one draft step.
+    """What choosing a number of drafts goes by; kept by a strategy as `strategy.costs`.
 
-    Kept by a strategy as `strategy.costs`; with the same table and seed, two processes draft the same numbers.
+    With the same costs and seed, two processes draft the same numbers.
+
+    Attributes:
+        table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
+        alpha: acceptance in the calls so far, by verification; `PRIOR_ALPHA` before the first.
     """
 
-    def __init__(self, table: dict[int, dict[str, Any]] | None = None):
+    def __init__(self, table: dict[int, dict[str, Any]] | None = None, alpha: dict[str, float] | None = None):
         self.table: dict[int, dict[str, Any]] = table or {}
+        self.alpha: dict[str, float] = alpha or {}
+
+    def remember(self, verification: str, alpha: float, judged: int) -> None:
+        """Take in the acceptance of a call, weighed by the candidates it judged."""
+        old = self.alpha.get(verification, PRIOR_ALPHA)
+        self.alpha[verification] = old + (alpha - old) * judged / (judged + MEMORY)
 
     def target(self, batch: int, query_length: int) -> float:
         """T_t(B, q), between measured lengths a straight line."""
@@ -68,8 +79,9 @@ class Costs:
         round_time = self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
         return tokens_per_round * self.target(batch, 1) / round_time
 
-    def best_num_draft_tokens(self, batch: int, alpha: float) -> int:
+    def best_num_draft_tokens(self, batch: int, verification: str) -> int:
         """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`; every one is tried."""
+        alpha = self.alpha.get(verification, PRIOR_ALPHA)
         return max(
             range(1, MAX_DRAFT_TOKENS + 1),
             key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g),
@@ -88,20 +100,20 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with text keys as JSON wants them."""
-        return {
+        table = {
             str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
             for batch, row in self.table.items()
         }
+        return {"table": table, "alpha": dict(self.alpha)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Costs":
         """The inverse of `to_dict`."""
-        return cls(
-            {
-                int(batch): {"target": {int(q): float(t) for q, t in row["target"].items()}, "draft": row["draft"]}
-                for batch, row in values.items()
-            }
-        )
+        table = {
+            int(batch): {"target": {int(q): float(t) for q, t in row["target"].items()}, "draft": float(row["draft"])}
+            for batch, row in values["table"].items()
+        }
+        return cls(table, dict(values["alpha"]))
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .generate import STRATEGY_OPTIONS, SpeculativeDecoding
+from .generate import LOADER_OPTIONS, STRATEGY_OPTIONS, SpeculativeDecoding, bind_stop_strings
 from .report import SpeculationReport
 
 
@@ -63,7 +63,8 @@ class DraftTargetPair:
         """
         if str(name_or_path) == EMBEDDED and not Path(EMBEDDED).is_dir():
             return cls.embedded(dtype=None if dtype == "auto" else dtype, **kwargs)
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, subfolder="target")
+        shared = {name: kwargs[name] for name in LOADER_OPTIONS if name in kwargs}
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, subfolder="target", **shared)
         load = AutoModelForCausalLM.from_pretrained
         target, draft = (load(name_or_path, subfolder=part, dtype=dtype, **kwargs) for part in ("target", "draft"))
         return cls(target, draft, tokenizer)
@@ -76,10 +77,11 @@ class DraftTargetPair:
             dtype: float32 on the CPU and as saved (bfloat16) elsewhere, unless given.
             **kwargs: for `AutoModelForCausalLM.from_pretrained`.
         """
-        if dtype is None:
-            dtype = "auto" if torch.cuda.is_available() and kwargs.get("device_map") else torch.float32
         folder = Path(str(files("hf_specx") / EMBEDDED))
-        pair = cls.from_pretrained(folder, dtype=dtype, **kwargs)
+        pair = cls.from_pretrained(folder, dtype="auto" if dtype is None else dtype, **kwargs)
+        if dtype is None and pair.target.device.type == "cpu":
+            pair.target.float()
+            pair.draft.float()
         pair.prompts = json.loads((folder / "prompts.json").read_text())
         return pair
 
@@ -92,6 +94,7 @@ class DraftTargetPair:
                 call; the cost table is the pair's own all the same.
         """
         options = {name: kwargs.pop(name) for name in (*STRATEGY_OPTIONS, "streamer") if name in kwargs}
+        bind_stop_strings(self.target, kwargs.pop("tokenizer", self.tokenizer), kwargs)
         strategy = self._strategy(**{"costs": self.strategy.costs, **options}) if options else self.strategy
         output = self.target.generate(inputs, custom_generate=strategy, **kwargs)  # type: ignore[operator]
         self.report = strategy.report

@@ -23,7 +23,11 @@ REPORTED = (
     "judged",
     "accepted",
     "emitted",
+    "drafted_per_row",
+    "accepted_per_row",
     "emitted_per_row",
+    "drafted_per_position",
+    "judged_per_position",
     "accepted_per_position",
     "acceptance_rate",
     "alpha",
@@ -135,6 +139,28 @@ class SpeculationReport:
     def judged(self) -> int:
         """Candidates whose predecessors were all kept."""
         return sum(min(r.accepted + 1, r.drafted) for r in self._judged_rounds)
+
+    @property
+    def drafted_per_row(self) -> list[int]:
+        """Candidates of each row."""
+        return [sum(r.drafted for r in row) for row in self.history]
+
+    @property
+    def accepted_per_row(self) -> list[int]:
+        """Candidates kept of each row."""
+        return [sum(r.accepted for r in row) for row in self.history]
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Candidates at each position of a round."""
+        return [sum(r.drafted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
+
+    @property
+    def judged_per_position(self) -> list[int]:
+        """Candidates at each position whose predecessors were all kept."""
+        return [
+            sum(min(r.accepted + 1, r.drafted) > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)
+        ]
 
     @property
     def emitted(self) -> int:

@@ -26,13 +26,13 @@ class Sequences:
             attention_mask: [B, L], 0 at the pads; None where there are none.
             pad_token_id: what stands behind the end of a row.
         """
-        self.ids, self.width, self.pad_token_id = input_ids.clone(), input_ids.shape[1], pad_token_id
+        self.ids = input_ids.to(torch.int64, copy=True)
+        self.width, self.pad_token_id = input_ids.shape[1], pad_token_id
         rows, device = input_ids.shape[0], input_ids.device
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
         else:
             self.starts = attention_mask.bool().int().argmax(-1)
-        self.unpadded = not self.starts.any().item()
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
         self._select(list(range(rows)))

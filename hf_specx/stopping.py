@@ -32,12 +32,12 @@ class Stopping:
         """
         self.criteria, ends = [], []
         for criterion in criteria:
-            if isinstance(criterion, host.EosTokenCriteria):
+            if type(criterion) is host.EosTokenCriteria:
                 ends.append(criterion.eos_token_id)
+            elif type(criterion) is host.MaxLengthCriteria:  # stock looks at it after a token, so one there always is
+                max_length = min(max_length, max(criterion.max_length, width + 1))
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
-            elif isinstance(criterion, host.MaxLengthCriteria):
-                max_length = min(max_length, criterion.max_length)
             else:
                 raise ValueError(
                     f"{type(criterion).__name__} may count calls or mix rows, so it cannot be evaluated inside a "
@@ -45,7 +45,7 @@ class Stopping:
                     "else call generate without speculative decoding."
                 )
         self.eos_token_id = torch.cat([e.flatten() for e in ends]) if ends else None
-        self.pads_finished_rows = bool(ends)
+        self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         self.max_new_tokens = max_length - width
         self.stopped_at: dict[int, int] = {}  # row -> emitted tokens at its first stop
 

@@ -12,7 +12,7 @@ from tiny import tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculationReport, SpeculativeDecoding
-from hf_specx.noise import RejectionRule
+from hf_specx.rules import RejectionRule
 
 
 VOCAB_SIZE = 5
@@ -65,9 +65,10 @@ def test_acceptance_is_the_overlap_at_each_position(monkeypatch: pytest.MonkeyPa
     judge, seen = RejectionRule.judge, []
 
     def noted(self, sequences, draft, scores):
-        verdict, overlap = judge(self, sequences, draft, scores)
+        judgement = judge(self, sequences, draft, scores)
+        verdict, overlap = judgement[:2]
         seen.extend(zip(verdict.accepted.tolist(), overlap.double().tolist(), strict=True))
-        return verdict, overlap
+        return judgement
 
     monkeypatch.setattr(RejectionRule, "judge", noted)
     reports = sample(models()[1], "token", batches=20)

@@ -9,6 +9,7 @@ from tiny import near, prompts, tiny
 from transformers import TextIteratorStreamer
 
 from hf_specx import Costs, SpeculativeDecoding, generate
+from hf_specx.lookahead import PRIOR_ALPHA
 
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
@@ -147,9 +148,60 @@ def test_num_return_sequences():
 
 def test_candidates_past_the_last_position_of_a_learned_table():
     """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
-    target = tiny("gpt2", n_positions=24)
+    target = tiny("gpt2", max_position_embeddings=24)
     inputs = prompts(3)
     expected = target.generate(**inputs, do_sample=False, max_new_tokens=13)
-    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, n_positions=24), num_draft_tokens=7)
-    output = target.generate(**inputs, do_sample=False, max_new_tokens=13, custom_generate=strategy)
-    assert torch.equal(output, expected)
+    assert target.transformer.wpe.num_embeddings == 24
+    for num_draft_tokens in (4, 7, "auto"):
+        strategy = SpeculativeDecoding(tiny("gpt2", seed=3), num_draft_tokens=num_draft_tokens)
+        output = target.generate(**inputs, do_sample=False, max_new_tokens=13, custom_generate=strategy)
+        assert torch.equal(output, expected)
+
+
+def test_costs_start_anew_for_another_target():
+    first, second = tiny(), tiny(seed=4)
+    strategy = SpeculativeDecoding(near(first, 0.05))
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    costs = strategy.costs
+    assert costs.alpha["block"] != PRIOR_ALPHA
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is costs
+    second.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is not costs
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_a_broken_draft_costs_acceptance_only(verification: str):
+    """A draft whose logits are NaN drafts uniformly; the text is no constant, and coupled text stays stock's."""
+    target, draft = tiny(), tiny(seed=1)
+    draft.lm_head.weight.data[3] = torch.nan
+    torch.manual_seed(0)
+    expected = target.generate(**prompts(4), **SAMPLED)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    torch.manual_seed(0)
+    output = target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert min(len(set(row.tolist())) for row in output[:, 11:]) > 5
+    assert strategy.report.accepted < strategy.report.drafted / 2
+    if verification == "coupled":
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_a_target_without_a_law_is_an_error_as_in_stock(verification: str):
+    """All tokens get banned in the end; stock's multinomial refuses, and so do we."""
+    target, settings = tiny(vocab_size=12), SAMPLED | {"no_repeat_ngram_size": 1}
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="inf"):
+        target.generate(ids, **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification)
+    with pytest.raises(RuntimeError, match="row 0 has no next token"):
+        target.generate(ids, **settings, custom_generate=strategy)
+
+
+def test_input_ids_of_another_integer_type():
+    target = tiny()
+    expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
+    inputs = prompts(2) | {"input_ids": prompts(2)["input_ids"].int()}
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    output = target.generate(**inputs, do_sample=False, max_new_tokens=9, custom_generate=strategy)
+    assert torch.equal(output.long(), expected)

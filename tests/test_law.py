@@ -16,7 +16,7 @@ from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.noise import RejectionRule
+from hf_specx.rules import RejectionRule
 from hf_specx.verify import Verdict, race, verify_block, verify_token
 
 
@@ -169,8 +169,8 @@ CONTROLS: dict[str, tuple[str, str, str, object]] = {
     "residual by the draft's noise": ("token", "generate", "RejectionRule", SharedNoise),
     "residual replaced by the target": ("token", "verify", "_draw", lambda _, p, noise: race(p, noise)),
     "greedy draft, soft q": ("token", "generate", "RejectionRule", GreedyDraft),
-    "block up to the first failure": ("block", "noise", "verify_block", block_to_first_failure),
-    "unlikely candidates dropped": ("token", "noise", "verify_token", token_without_unlikely),
+    "block up to the first failure": ("block", "rules", "verify_block", block_to_first_failure),
+    "unlikely candidates dropped": ("token", "rules", "verify_token", token_without_unlikely),
 }
 
 

@@ -4,7 +4,8 @@ import torch
 from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.noise import RejectionRule, StockNoise
+from hf_specx.noise import StockNoise
+from hf_specx.rules import RejectionRule
 from hf_specx.sequences import Sequences
 from hf_specx.verify import race
 

@@ -71,6 +71,35 @@ def test_row_length_and_prefix_are_the_stock_ones(do_sample: bool):
     assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_strict_constraint_is_asked_only_what_stock_may_ask(rows: int, do_sample: bool):
+    """A trie knows nothing of texts behind an end, nor of other rows' texts; it raises for what it does not know."""
+    lengths = [3, 5, 4, 2]
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        written = ids[11:].tolist()
+        assert all(t % 5 == row for t in written), "the text of another row"
+        assert len(written) <= lengths[row], "behind the end"
+        return [row, row + 5] if len(written) == lengths[row] else [t for t in range(10, 48) if t % 5 == row]
+
+    target = tiny()
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 12, "eos_token_id": list(range(10))}
+    settings |= {"pad_token_id": 47, "prefix_allowed_tokens_fn": allowed}
+    inputs = prompts(rows)
+
+    def tolerant(row: int, ids: torch.Tensor) -> list[int]:
+        return [47] if (ids[11:] < 10).any() else allowed(row, ids)  # stock asks on for finished rows
+
+    torch.manual_seed(1)
+    expected = target.generate(**inputs, **settings | {"prefix_allowed_tokens_fn": tolerant})
+    for noise in (0.0, 0.05, 2.0):
+        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
+        torch.manual_seed(1)
+        output = target.generate(**inputs, **settings, custom_generate=strategy)
+        assert torch.equal(output, expected)
+
+
 def test_warpers_act_once_on_the_draft():
     """With the draft equal to the target and T = 0.5, everything is accepted; twice the temperature would not be."""
     target = tiny()

@@ -26,6 +26,9 @@ def test_counters():
     assert (report.drafted, report.judged, report.accepted, report.emitted) == (9, 8, 6, 9)
     assert report.emitted_per_row == [5, 4]
     assert report.accepted_per_position == [3, 2, 1]
+    assert report.judged_per_position == [3, 3, 2]
+    assert report.drafted_per_position == [3, 3, 3]
+    assert (report.drafted_per_row, report.accepted_per_row) == ([3, 6], [3, 3])
     assert report.history[1] == [RoundRecord(0, 0, 1), RoundRecord(3, 1, 2), RoundRecord(3, 2, 1)]
 
 

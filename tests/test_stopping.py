@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tiny import near, prompts, tiny
-from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_specx import SpeculativeDecoding
 
@@ -38,6 +38,17 @@ def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: in
         stops = torch.stack(ends).int().argmax(0) + 1
         assert eos_token_id is not None or max(stops) == expected.shape[1] - 11
         assert max(strategy.report.emitted_per_row) == expected.shape[1] - 11
+
+
+@pytest.mark.parametrize("max_length", [5, 11, 12, 15])
+def test_a_length_criterion_of_the_user(max_length: int):
+    """Stock looks at it after a token, so even one that the prompt exceeds lets a token through."""
+    target, criteria = tiny(), StoppingCriteriaList([MaxLengthCriteria(max_length)])
+    settings = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": criteria}
+    expected = target.generate(**prompts(3), **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
+    output = target.generate(**prompts(3), **settings, custom_generate=strategy)
+    assert torch.equal(output, expected)
 
 
 class Collector:

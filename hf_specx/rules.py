@@ -1,0 +1,147 @@
+"""How tokens are chosen and judged: greedily, by rejection with independent noise, or coupled with the noise of stock.
+
+A rule draws the candidates from the draft's scores and judges them by the target's; `verify` has the arithmetic.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from .noise import StockNoise
+from .sequences import Sequences
+from .verify import Verdict, race, verify_block, verify_match, verify_token
+
+
+Choice = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Draft(NamedTuple):
+    """Candidates and the law they were drawn from.
+
+    Attributes:
+        tokens: [R, K] int64.
+        probs: [R, K, V] float32, q; None where K is 0 or the candidates are no draw from a law.
+    """
+
+    tokens: torch.Tensor
+    probs: torch.Tensor | None
+
+
+class Judgement(NamedTuple):
+    """What a rule says of a draft.
+
+    Attributes:
+        verdict: accepted [R] and next_token [R].
+        overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
+        undefined: [R] bool, whether a position that the row reached has no law, where stock raises an error.
+    """
+
+    verdict: Verdict
+    overlap: torch.Tensor
+    undefined: torch.Tensor
+
+
+class Rule(Protocol):
+    """The decisions of one call; it keeps the state of its noise."""
+
+    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
+        """The candidate [R] for the position `ahead` behind each row's end, by scores [R, V], and its law [R, V]."""
+
+    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+        """The judgement on a draft by the target's scores [R, K + 1, V]."""
+
+    def finish(self, columns: int) -> None:
+        """Leave the global generator where it belongs after `columns` emitted columns."""
+
+
+class GreedyRule:
+    """Both models take their argmax."""
+
+    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
+        return scores.argmax(-1), None
+
+    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+        choices = scores.argmax(-1)
+        verdict = verify_match(draft.tokens, choices)
+        overlap = (draft.tokens == choices[:, :-1]).float()
+        return Judgement(verdict, overlap, torch.zeros_like(verdict.accepted, dtype=torch.bool))
+
+    def finish(self, columns: int) -> None:
+        pass
+
+
+class RejectionRule:
+    """Token or block verification: drafts, acceptance and residual each have a stream of their own.
+
+    The three seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
+    """
+
+    def __init__(self, block: bool, device: torch.device):
+        self.verify = verify_block if block else verify_token
+        seeds = torch.randint(2**62, (3,), device=device).tolist()
+        self.drafts, self.uniforms, self.residuals = (torch.Generator(device).manual_seed(s) for s in seeds)
+
+    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
+        probs, _ = law(scores)
+        return race(probs, torch.empty_like(probs).exponential_(generator=self.drafts)), probs
+
+    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+        probs, undefined = law(scores)
+        draft_probs = probs[:, :0] if draft.probs is None else draft.probs
+        uniforms = torch.empty(draft.tokens.shape, dtype=torch.float64, device=probs.device)
+        uniforms.uniform_(generator=self.uniforms)
+        exponentials = torch.empty_like(probs[:, 0]).exponential_(generator=self.residuals)
+        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, exponentials)
+        return Judgement(verdict, overlaps(probs, draft), _reached(undefined, verdict))
+
+    def finish(self, columns: int) -> None:
+        pass
+
+
+class CoupledRule:
+    """Draft and target race with the same noise, and it is the noise that stock sampling would have drawn.
+
+    Args:
+        rows: B, the whole batch; stock draws for finished rows too.
+        device: of `input_ids`, whose default generator stock draws from.
+        window: positions whose noise is held; others are drawn again from their saved generator state.
+    """
+
+    def __init__(self, rows: int, device: torch.device, window: int):
+        self.noise = StockNoise(rows, device, window)
+
+    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
+        probs, _ = law(scores)
+        return race(probs, self.noise.at(sequences, probs[:, None], ahead)[:, 0]), probs
+
+    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+        probs, undefined = law(scores)
+        verdict = verify_match(draft.tokens, race(probs, self.noise.at(sequences, probs, 0)))
+        return Judgement(verdict, overlaps(probs, draft), _reached(undefined, verdict))
+
+    def finish(self, columns: int) -> None:
+        self.noise.finish(columns)
+
+
+def law(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities [..., V], and where there are none [...]: scores that are NaN, or that exclude every token.
+
+    There the law is taken as uniform. For a draft any law is right as long as it is the one that is drawn from and
+    judged by; for a target the row is undefined if it gets there.
+    """
+    probs = scores.softmax(-1)
+    undefined = probs[..., :1].isnan()  # one NaN makes the whole softmax NaN
+    return probs.masked_fill_(undefined, 1 / probs.shape[-1]), undefined[..., 0]
+
+
+def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
+    """sum_x min(p, q) at each candidate [R, K]; for a candidate that is no draw q is 1 at it, so this is p(x)."""
+    if draft.probs is None:
+        return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
+    return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
+
+
+def _reached(undefined: torch.Tensor, verdict: Verdict) -> torch.Tensor:
+    """Whether a row emits a token of an undefined [R, K + 1] position."""
+    index = torch.arange(undefined.shape[1], device=undefined.device)
+    return (undefined & (index <= verdict.accepted[:, None])).any(-1)
