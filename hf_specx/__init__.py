@@ -1,4 +1,4 @@
-"""Speculative sampling for Hugging Face transformers: the same text, several times faster, at any batch size."""
+"""Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
 
 from .candidates import SampledCandidateGenerator
 from .generate import SpeculativeDecoding, generate

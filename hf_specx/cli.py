@@ -46,7 +46,7 @@ def main() -> None:
 
 @app.callback()
 def specx() -> None:
-    """Speculative sampling for Hugging Face transformers: the same text, faster."""
+    """Speculative sampling for Hugging Face transformers: the same distribution, faster."""
     logging.set_verbosity_error()  # its warnings and bars would fall between the lines of the text
     logging.disable_progress_bar()
 

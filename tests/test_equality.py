@@ -13,6 +13,10 @@ from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.layouts import RaggedDecoder
+from hf_specx.noise import StockNoise
+from hf_specx.sequences import Sequences
+from hf_specx.stopping import Stopping
 
 
 MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
@@ -75,22 +79,36 @@ def test_equal_draft_needs_few_target_forwards(model_type: str, settings: str, n
     assert len(rounds) <= math.ceil((NEW_TOKENS - 1) / (num_draft_tokens + 1))
 
 
+def outcomes(fed: list[torch.Tensor], output: torch.Tensor) -> list[list[int]]:
+    """Accepted candidates of each row in each round, from what hooks saw the target being fed and from the text."""
+    text, ends, rounds = output[:, 11:], [1] * len(output), []
+    for tokens in fed:
+        going = [row for row, end in enumerate(ends) if end < NEW_TOKENS]
+        assert len(tokens) == len(going)
+        counts = []
+        for row, (last, *candidates) in zip(going, tokens.tolist(), strict=True):
+            assert last == text[row, ends[row] - 1]
+            follows = text[row, ends[row] :].tolist()
+            kept = next((i for i, c in enumerate(candidates) if [c] != follows[i : i + 1]), len(candidates))
+            counts.append(kept)
+            ends[row] += kept + 1
+        rounds.append(counts)
+    return rounds
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_near_drafts_see_every_outcome(model_type: str):
-    """Rejections, full acceptances and rounds with unequal counts all occur, else the grid above would show little."""
+    """Rejections, full acceptances and unequal rounds all occur, else the grid above would show little; by hooks."""
     target, drafts = models(model_type)
-    rejected = full = unequal = False
+    rounds = []
     for settings in SETTINGS.values():
         strategy = SpeculativeDecoding(drafts["near"], num_draft_tokens=4, verification="coupled")
-        ours(target, prompts(4), strategy, **settings, max_new_tokens=NEW_TOKENS)
-        assert strategy.report is not None
-        rounds = [[record for record in row if record.drafted] for row in strategy.report.history]
-        rejected |= any(r.accepted < r.drafted for row in rounds for r in row)
-        full |= any(r.accepted == r.drafted for row in rounds for r in row)
-        unequal |= any(len({r.accepted for r in column}) > 1 for column in zip(*rounds, strict=False))
-    assert rejected
-    assert full
-    assert unequal
+        with Forwards(target) as forwards:
+            output, _ = ours(target, prompts(4), strategy, **settings, max_new_tokens=NEW_TOKENS)
+        rounds += outcomes(forwards.ids[1:-4], output)  # the prompt is no round, and the last ones draft less
+    assert any(count < 4 for counts in rounds for count in counts)
+    assert any(count == 4 for counts in rounds for count in counts)
+    assert any(len(set(counts)) > 1 for counts in rounds)
 
 
 @pytest.mark.parametrize("pad", ["equal to the end token", "emitted by the model"])
@@ -127,16 +145,39 @@ def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkey
     assert torch.equal(left, state)
 
 
-@pytest.mark.parametrize("settings", ["greedy", "warped"])
-def test_a_broken_mask_is_caught(settings: str, monkeypatch: pytest.MonkeyPatch):
-    """The test above can fail: a mask that is off by one gives other tokens."""
-    from hf_specx.layouts import RaggedDecoder
+def mask_off_by_one(self: RaggedDecoder, positions: torch.Tensor, extent: int):
+    return MASK(self, positions - 1, extent)
 
+
+def forward_off_by_one(self: RaggedDecoder, tokens: torch.Tensor, lengths: torch.Tensor, *args):
+    return FORWARD(self, tokens, lengths + (tokens.shape[1] < 11), *args)
+
+
+def cut_one_late(self: Stopping, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor):
+    kept, ended = CUT(self, sequences, tokens, num_new)
+    return torch.minimum(kept + 1, num_new), ended
+
+
+def noise_of_another_row(self: StockNoise, sequences: Sequences, probs: torch.Tensor, ahead: int):
+    return NOISE(self, sequences, probs, ahead).roll(1, 0)
+
+
+MASK, FORWARD, CUT, NOISE = RaggedDecoder._mask, RaggedDecoder.forward, Stopping.cut, StockNoise.at
+FAULTS = {
+    "mask": (RaggedDecoder, "_mask", mask_off_by_one),
+    "position": (RaggedDecoder, "forward", forward_off_by_one),
+    "stop": (Stopping, "cut", cut_one_late),
+    "noise": (StockNoise, "at", noise_of_another_row),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch):
+    """The tests above can fail: each of these errors gives other tokens."""
     target, drafts = models("llama")
-    inputs, chosen = prompts(4), SETTINGS[settings] | {"max_new_tokens": NEW_TOKENS}
+    inputs, chosen = prompts(4), SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": list(range(1, 9))}
     expected, _ = stock(target, inputs, **chosen)
-    whole = RaggedDecoder._mask
-    monkeypatch.setattr(RaggedDecoder, "_mask", lambda self, positions, extent: whole(self, positions - 1, extent))
+    monkeypatch.setattr(*FAULTS[fault])
     strategy = SpeculativeDecoding(drafts["near"], num_draft_tokens=4, verification="coupled")
     output, _ = ours(target, inputs, strategy, **chosen)
     assert not torch.equal(output, expected)

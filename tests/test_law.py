@@ -35,21 +35,30 @@ SETTINGS = {
     "no-repeat n-gram": ({"no_repeat_ngram_size": 2}, [host.NoRepeatNGramLogitsProcessor(2)]),
 }
 LARGE = {"batches": 40, "rows": 1024}  # a third more draws in a third of the time
-NUM_TESTS = 2 * 2 * (len(SETTINGS) + 2)
+NUM_TESTS = 2 * 2 * (len(SETTINGS) + 4)
+
+
+class Tokenizer:
+    """Of both models, where the draft's vocabulary is padded or lacks tokens."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0, "b": 1}
 
 
 @cache
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+def models(draft_vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A target and a draft of one layer; a round accepts 1.16 candidates of 3 by token and 1.34 by block."""
-    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     sizes |= {"num_hidden_layers": 1, "initializer_range": 0.25, "max_position_embeddings": 16}
-    return tiny("llama", seed=0, **sizes), tiny("llama", seed=12, **sizes)
+    target = tiny("llama", seed=0, vocab_size=VOCAB_SIZE, **sizes)
+    return target, tiny("llama", seed=12, vocab_size=draft_vocab_size, **sizes)
 
 
-def draw(verification: str, batches: int, rows: int, **settings) -> torch.Tensor:
+def draw(verification: str, batches: int, rows: int, draft_vocab_size: int = VOCAB_SIZE, **settings) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
-    target, draft = models()
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
+    target, draft = models(draft_vocab_size)
+    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **both)
     inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones_like(PROMPT).expand(rows, -1)}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
     torch.manual_seed(0)
@@ -109,6 +118,13 @@ def test_law_without_processors(verification: str, end: int | None):
     """With as many draws as the wrong variants below; and a row may end inside an accepted run."""
     tokens = draw(verification, **LARGE, eos_token_id=end, pad_token_id=PAD)
     assert min(p_values(tokens, exact_law([], end))) > 1e-4 / NUM_TESTS
+
+
+@pytest.mark.parametrize("draft_vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 2])
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vocab_size: int):
+    tokens = draw(verification, **LARGE, draft_vocab_size=draft_vocab_size)
+    assert min(p_values(tokens, exact_law([]))) > 1e-4 / NUM_TESTS
 
 
 class SharedNoise(RejectionRule):

@@ -66,14 +66,19 @@ def prompts(rows: int, width: int = 11, seed: int = 0) -> dict[str, torch.Tensor
 
 
 class Forwards:
-    """Counts the forwards of a model by a hook, with the query length of each."""
+    """Counts the forwards of a model by a hook, with the tokens that each was fed."""
 
     def __init__(self, model: PreTrainedModel):
-        self.lengths: list[int] = []
+        self.ids: list[torch.Tensor] = []
         self.handle = model.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module, args, kwargs):
-        self.lengths.append(kwargs["input_ids"].shape[1])
+        self.ids.append(kwargs["input_ids"])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens a row in each forward."""
+        return [ids.shape[1] for ids in self.ids]
 
     def __enter__(self):
         return self
