@@ -74,8 +74,8 @@ def verify_block(
         min=0
     )  # [B, K+1, V]
     mass = excess.sum(-1, dtype=torch.float64)  # Z
-    # 0 / 0 only where the two laws are the same: the candidate surely stays
-    keep = torch.where((mass == 0) & (reach == 1), 1.0, mass / (mass + 1 - reach))  # h
+    # h is 0 / 0 only where the two laws are the same; then a later index passes for sure, and NaN need not
+    keep = mass / (mass + 1 - reach)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails

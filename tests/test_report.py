@@ -1,84 +1,135 @@
-"""Counters and ratios, by hand."""
+"""The counters and ratios of a report, from rounds written by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from hf_specx import Costs, SpeculationReport
-from hf_specx.report import RoundRecord
+from hf_specx import Costs, SpeculationReport, report
 
 
-def two_rows(costs: Costs | None = None) -> SpeculationReport:
-    """The prompt's step, a round of both rows, and a round of row 1 that is cut at a stop."""
-    report = SpeculationReport("block", "ragged", "why", 2, costs=costs)
-    report.observe([0, 1], 0, [0, 0], [1, 1], torch.zeros(()))
-    report.observe([0, 1], 3, [3, 1], [4, 2], torch.tensor(4.0))
-    report.observe([1], 3, [2], [1], torch.tensor(1.5))
-    report.finish(0.5, columns=5)
-    return report
+COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
+
+
+def three_rounds(costs: Costs | None = None) -> SpeculationReport:
+    """The prompt's step, two rounds of 3 candidates and one of 1; row 1 ends in the second, at 2 of its 3 tokens."""
+    made = SpeculationReport("token", "ragged", "chosen", rows=2, costs=costs)
+    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
+    made.observe([0, 1], 3, [3, 1], [4, 2], torch.tensor(3.5))  # judged 3 + 2
+    made.observe([0, 1], 3, [0, 2], [1, 2], torch.tensor(1.5))  # judged 1 + 3
+    made.observe([0], 1, [1], [2], torch.tensor(0.5))  # judged 1
+    made.finish(2.0, COLUMNS)
+    return made
 
 
 def test_counters():
-    report = two_rows()
-    assert report.rounds == 2
-    assert report.rounds_per_row == [1, 2]
-    assert (report.drafted, report.judged, report.accepted, report.emitted) == (9, 8, 6, 9)
-    assert report.emitted_per_row == [5, 4]
-    assert report.accepted_per_position == [3, 2, 1]
-    assert report.judged_per_position == [3, 3, 2]
-    assert report.drafted_per_position == [3, 3, 3]
-    assert (report.drafted_per_row, report.accepted_per_row) == ([3, 6], [3, 3])
-    assert report.history[1] == [RoundRecord(0, 0, 1), RoundRecord(3, 1, 2), RoundRecord(3, 2, 1)]
+    made = three_rounds()
+    assert made.rounds == 3
+    assert made.rounds_per_row == [3, 2]
+    assert made.num_draft_tokens == 3
+    assert made.drafted == 6 + 6 + 1
+    assert made.judged == 5 + 4 + 1
+    assert made.accepted == 4 + 2 + 1
+    assert made.drafted_per_position == [5, 4, 4]
+    assert made.judged_per_position == [5, 3, 2]
+    assert made.accepted_per_position == [4, 2, 1]
+    assert (made.drafted_per_row, made.accepted_per_row) == ([7, 6], [4, 3])
+    assert made.emitted_per_row == [8, 5]
+    assert made.emitted == 13
 
 
 def test_ratios():
-    report = two_rows()
-    assert report.acceptance_rate == pytest.approx(6 / 9)
-    assert report.alpha == pytest.approx(5.5 / 8)
-    assert report.mean_acceptance_length == pytest.approx(1 + 6 / 3)
-    assert report.expected_speedup is None
-    assert report.forward_limited_speedup is None
+    made = three_rounds()
+    assert made.acceptance_rate == pytest.approx(7 / 13)
+    assert made.alpha == pytest.approx(5.5 / 10)
+    assert made.mean_acceptance_length == pytest.approx(1 + 7 / 5)
+    assert isinstance(made.overlap, float)  # a report that is kept holds nothing on a device
 
 
-def test_predictions_from_costs():
-    report = two_rows(Costs({2: {"target": {1: 1.0, 9: 3.0}, "draft": 0.25}}))
-    assert report.cost_coefficient == 0.25
-    alpha = 5.5 / 8
-    assert report.expected_speedup == pytest.approx((1 + alpha + alpha**2 + alpha**3) / 1.75)
-    assert report.forward_limited_speedup == pytest.approx(3 / (1.75 + 0.75))
+def test_history_is_kept_by_row():
+    first, second = three_rounds().history
+    assert first == [(0, 0, 1), (3, 3, 4), (3, 0, 1), (1, 1, 2)]
+    assert second == [(0, 0, 1), (3, 1, 2), (3, 2, 2)]
 
 
-def test_rows_that_ran_ahead_count_what_is_in_the_text():
-    report = SpeculationReport("greedy", "ragged", "why", 1)
-    for _ in range(3):
-        report.observe([0], 2, [1], [2], torch.zeros(()))
-    report.finish(0.1, columns=3)
-    assert [record.emitted for record in report.history[0]] == [2, 1, 0]
+def test_tokens_behind_the_last_column_are_not_emitted():
+    """A row that ran ahead of the others keeps its accepted tokens, but what was cut off is not in the text."""
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
+    made.observe([0, 1], 4, [4, 0], [5, 1], torch.tensor(4.5))
+    made.observe([0, 1], 4, [4, 1], [5, 2], torch.tensor(5.5))
+    made.finish(1.0, columns=4)
+    assert made.emitted_per_row == [4, 4]
+    assert [record.emitted for record in made.history[0]] == [1, 3, 0]
+    assert made.accepted == 9
+    assert made.acceptance_rate == 9 / 16
 
 
-def test_plain_values_and_text():
-    report = two_rows(Costs({2: {"target": {1: 1.0, 9: 3.0}, "draft": 0.25}}))
-    values = json.loads(json.dumps(report.to_dict()))
-    assert values["rounds_per_row"] == [1, 2]
-    assert values["seconds"] == {"total": 0.5}
-    assert "9 tokens in 2 rows, 2 rounds of at most 3 candidates, block verification" in str(report)
-    assert "draft step / target step 0.25" in str(report)
+def test_ratios_with_costs():
+    """c = 0.25; a round of 3 takes T_t(4) + 3 T_d = 1.75 + 0.75."""
+    made = three_rounds(Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}}))
+    assert made.cost_coefficient == pytest.approx(0.25)
+    assert made.expected_speedup == pytest.approx((1 - 0.55**4) / (1 - 0.55) / 1.75)
+    assert made.forward_limited_speedup == pytest.approx(2.4 / 2.5)
+    assert "0.96 limited by the forwards" in str(made)
 
 
-def test_phases_are_timed_under_their_names():
-    report = SpeculationReport("block", "ragged", "why", 1)
-
-    def _draft(x):
-        return x + 1
-
-    assert report.timed(_draft)(1) == 2
-    assert report.seconds["draft"] >= 0
+@pytest.mark.parametrize("costs", [None, Costs(), Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})], ids=str)
+def test_no_speedup_is_claimed_without_costs_of_this_batch(costs: Costs | None):
+    made = three_rounds(costs)
+    assert (made.cost_coefficient, made.expected_speedup, made.forward_limited_speedup) == (None, None, None)
+    assert "speed-up" not in str(made)
 
 
-def test_nothing_judged_divides_by_nothing():
-    report = SpeculationReport("token", "ragged", "why", 3)
-    report.finish(0.0, columns=0)
-    assert report.alpha == report.acceptance_rate == 0
-    assert report.mean_acceptance_length == 1
-    assert "0 tokens in 3 rows" in str(report)
+def test_plain_values_are_json():
+    values = three_rounds().to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["emitted"] == 13
+    assert values["alpha"] == pytest.approx(0.55)
+    assert values["verification"] == "token"
+    assert (values["layout"], values["layout_reason"]) == ("ragged", "chosen")
+    assert values["seconds"]["total"] == 2.0
+
+
+def test_it_reads_well():
+    first, second, third = str(three_rounds()).splitlines()
+    assert first == "13 tokens in 2 rows, 3 rounds of at most 3 candidates, token verification, ragged layout"
+    assert second == "alpha 0.550, acceptance rate 0.538, 2.40 tokens a row and round"
+    assert third.startswith("2.00 s")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_empty(finished: bool):
+    """Before any round, and where nothing was drafted."""
+    made = SpeculationReport("block", "ragged", "chosen", rows=3)
+    if finished:
+        made.observe([0, 1, 2], 0, [0, 0, 0], [1, 1, 1], torch.tensor(0.0))
+        made.finish(0.1, columns=1)
+    assert (made.rounds, made.drafted, made.judged, made.accepted) == (0, 0, 0, 0)
+    assert made.rounds_per_row == [0, 0, 0]
+    assert made.emitted_per_row == [int(finished)] * 3
+    assert made.accepted_per_position == []
+    assert (made.acceptance_rate, made.alpha, made.mean_acceptance_length) == (0.0, 0.0, 1.0)
+    assert "3 rows, 0 rounds" in str(made)
+    json.dumps(made.to_dict())
+
+
+def test_histories_are_not_shared():
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([1], 2, [1], [2], torch.tensor(1.0))
+    assert [len(row) for row in made.history] == [0, 1]
+    assert SpeculationReport("block", "ragged", "chosen", rows=2).history == [[], []]
+
+
+def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    made = SpeculationReport("block", "ragged", "chosen", rows=1)
+
+    def _draft(number: int) -> int:
+        return number + 1
+
+    draft = made.timed(_draft)
+    assert (draft(1), draft(2)) == (2, 3)
+    assert made.seconds == {"draft": 2.5}
