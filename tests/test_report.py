@@ -75,7 +75,10 @@ def test_ratios_with_costs():
     assert "0.96 limited by the forwards" in str(made)
 
 
-@pytest.mark.parametrize("costs", [None, Costs(), Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})], ids=str)
+OTHER_BATCH = Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
+
+
+@pytest.mark.parametrize("costs", [None, Costs(), OTHER_BATCH], ids=["none", "empty", "another batch"])
 def test_no_speedup_is_claimed_without_costs_of_this_batch(costs: Costs | None):
     made = three_rounds(costs)
     assert (made.cost_coefficient, made.expected_speedup, made.forward_limited_speedup) == (None, None, None)
