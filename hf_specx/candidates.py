@@ -91,6 +91,9 @@ class SampledCandidateGenerator(CandidateGenerator):
         logits = None if draft.probs is None else draft.probs.log()
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
 
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: the next text tells what was kept."""
+
 
 class ForeignCandidateGenerator(CandidateGenerator):
     """Any other `CandidateGenerator`, asked row by row; its candidates are taken as given, not as draws from a law.

@@ -17,6 +17,8 @@ MAX_DRAFT_TOKENS = 8  # the largest number that "auto" considers
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
 MEMORY = 100  # candidates that the past counts for when a call is taken in
 QUERY_LENGTHS = (1, 2, 3, 5, 9)  # target forwards that are timed
+TIMED_ROUNDS = 5  # times that each of them is timed
+DRAFT_STEPS = 4  # draft steps that are timed between two of them
 GRID = 2 ** (1 / 8)  # times are kept on a geometric grid, so that noise rarely changes a choice
 
 
@@ -88,15 +90,23 @@ class Costs:
         )
 
     def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Fill the row of a batch size.
+        """Fill the row of a batch size: medians over a few rounds in which the models take turns.
+
+        In turns, because on a processor with a small cache each model pushes the other's weights out of it.
 
         Args:
             batch: B.
             target: runs one target forward of that many tokens a row, and waits for it.
             draft: the same for the draft.
         """
-        times = {q: _on_grid(_median_seconds(target, q)) for q in QUERY_LENGTHS}
-        self.table[batch] = {"target": times, "draft": _on_grid(_median_seconds(draft, 1))}
+        times: dict[int, list[float]] = {q: [] for q in QUERY_LENGTHS}
+        steps: list[float] = []
+        for _ in range(1 + TIMED_ROUNDS):
+            for query_length, seconds in times.items():
+                seconds.append(_seconds(target, query_length))
+                steps.append(sum(_seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
+        medians = {q: _on_grid(statistics.median(seconds[1:])) for q, seconds in times.items()}  # the first warms up
+        self.table[batch] = {"target": medians, "draft": _on_grid(statistics.median(steps[len(times) :]))}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with text keys as JSON wants them."""
@@ -122,14 +132,10 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def _median_seconds(forward: Callable[[int], object], query_length: int, repeats: int = 5) -> float:
+def _seconds(forward: Callable[[int], object], query_length: int) -> float:
+    started = time.perf_counter()
     forward(query_length)
-    times = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        forward(query_length)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return time.perf_counter() - started
 
 
 def _on_grid(seconds: float) -> float:
