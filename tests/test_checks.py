@@ -5,14 +5,14 @@ import re
 
 import pytest
 import torch
-from tiny import Forwards, prompts, tiny
+from tiny import Forwards, near, prompts, tiny
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, GenerationConfig, TextStreamer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_specx import SpeculativeDecoding, generate
-from hf_specx.checks import check_call
+from hf_specx.checks import check_call, check_target
 
 
 class Tokens:
@@ -51,6 +51,9 @@ OPTIONS = [
     ({"layout": "padded"}, "layout='padded' is not available in this version; use 'auto' or 'ragged'"),
     ({"compile": True}, "compile=True is not available in this version; use compile=False"),
     ({"num_drafts": 5}, "unknown option 'num_drafts'; known: num_draft_tokens"),
+    ({"costs": {}}, "costs is a dict without table and best_num_draft_tokens; leave it out"),
+    ({"streamer": 3}, "streamer is a int without put and end; leave it out"),
+    ({"tokenizer": "x"}, "tokenizer is a str without get_vocab; leave it out"),
 ]
 
 
@@ -158,9 +161,39 @@ def test_pairs(case: str):
 
 def test_meta_parameters_are_refused():
     with torch.device("meta"):
-        draft = tiny(seed=1)
+        empty = tiny(seed=1)
     with pytest.raises(ValueError, match="the draft model has parameters on the meta device and no offload hook"):
-        tiny().generate(**prompts(2), max_new_tokens=3, custom_generate=SpeculativeDecoding(draft))
+        tiny().generate(**prompts(2), max_new_tokens=3, custom_generate=SpeculativeDecoding(empty))
+    with pytest.raises(ValueError, match="the target model has parameters on the meta device"):
+        check_target(empty, 10)
+
+
+def test_targets_that_are_refused():
+    inputs, strategy = prompts(2), SpeculativeDecoding(tiny(seed=1))
+    model = seq2seq()
+    model.generation_config.decoder_start_token_id = 0
+    with pytest.raises(ValueError, match="encoder-decoder targets are not available"):
+        model.generate(**inputs, max_new_tokens=3, custom_generate=strategy)
+    with pytest.raises(ValueError, match=r"the target is in training mode.*call target.eval\(\)"):
+        tiny().train().generate(**inputs, max_new_tokens=3, custom_generate=strategy)
+    several = tiny()
+    several.config.get_text_config = lambda **_: tiny().config
+    with pytest.raises(ValueError, match="LlamaForCausalLM takes more than text"):
+        check_target(several, 10)
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_rope_that_depends_on_the_length(rope_type: str):
+    """Within the original length it is the plain one and exact; behind it, stock switches at another step."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0}
+    if rope_type == "longrope":
+        rope |= {"original_max_position_embeddings": 24, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target = tiny(rope_parameters=rope, max_position_embeddings=24 if rope_type == "dynamic" else 48)
+    settings = {"do_sample": False, "custom_generate": SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)}
+    expected = target.generate(**prompts(3), do_sample=False, max_new_tokens=13)
+    assert torch.equal(target.generate(**prompts(3), **settings, max_new_tokens=13), expected)
+    with pytest.raises(ValueError, match=f"rope_type='{rope_type}' changes its frequencies behind position 24"):
+        target.generate(**prompts(3), **settings, max_new_tokens=14)
 
 
 class Closing:
@@ -190,6 +223,14 @@ def test_what_transformers_would_drop_is_refused(name: str):
 def test_coupled_needs_a_generator_that_can_be_read():
     with pytest.raises(ValueError, match="cannot redraw stock's noise on device type 'meta'; use 'block' there"):
         check_call(torch.ones(1, 3, device="meta"), GenerationConfig(), {}, "coupled", False)
+
+
+def test_a_refusal_ends_the_streamer():
+    streamer = Closing()
+    strategy = SpeculativeDecoding(tiny(seed=1), streamer=streamer)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        tiny().generate(**prompts(1), max_new_tokens=3, use_cache=False, custom_generate=strategy)
+    assert streamer.ended
 
 
 def test_a_streamer_takes_one_row():

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import near, prompts, tiny
+from transformers import GenerationConfig
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, generate
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,29 @@ def test_coupled_equals_stock_on_real_text(pair: DraftTargetPair):
     expected = pair.target.generate(**inputs, **settings)
     torch.manual_seed(0)
     output = pair.generate(**inputs, **settings, verification="coupled", num_draft_tokens=4)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("where", ["argument", "config", "function"])
+def test_stop_strings(pair: DraftTargetPair, where: str):
+    """transformers withholds the tokenizer they need from a callable; it cuts inside an accepted run as well."""
+    inputs = pair.tokenizer(pair.prompts[:3], return_tensors="pt", padding=True)
+    strings = ["self", "return"]
+    settings = {"do_sample": False, "max_new_tokens": 40, "num_draft_tokens": 4}
+    expected = pair.target.generate(
+        **inputs, do_sample=False, max_new_tokens=40, stop_strings=strings, tokenizer=pair.tokenizer
+    )
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
+    if where == "argument":
+        output = pair.generate(**inputs, **settings, stop_strings=strings)
+    elif where == "config":
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=40, stop_strings=strings, pad_token_id=1, eos_token_id=0
+        )
+        output = pair.generate(**inputs, generation_config=config, num_draft_tokens=4)
+    else:
+        both = {"model": pair.target, "draft_model": pair.draft, "tokenizer": pair.tokenizer}
+        output = generate(**inputs, **settings, **both, stop_strings=strings)
     assert torch.equal(output, expected)
 
 

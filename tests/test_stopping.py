@@ -51,6 +51,24 @@ def test_a_length_criterion_of_the_user(max_length: int):
     assert torch.equal(output, expected)
 
 
+class OddEnd(StoppingCriteria):
+    """Says what an end token is, so stock pads the rows that are finished."""
+
+    stateless, eos_token_id = True, None
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 11 == 3
+
+
+def test_any_criterion_with_an_end_token_pads_finished_rows():
+    target, criteria = tiny(), StoppingCriteriaList([OddEnd()])
+    settings = {"do_sample": False, "max_new_tokens": 30, "stopping_criteria": criteria}
+    expected = target.generate(**prompts(4), **settings)
+    assert (expected[:, -1] == 0).any()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
+    assert torch.equal(target.generate(**prompts(4), **settings, custom_generate=strategy), expected)
+
+
 class Collector:
     """A streamer that keeps what it gets."""
 
