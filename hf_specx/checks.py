@@ -26,6 +26,13 @@ UNSUPPORTED_MODES = {
     "constraints": "constrained decoding",
     "force_words_ids": "constrained decoding",
 }
+WITHHELD = {
+    "streamer": "use SpeculativeDecoding(streamer=...) or hf_specx.generate(streamer=...)",
+    "assistant_model": "the strategy has its draft already, so leave it out or use hf_specx.generate",
+    "synced_gpus": "it is not available in this version, so leave it out",
+    "tokenizer": "use SpeculativeDecoding(tokenizer=...) or, for stop strings, hf_specx.generate(tokenizer=...)",
+    "assistant_tokenizer": "use SpeculativeDecoding(draft_tokenizer=...)",
+}
 NEEDED_METHODS = {
     "streamer": ("put", "end"),
     "tokenizer": ("get_vocab",),
@@ -232,7 +239,7 @@ def check_withheld(frame: FrameType | None) -> None:
     """
     if frame is None or frame.f_code.co_name != "generate" or "custom_generate" not in frame.f_locals:
         return
-    given = {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model", "synced_gpus")}
+    given = {name: frame.f_locals.get(name) for name in WITHHELD}
     outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None  # generate pops it from its own
     for name in ("tokenizer", "assistant_tokenizer"):
         given[name] = outer.get(name) if isinstance(outer, dict) else None
@@ -240,8 +247,4 @@ def check_withheld(frame: FrameType | None) -> None:
         if value is not None and value is not False:
             if name == "streamer":
                 value.end()
-            remedy = "SpeculativeDecoding(...)" if name in ("streamer", "tokenizer") else "no strategy object"
-            raise ValueError(
-                f"transformers does not pass {name}= on to a strategy object; call hf_specx.generate(..., {name}=...) "
-                f"or give it to {remedy}."
-            )
+            raise ValueError(f"transformers does not pass {name}= on to a strategy object; {WITHHELD[name]}.")

@@ -57,7 +57,7 @@ class SpeculativeDecoding:
     remembers costs and acceptance from one to the next.
 
     Args:
-        draft_model: a model with the target's vocabulary, or any `CandidateGenerator`.
+        draft_model: a model with the target's vocabulary, or a `CandidateGenerator` that goes by the text alone.
         num_draft_tokens: candidates a round; "auto" takes the number with the best `forward_limited_speedup`, by a
             cost table that is measured before the first token of the first call at each batch size.
         verification: "block" (the default for a model), "token", or "coupled" (the default for a

@@ -88,8 +88,9 @@ class Stopping:
 
     def _update_prefix_criteria(self, sequences: Sequences, new: list[int]) -> None:
         """Call each criterion with the whole batch at every length that some row has just passed."""
-        passed = {row: range(sequences.counts[row] - n + 1, sequences.counts[row] + 1)
-                  for row, n in zip(sequences.rows, new, strict=True)}  # fmt: skip
+        passed = {}
+        for row, number in zip(sequences.rows, new, strict=True):
+            passed[row] = range(sequences.counts[row] - number + 1, sequences.counts[row] + 1)
         for emitted in sorted({n for lengths in passed.values() for n in lengths}):
             prefix = sequences.ids[:, : sequences.width + emitted]
             stops = torch.stack([c(prefix, None) for c in self.criteria]).any(0).tolist()
