@@ -1,10 +1,11 @@
 """Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
 
 from .candidates import SampledCandidateGenerator
-from .generate import SpeculativeDecoding, generate
+from .generate import generate
 from .lookahead import Costs
 from .pairs import DraftTargetPair
 from .report import SpeculationReport
+from .strategy import SpeculativeDecoding
 
 
 __version__ = "0.1.0"

@@ -12,9 +12,9 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .generate import SpeculativeDecoding
-from .lookahead import synchronize
+from .decoders import synchronize
 from .report import SpeculationReport
+from .strategy import SpeculativeDecoding
 
 
 RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup", "measured_speedup")

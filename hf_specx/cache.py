@@ -1,6 +1,6 @@
-"""Key-value storage with each token at the slot of its position; the only module that knows the host's cache.
+"""Key-value storage in slots that are written in place; the only module that knows the host's cache.
 
-A forward says where its tokens go and how many slots are visible. Whatever lies beyond a row's length is hidden by the
+A forward says where its tokens go and how many slots are visible. What lies behind the end of a row is hidden by the
 mask and overwritten later, so rolling back costs nothing: the invariant is kept by the lengths alone.
 
 The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens but the last; the
@@ -8,30 +8,48 @@ draft's holds a prefix of the same tokens, at most two missing, fed at its next 
 attention.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+
+
+MARGIN = 32  # candidates may lie behind the last token that can be emitted
 
 
 class Slots:
     """Where the tokens of the coming forward are written, shared by all layers of a cache.
 
     Attributes:
-        index: [B, q] int64, the slot of each token; pads go to the spare slot behind the capacity.
-        start: the first slot, where all rows write the same run of slots; None where they differ.
-        extent: how many leading slots attention may see.
+        start: the first slot, where all rows write the same run of slots.
+        index: [R, q] int64, the slot of each token where rows differ, else None.
+        extent: how many leading slots attention sees where rows differ; else they end with the run.
+        written: slots filled by the last forward of a run.
+        limit: slots that will be needed as far as is known; buffers double up to it, and do so again behind it.
     """
 
-    def __init__(self) -> None:
-        self.index = torch.empty(0)
-        self.start: int | None = None
-        self.extent = 0
-        self.capacity = 0
+    def __init__(self, limit: int = 0) -> None:
+        self.start = self.extent = self.written = 0
+        self.limit = limit
+        self.index: torch.Tensor | None = None
+        self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
+
+    def aim(self, index: torch.Tensor | None, start: int, extent: int = 0) -> None:
+        """Say where the next forward writes: at index [R, q], or a run from `start` on."""
+        self.index, self.start, self.extent = index, start, extent
+
+    def end(self, query_length: int) -> int:
+        """How many leading slots attention sees in a forward of that many tokens a row."""
+        return self.start + query_length if self.index is None else self.extent
+
+    def capacity(self, end: int) -> int:
+        """How many slots to allocate where `end` are needed now; a copy to larger buffers is rare by this."""
+        return min(2 * end, self.limit) if end <= self.limit else 2 * end
 
 
-class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, capacity + 1, D], written in place."""
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [R, H, capacity, D], written in place."""
 
     is_sliding = False
 
@@ -40,73 +58,158 @@ class RaggedLayer(CacheLayerMixin):
         self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        # zeros, not uninitialised memory: a masked slot still takes part with weight 0, and 0 * NaN is NaN
-        self.keys, self.values = (self._allocate(x) for x in (key_states, value_states))
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states))
         self.is_initialized = True
-
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        return like.new_zeros(like.shape[0], like.shape[1], self.slots.capacity + 1, like.shape[3])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write key and value states [B, H, q, D] and return the visible slots [B, H, extent, D]."""
+        """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D]."""
         if self.keys is None or self.values is None:
             self.lazy_initialization(key_states, value_states)
-        elif self.keys.shape[2] <= self.slots.capacity:
-            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
-        return self._written(self.keys, key_states), self._written(self.values, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys, self.values = self._written(self.keys, key_states), self._written(self.values, value_states)
+        end = self.slots.written = self.slots.end(key_states.shape[2])
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _grown(self, stored: torch.Tensor) -> torch.Tensor:
-        grown = self._allocate(stored)
-        grown[:, :, : stored.shape[2]] = stored
-        return grown
-
-    def _written(self, stored: torch.Tensor | None, states: torch.Tensor) -> torch.Tensor:
-        assert stored is not None
-        if self.slots.start is None:
-            rows = torch.arange(len(states), device=states.device)[:, None]
-            stored[rows, :, self.slots.index.to(states.device)] = states.transpose(1, 2)
+    def _written(self, stored: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        count, index = states.shape[2], self.slots.index
+        end = self.slots.end(count)
+        if stored.shape[2] < end:
+            self.slots.spare.clear()
+            # zeros, not uninitialised memory: a masked slot still takes part with weight 0, and 0 * NaN is NaN
+            grown = stored.new_zeros(*stored.shape[:2], self.slots.capacity(end), stored.shape[3])
+            grown[:, :, : stored.shape[2]] = stored
+            stored = grown
+        if index is None:
+            stored[:, :, end - count : end] = states
         else:
-            stored[:, :, self.slots.start : self.slots.start + states.shape[2]] = states
-        return stored[:, :, : self.slots.extent]
+            rows = torch.arange(len(states), device=states.device)[:, None]
+            stored[rows, :, index.to(states.device)] = states.transpose(1, 2)
+        return stored
 
     def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R']."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[places.to(self.keys.device)], self.values[places.to(self.values.device)]
 
+    def keep(self, kept: torch.Tensor) -> None:
+        """Keep only the slots kept [n] of all rows, in that order."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (x[:, :, kept.to(x.device)] for x in (self.keys, self.values))
+
+    def roll(self, source: torch.Tensor) -> None:
+        """Fill the first slots from source [R, n], the slot that each of them is taken from: one read, one write."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self._rolled(self.keys, source), self._rolled(self.values, source)
+
+    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
+        key = (stored.shape, stored.dtype, stored.device)
+        target = self.slots.spare.pop(key, None)
+        target = torch.empty_like(stored) if target is None else target
+        torch.gather(stored, 2, index, out=target[:, :, : source.shape[1]])
+        self.slots.spare[key] = stored
+        return target
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.extent, 0
+        return self.slots.end(query_length), 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.slots.start is None else self.slots.start
+        return self.slots.start
 
     def get_max_length(self) -> int:
         return -1
 
 
-class RaggedCache(Cache):
-    """One `RaggedLayer` a layer, created as the model asks for them."""
+class SlotCache(Cache):
+    """One `SlotLayer` a layer, created as the model asks for them.
 
-    def __init__(self, num_hidden_layers: int):
-        self.slots = Slots()
-        super().__init__(layers=[RaggedLayer(self.slots) for _ in range(num_hidden_layers)])
+    Attributes:
+        slots: where the coming forward writes; its `start` is the number of filled slots where rows are even.
+    """
 
-    def aim(self, positions: torch.Tensor, extent: int, start: int | None) -> None:
-        """Say where the next forward writes.
+    def __init__(self, limit: int = 0) -> None:
+        self.slots = Slots(limit)
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self.slots))  # type: ignore[arg-type]
 
-        Args:
-            positions: [B, q] int64, the slot of each token; negative for pads.
-            extent: slots that attention may see; the capacity at least doubles where it has to grow.
-            start: the first slot where all rows write the same run of slots, else None.
+    @classmethod
+    def of(cls, past: Cache, limit: int = 0) -> "SlotCache":
+        """The keys and values of a host's cache, copied, with its columns as slots.
+
+        Raises:
+            ValueError: for a layer that dropped columns (a full sliding window) or keeps more than keys and values.
         """
-        if extent > self.slots.capacity:
-            self.slots.capacity = max(extent, 2 * self.slots.capacity)
-        self.slots.extent, self.slots.start = extent, start
-        self.slots.index = torch.where(positions < 0, self.slots.capacity, positions)
+        cache = cls(limit)
+        for number, layer in enumerate(past.layers):
+            if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
+                raise ValueError(f"layer {number} of past_key_values is a {type(layer).__name__} without keys.")
+            if layer.keys.shape[2] != past.get_seq_length():
+                raise ValueError(f"layer {number} of past_key_values no longer has the keys of all tokens.")
+            cache.update(layer.keys, layer.values, number)
+        cache.slots.start = cache.slots.written
+        return cache
 
     def select(self, places: torch.Tensor) -> None:
         """Keep only the rows at places [R']."""
+        self.slots.spare.clear()
         for layer in self.layers:
-            assert isinstance(layer, RaggedLayer)
+            assert isinstance(layer, SlotLayer)
             layer.select(places)
+
+    def keep(self, kept: torch.Tensor) -> None:
+        """Keep only the slots kept [n] of all rows, in that order."""
+        for layer in self.layers:
+            assert isinstance(layer, SlotLayer)
+            layer.keep(kept)
+        self.slots.start = self.slots.written = len(kept)
+
+    def roll(self, source: torch.Tensor) -> None:
+        """Fill the first n slots from source [R, n], the slot that each of them is taken from.
+
+        What lies behind them is undefined until the next forward writes a run there.
+        """
+        for layer in self.layers:
+            assert isinstance(layer, SlotLayer)
+            layer.roll(source)
+
+    def row(self, place: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [H, n, D] of a row at slots [n], layer by layer; zeros where a slot is negative."""
+        found = []
+        for layer in self.layers:
+            assert isinstance(layer, SlotLayer)
+            assert layer.keys is not None
+            assert layer.values is not None
+            both = [layer.keys[place][:, slots.clamp(min=0)], layer.values[place][:, slots.clamp(min=0)]]
+            keys, values = (x.masked_fill((slots < 0).to(x.device)[:, None], 0) for x in both)
+            found.append((keys, values))
+        return found
+
+
+def select_rows(cache: Cache, places: torch.Tensor) -> None:
+    """Keep only the rows at places [R'] of any cache that can be reordered."""
+    if isinstance(cache, SlotCache):
+        cache.select(places)
+    elif isinstance(cache, EncoderDecoderCache):
+        select_rows(cache.self_attention_cache, places)
+        select_rows(cache.cross_attention_cache, places)
+    else:
+        cache.reorder_cache(places)  # type: ignore[arg-type]
+
+
+def self_attention(cache: Cache) -> Cache:
+    """The part of a cache that grows with the text."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def with_slots(cache: Cache, max_length: int = 0) -> Cache:
+    """A cache of the same kind that keeps its text in slots, starting from what the given one holds.
+
+    Args:
+        cache: of the host.
+        max_length: tokens that a row can come to hold, as far as is known.
+    """
+    text, limit = self_attention(cache), max_length + MARGIN
+    slots = SlotCache.of(text, limit) if text.layers and text.get_seq_length() else SlotCache(limit)
+    return EncoderDecoderCache(slots, cache.cross_attention_cache) if isinstance(cache, EncoderDecoderCache) else slots

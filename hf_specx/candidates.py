@@ -1,13 +1,16 @@
 """Who proposes: `CandidateGenerator` subclasses that draft for all rows of a batch at once."""
 
+import sys
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .layouts import RaggedDecoder, position_table
+from .decoders import Decoder, vocabulary
+from .layouts import DECODERS, choose_layout
 from .processors import Processors
+from .prompts import prepare
 from .rules import Draft, Rule
 from .sequences import Sequences
 
@@ -15,16 +18,16 @@ from .sequences import Sequences
 class SampledCandidateGenerator(CandidateGenerator):
     """Drafts by sampling from the draft model's own processed law, with a cache of its own.
 
-    hf_specx drives it for whole batches through `propose`. It is also a complete `CandidateGenerator`: a model that
-    returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
+    hf_specx drives it for whole batches through `read` and `propose`. It is also a complete `CandidateGenerator`: a
+    model that returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
 
     Args:
         draft_model: the draft; its token ids mean what the target's mean.
         processors: the target's processors, applied to the draft's scores once, as to the target's.
         rule: draws a candidate from scores.
-        max_positions: columns of the whole output.
         vocab_size: of the target; the draft's scores are cut, or filled up with -inf, to this size.
         num_draft_tokens: K where stock asks through `get_candidates`.
+        decoder: the draft model with the prompts read; None where stock drives.
     """
 
     def __init__(
@@ -32,46 +35,48 @@ class SampledCandidateGenerator(CandidateGenerator):
         draft_model: PreTrainedModel,
         processors: Processors,
         rule: Rule,
-        max_positions: int,
         vocab_size: int,
         num_draft_tokens: int = 5,
+        decoder: Decoder | None = None,
     ):
-        table = position_table(draft_model)
-        known_ids = draft_model.config.get_text_config().vocab_size
-        self.decoder = RaggedDecoder(
-            draft_model,
-            max_positions if table is None else min(max_positions, table),
-            known_ids if known_ids < vocab_size else None,
-        )
-        self.processors, self.rule, self.vocab_size = processors, rule, vocab_size
-        self.num_draft_tokens = num_draft_tokens
-        self.fed: dict[int, int] = {}  # row -> its leading tokens that were fed, candidates among them
+        self.draft_model, self.processors, self.rule = draft_model, processors, rule
+        self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
+        self.decoder = decoder
         self.sequences: Sequences | None = None
 
     def propose(self, sequences: Sequences, num_draft_tokens: int) -> Draft:
         """Draft for every decoding row, writing the candidates behind the rows' ends."""
         tokens, laws = [], []
-        lengths = dict(zip(sequences.rows, sequences.host_lengths(), strict=True))
-        # the last emitted token is the target's own and was never fed; rejected candidates end before it
-        missing = max(length - min(self.fed.get(row, 0), length - 1) for row, length in lengths.items())
         for ahead in range(num_draft_tokens):
-            logits = self.decoder(sequences, 1 if ahead else missing, ahead, keep=1)
-            scores = self.processors(sequences, self._sized(logits), ahead)[:, 0]
+            logits = self._sized(self._logits(sequences, ahead))
+            scores = self.processors(sequences, logits, ahead)[:, 0]
             token, law = self.rule.choose(sequences, scores, ahead)
             sequences.put(token[:, None], ahead)
             tokens.append(token)
             laws.append(law)
-        self.fed.update((row, length + num_draft_tokens - 1) for row, length in lengths.items())
         known = [law for law in laws if law is not None]
         return Draft(torch.stack(tokens, 1), torch.stack(known, 1) if known else None)
+
+    def _logits(self, sequences: Sequences, ahead: int) -> torch.Tensor:
+        assert self.decoder is not None
+        if ahead:
+            return self.decoder(sequences, 1, ahead, keep=1)
+        if not any(sequences.counts):
+            return self.decoder.after_prompt
+        return self.decoder(sequences, self.decoder.missing(sequences), 0, keep=1)
 
     def _sized(self, logits: torch.Tensor) -> torch.Tensor:
         surplus = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
 
-    def select(self, places: torch.Tensor | None) -> None:
-        """Keep only the rows at places [R'] in the cache."""
-        self.decoder.select(places)
+    @property
+    def clamps(self) -> bool:
+        return self.decoder is None or self.decoder.clamps
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
+        if self.decoder is not None:
+            self.decoder.leave(rows, places)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any
@@ -86,6 +91,11 @@ class SampledCandidateGenerator(CandidateGenerator):
         """
         if self.sequences is None:
             self.sequences = Sequences(input_ids, None, pad_token_id=0)
+            mask = torch.ones_like(input_ids)
+            given = {"input_ids": input_ids, "attention_mask": mask}
+            prompt = prepare(self.draft_model, sys.maxsize, given)
+            self.decoder = DECODERS[choose_layout(self.draft_model)[0]](prompt, vocabulary(self.draft_model))
+            self.decoder.read()
         self.sequences.extend(input_ids)
         draft = self.propose(self.sequences, self.num_draft_tokens)
         logits = None if draft.probs is None else draft.probs.log()
@@ -105,6 +115,8 @@ class ForeignCandidateGenerator(CandidateGenerator):
         generator: gets one row at a time, without pads.
     """
 
+    clamps = True
+
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
 
@@ -119,7 +131,7 @@ class ForeignCandidateGenerator(CandidateGenerator):
         sequences.put(tokens)
         return Draft(tokens, None)
 
-    def select(self, places: torch.Tensor | None) -> None:
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
         pass
 
 

@@ -8,14 +8,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
+from .abilities import ENCODERS
 from .candidates import SampledCandidateGenerator
+from .decoders import vocabulary
 from .layouts import LAYOUTS
 
 
 VERIFICATIONS = ("token", "block", "coupled")
-PLANNED_LAYOUTS = ("padded", "packed", "lockstep")
 STOCK_NOISE_DEVICES = ("cpu", "cuda")  # elsewhere stock draws ahead, or its generator cannot be read
-READ_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 UNSUPPORTED_MODES = {
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa",
@@ -70,8 +70,6 @@ def check_choices(num_draft_tokens: Any, verification: Any, layout: Any = "auto"
             raise ValueError(f"num_draft_tokens={num_draft_tokens} is below 1; give 1 or more, or 'auto'.")
     if verification is not None and verification not in VERIFICATIONS:
         raise ValueError(f"verification={verification!r} is unknown; choose one of {', '.join(VERIFICATIONS)}.")
-    if layout in PLANNED_LAYOUTS:
-        raise ValueError(f"layout={layout!r} is not available in this version; use 'auto' or 'ragged'.")
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r} is unknown; choose one of {', '.join(LAYOUTS)}.")
 
@@ -93,21 +91,21 @@ def _check_generator(generator: CandidateGenerator, verification: str | None) ->
 
 def check_target(model: PreTrainedModel, max_length: int) -> None:
     """Whether the target can be decoded exactly, whatever the draft."""
-    if model.config.is_encoder_decoder:
-        raise ValueError("encoder-decoder targets are not available in this version; use a decoder-only model.")
-    if model.config.get_text_config() is not model.config:
-        raise ValueError(f"{type(model).__name__} takes more than text, which is not available in this version.")
     if model.training:
         raise ValueError("the target is in training mode, where dropout makes its text random; call target.eval().")
     _check_loaded("target", model)
-    parameters = getattr(model.config, "rope_parameters", None) or {}
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in ENCODERS and not config.is_decoder:
+        raise ValueError(
+            f"{type(model).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
+            "change the law of the tokens before it; set is_decoder=True in its config."
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
-        kind = rope.get("rope_type", "default")
-        limit = {
-            "dynamic": model.config.max_position_embeddings,
-            "longrope": rope.get("original_max_position_embeddings", model.config.max_position_embeddings),
-        }.get(kind)
-        if limit is not None and max_length > limit:
+        kind, limit = rope.get("rope_type", "default"), getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        if kind in ("dynamic", "longrope") and limit is not None and max_length > limit:
             raise ValueError(
                 f"rope_type={kind!r} changes its frequencies behind position {limit}, which candidates would reach "
                 f"too early; keep prompt and new tokens within {limit} (they may be {max_length})."
@@ -130,7 +128,7 @@ def check_pair(
 ) -> None:
     """Whether the draft can run, and its token ids mean what the target's mean."""
     _check_loaded("draft", draft)
-    if draft.config.is_encoder_decoder:
+    if draft.config.is_encoder_decoder and not target.config.is_encoder_decoder:
         raise ValueError(
             f"the draft {type(draft).__name__} is an encoder-decoder, the target {type(target).__name__} is "
             "decoder-only; choose a decoder-only draft with the target's tokenizer."
@@ -144,7 +142,7 @@ def check_pair(
                 "draft with the target's own vocabulary."
             )
         return
-    sizes = [m.config.get_text_config().vocab_size for m in (target, draft)]
+    sizes = [vocabulary(model) for model in (target, draft)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"the target has {sizes[0]} tokens and the draft {sizes[1]}; if both have the same tokenizer and differ "
@@ -166,9 +164,6 @@ def check_call(
             f"verification='coupled' cannot redraw stock's noise on device type {input_ids.device.type!r}; use "
             "'block' there."
         )
-    for name, value in model_kwargs.items():
-        if value is not None and name not in READ_MODEL_KWARGS:
-            raise ValueError(f"{name}= is not available with speculative decoding in this version; leave it out.")
     if model_kwargs.get("use_cache") is False:
         raise ValueError("use_cache=False cannot be honoured: judging candidates needs a cache; leave it out.")
     if generation_config.cache_implementation not in (None, "dynamic"):
@@ -181,16 +176,17 @@ def check_call(
             f"prefill_chunk_size={generation_config.prefill_chunk_size} is not available with speculative decoding in "
             "this version; leave it out."
         )
-    if getattr(model_kwargs.get("past_key_values"), "_is_user_defined", False):
-        raise ValueError("past_key_values= cannot be continued in this version; pass the whole text as input_ids.")
-    if input_ids.numel() == 0:
+    if input_ids.numel() == 0 and model_kwargs.get("inputs_embeds") is None:
         raise ValueError(
             f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); pass at least one token a row, for "
             "example the bos token."
         )
     if streams and len(input_ids) > 1:
         raise ValueError(f"a streamer takes one row, and the batch has {len(input_ids)}; leave the streamer out.")
-    _check_mask(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+    if "encoder_outputs" in model_kwargs:
+        _check_mask(model_kwargs.get("decoder_attention_mask"))
+    else:
+        _check_mask(model_kwargs.get("attention_mask"))
 
 
 def _check_mode(config: GenerationConfig) -> None:
@@ -207,13 +203,9 @@ def _check_mode(config: GenerationConfig) -> None:
             raise ValueError(f"{name}=True is not available with speculative decoding in this version; leave it out.")
 
 
-def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None) -> None:
+def _check_mask(mask: torch.Tensor | None) -> None:
     if mask is None:
-        mask = torch.ones_like(input_ids)
-    if mask.shape != input_ids.shape:
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)} and input_ids {tuple(input_ids.shape)}; make them alike."
-        )
+        return
     if not mask.any(-1).all():
         row = int((~mask.any(-1)).nonzero()[0])
         raise ValueError(f"the prompt of row {row} is empty (attention_mask is all 0); pass at least one token a row.")
@@ -227,9 +219,6 @@ def _check_mask(input_ids: torch.Tensor, mask: torch.Tensor | None, position_ids
     seen = mask.bool()
     if not (seen.cummax(-1).values == seen).all():
         raise ValueError("attention_mask has zeros between tokens of a row; only padding on the left is supported.")
-    expected = seen.cumsum(-1) - 1
-    if position_ids is not None and not (position_ids.expand_as(expected) == expected)[seen].all():
-        raise ValueError("position_ids= other than 0, 1, 2, ... from each row's first token; leave them out.")
 
 
 def check_withheld(frame: FrameType | None) -> None:
@@ -248,3 +237,13 @@ def check_withheld(frame: FrameType | None) -> None:
             if name == "streamer":
                 value.end()
             raise ValueError(f"transformers does not pass {name}= on to a strategy object; {WITHHELD[name]}.")
+
+
+def check_lifted(model: PreTrainedModel) -> None:
+    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and has changed the law for it."""
+    tokens = getattr(model.generation_config, "begin_suppress_tokens", None)
+    if model.config.model_type == "whisper" and tokens is not None:
+        raise ValueError(
+            f"{type(model).__name__} drops begin_suppress_tokens={tokens} when it is given assistant_model=, so that "
+            "the text would not be the same; pass the draft as draft_model=."
+        )

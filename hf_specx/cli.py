@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from .bench import Comparison, compare, emitted_per_row, encode, provenance
 from .checks import check_choices
-from .generate import SpeculativeDecoding
 from .pairs import DraftTargetPair
 from .report import RoundRecord
+from .strategy import SpeculativeDecoding
 
 
 try:

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 
 MAX_DRAFT_TOKENS = 8  # the largest number that "auto" considers
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
@@ -124,12 +122,6 @@ class Costs:
             for batch, row in values["table"].items()
         }
         return cls(table, dict(values["alpha"]))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def _seconds(forward: Callable[[int], object], query_length: int) -> float:

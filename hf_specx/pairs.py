@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .generate import LOADER_OPTIONS, STRATEGY_OPTIONS, SpeculativeDecoding, bind_stop_strings
+from .generate import LOADER_OPTIONS, STRATEGY_OPTIONS, bind_stop_strings
 from .report import SpeculationReport
+from .strategy import SpeculativeDecoding
 
 
 EMBEDDED = "embedded"

@@ -44,6 +44,7 @@ STATELESS = frozenset(
         host.ExponentialDecayLengthPenalty,
         host.SuppressTokensAtBeginLogitsProcessor,
         host.WatermarkLogitsProcessor,
+        host.WhisperTimeStampLogitsProcessor,
     }
 )
 

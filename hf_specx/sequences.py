@@ -43,14 +43,6 @@ class Sequences:
         counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
         self.ends = self.width + counts  # [R], the column of the next token
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Tokens in each decoding row, pads aside: [R]."""
-        return self.ends - self.starts[self.index]
-
-    def host_lengths(self) -> list[int]:
-        return [self.prompt_lengths[r] + self.counts[r] for r in self.rows]
-
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns behind the longest row."""
         wanted = self.width + max(self.counts) + columns
@@ -81,7 +73,7 @@ class Sequences:
     def extend(self, input_ids: torch.Tensor) -> None:
         """Take input_ids [B, L + n] as the text so far, all rows decoding."""
         self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
-        self._select(list(range(len(input_ids))))
+        self.revive()
         self.reserve(0)
         self.ids[:, : input_ids.shape[1]] = input_ids
 
@@ -103,6 +95,10 @@ class Sequences:
         stay = [place for place, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[place] for place in stay])
         return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
+
+    def revive(self) -> None:
+        """Take all rows as decoding again."""
+        self._select(list(range(len(self.counts))))
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded behind each row's end: [B, L + columns]."""

@@ -13,8 +13,8 @@ from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts import RaggedDecoder
 from hf_specx.noise import StockNoise
+from hf_specx.ragged import Masks, RaggedDecoder
 from hf_specx.sequences import Sequences
 from hf_specx.stopping import Stopping
 
@@ -135,7 +135,7 @@ def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
 @pytest.mark.parametrize("noise_window", [0, 1])
 def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkeypatch: pytest.MonkeyPatch):
     """Eager attention takes the same masks; noise that was dropped comes back from its saved state."""
-    monkeypatch.setattr(sys.modules["hf_specx.generate"], "NOISE_WINDOW", noise_window)
+    monkeypatch.setattr(sys.modules["hf_specx.strategy"], "NOISE_WINDOW", noise_window)
     target = tiny("mistral", attn_implementation="eager")
     inputs, chosen = prompts(4), SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS}
     expected, state = stock(target, inputs, **chosen)
@@ -145,12 +145,12 @@ def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkey
     assert torch.equal(left, state)
 
 
-def mask_off_by_one(self: RaggedDecoder, positions: torch.Tensor, extent: int):
-    return MASK(self, positions - 1, extent)
+def mask_off_by_one(self: Masks, slots: torch.Tensor, pads: torch.Tensor, extent: int):
+    return MASK(self, slots - 1, pads, extent)
 
 
-def forward_off_by_one(self: RaggedDecoder, tokens: torch.Tensor, lengths: torch.Tensor, *args):
-    return FORWARD(self, tokens, lengths + (tokens.shape[1] < 11), *args)
+def positions_off_by_one(self: RaggedDecoder, sequences: Sequences, emitted: torch.Tensor):
+    return POSITIONS(self, sequences, emitted + 1)
 
 
 def cut_one_late(self: Stopping, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor):
@@ -162,10 +162,15 @@ def noise_of_another_row(self: StockNoise, sequences: Sequences, probs: torch.Te
     return NOISE(self, sequences, probs, ahead).roll(1, 0)
 
 
-MASK, FORWARD, CUT, NOISE = RaggedDecoder._mask, RaggedDecoder.forward, Stopping.cut, StockNoise.at
+MASK, POSITIONS, CUT, NOISE = (
+    Masks.__call__,
+    RaggedDecoder._positions,
+    Stopping.cut,
+    StockNoise.at,
+)
 FAULTS = {
-    "mask": (RaggedDecoder, "_mask", mask_off_by_one),
-    "position": (RaggedDecoder, "forward", forward_off_by_one),
+    "mask": (Masks, "__call__", mask_off_by_one),
+    "position": (RaggedDecoder, "_positions", positions_off_by_one),
     "stop": (Stopping, "cut", cut_one_late),
     "noise": (StockNoise, "at", noise_of_another_row),
 }

@@ -14,12 +14,15 @@ import hf_specx
 
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
-    "verify sequences cache lookahead",
-    "noise processors stopping report layouts",
-    "rules",
+    "verify sequences cache lookahead abilities attention past",
+    "noise processors stopping report decoders states",
+    "rules prompts ragged padded",
+    "packed",
+    "layouts",
     "candidates",
     "checks",
     "decode",
+    "strategy",
     "generate",
     "pairs bench",
     "cli",

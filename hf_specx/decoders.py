@@ -1,0 +1,199 @@
+"""What all layouts share: a model with its cache reads the prompts as stock does, then is fed the tails of rows."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import ModelOutput
+
+from .cache import select_rows
+from .past import Columns, assemble
+from .sequences import Sequences
+
+
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+@dataclass
+class Prompt:
+    """What `generate` has prepared for one model.
+
+    Attributes:
+        model: the model that it was prepared for.
+        input_ids: [B, L] int64, as the model's own prompt; for an encoder-decoder what its decoder starts with.
+        generation_config: with the lengths and special tokens of this call.
+        kwargs: inputs of the model's forward, the cache among them.
+        keeps_past: whether the cache is wanted at the end.
+        max_new_tokens: no token of a text is emitted behind so many.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    generation_config: GenerationConfig
+    kwargs: dict[str, Any]
+    max_new_tokens: int
+    keeps_past: bool = False
+
+
+class Decoder:
+    """A model with its cache, fed the last tokens of each row of a `Sequences`.
+
+    Attributes:
+        width: slots that the prompt takes in the cache, pads among them; known once it is read.
+        after_prompt: logits [B, 1, V] after the last tokens of the prompts.
+        held: emitted tokens of each of the B rows that were fed so far, candidates among them.
+    """
+
+    even = False  # whether all rows must have emitted equally many tokens
+    clamps = True  # whether it can be fed candidates that lie behind the longest text
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        """
+        Args:
+            prompt: the model and its inputs.
+            known_ids: ids from here on are fed as the last one below; a draft may lack what its target emits.
+        """
+        self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
+        self.kwargs = {name: value for name, value in prompt.kwargs.items() if value is not None}
+        self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
+        self.cache = self.kwargs.pop(self.cache_name)
+        self.max_positions = position_table(self.model)
+        self.held = [0] * len(prompt.input_ids)
+        self.left: dict[int, Columns] = {}
+        self.width = 0
+        decodes = self.model.config.is_encoder_decoder
+        self.mask_name, self.position_name, self.ids_name = (
+            ("decoder_attention_mask", "decoder_position_ids", "decoder_input_ids")
+            if decodes
+            else ("attention_mask", "position_ids", "input_ids")
+        )
+        self.parameters = inspect.signature(self.model.forward).parameters
+        hook = getattr(self.model, "_hf_hook", None)
+        execution_device = getattr(hook, "execution_device", None)
+        self.device = torch.device(execution_device if execution_device is not None else self.model.device)
+
+    def read(self) -> None:
+        """Read the prompts of all rows, by stock's own first forward."""
+        home = self.prompt.input_ids.device
+        given = self.kwargs | {self.cache_name: self.cache}
+        output = self.model._prefill(self._known(self.prompt.input_ids), self.prompt.generation_config, given)
+        mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
+        unmasked = getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
+        self._note_width(unmasked if mask is None else mask.shape[1])
+        rows = self.rows = len(self.held)
+        self.pads = torch.zeros(rows, dtype=torch.int64, device=home)  # [B], leading slots without a token
+        if mask is not None:
+            self.pads = mask.bool().int().argmax(-1).to(home)
+        self.padding: list[int] = self.pads.tolist()
+        # [..., B, 1], the position of the first emitted token, in as many dimensions as the model's positions have
+        self.first_position = None if positions is None else positions[..., -1:].to(home) + 1
+        if self.first_position is not None:
+            self.first_position = self.first_position.expand(*self.first_position.shape[:-2], rows, 1)
+        self.kwargs.pop("inputs_embeds", None)
+        self.kwargs.pop("logits_to_keep", None)
+        self.after_prompt = output.logits[:, -1:].to(home)
+
+    def _note_width(self, width: int) -> None:
+        """The prompts are read, and take so many slots."""
+        self.width = width
+
+    def __call__(self, sequences: Sequences, count: int, ahead: int, keep: int) -> torch.Tensor:
+        """Feed the last tokens of each row.
+
+        Args:
+            sequences: the text, with candidates behind the ends of its R decoding rows.
+            count: q, tokens fed a row; a token that was fed before is fed again in its place.
+            ahead: how many of them are candidates.
+            keep: logits wanted for this many last tokens.
+
+        Returns:
+            logits [R, keep, V] in the model's dtype.
+        """
+        tokens = self._known(sequences.last(count, ahead))
+        logits = self._forward(sequences, tokens, ahead, keep)
+        for row in sequences.rows:
+            self.held[row] = sequences.counts[row] + ahead
+        return logits.to(tokens.device)
+
+    def rehearse(self, sequences: Sequences, count: int) -> None:
+        """Feed `count` meaningless tokens behind the prompts and wait for the result; the next call takes them back."""
+        tokens = sequences.index.new_zeros(len(sequences.rows), count)
+        self._forward(sequences, tokens, count, count)
+        self.held = [count] * len(self.held)
+        synchronize(self.device)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] that end `ahead` behind the ends of the rows."""
+        raise NotImplementedError
+
+    def columns(self, place: int, row: int) -> Columns:
+        """Keys and values [H, n, D] of a row, layer by layer, in stock's columns: pads, prompt, what was fed of it."""
+        raise NotImplementedError
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
+        if places is None:
+            return
+        if self.prompt.keeps_past:
+            gone = set(range(len(rows))) - set(places.tolist())
+            self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
+        self.select(places)
+
+    def past(self, sequences: Sequences, emitted: int) -> Cache | None:
+        """What the host's cache would hold when all rows have left: all but the last of the emitted columns."""
+        ends = [self.width + min(held, count) for held, count in zip(self.held, sequences.counts, strict=True)]
+        return assemble(self.left, ends, self.width + emitted - 1)
+
+    def missing(self, sequences: Sequences) -> int:
+        """How many of its last tokens some row has to be fed; its last one always is the target's own, never fed."""
+        return max(sequences.counts[r] - min(self.held[r], sequences.counts[r] - 1) for r in sequences.rows)
+
+    def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R'] in the cache and in the inputs."""
+        select_rows(self.cache, places)
+        self.kwargs = {name: _select(value, places, self.rows) for name, value in self.kwargs.items()}
+        self.rows = len(places)
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
+
+    def _positions(self, sequences: Sequences, emitted: torch.Tensor) -> torch.Tensor | None:
+        """Positions [..., R, q] of the emitted tokens numbered [R, q]; None where the model is given none."""
+        if self.first_position is None:
+            return None
+        # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
+        emitted = emitted.clamp(max=self.prompt.max_new_tokens - 1)
+        positions = self.first_position.index_select(-2, sequences.index) + emitted
+        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+
+
+def _select(value: Any, places: torch.Tensor, rows: int) -> Any:
+    """The entries at places [R'] of an input that has one for each of the rows; any other input as it is."""
+    if isinstance(value, torch.Tensor):
+        return value[places.to(value.device)] if value.ndim and len(value) == rows else value
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _select(part, places, rows) for name, part in value.items()})
+    return tuple(_select(part, places, rows) for part in value) if isinstance(value, tuple) else value
+
+
+def position_table(model: PreTrainedModel) -> int | None:
+    """How many positions a learned table has; None where positions are computed."""
+    config = model.config.get_text_config(decoder=True)
+    return None if hasattr(config, "rope_parameters") else getattr(config, "max_position_embeddings", None)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids a model scores."""
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear):
+        return head.out_features
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)

@@ -1,0 +1,97 @@
+"""The ragged layout: nothing is moved. Each token stays in the slot of its column, and a mask by position hides the rest."""
+
+import torch
+from transformers import PreTrainedModel
+
+from .attention import grouped_queries
+from .cache import SlotCache, with_slots
+from .decoders import Decoder, Prompt
+from .past import Columns
+from .sequences import Sequences
+
+
+class RaggedDecoder(Decoder):
+    """Rows of unequal length side by side, under explicit 4D masks; the model must take positions and masks as given."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        assert isinstance(self.cache, SlotCache)
+        self.masks = Masks(self.model)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        ends = sequences.ends - sequences.width + ahead  # [R], emitted tokens with the candidates
+        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        slots, pads = (self.width + emitted).to(self.device), self.pads[sequences.index].to(self.device)
+        counts = [sequences.counts[row] for row in sequences.rows]
+        extent = self.width + max(counts) + ahead
+        even = len(set(counts)) == 1
+        self.cache.slots.aim(None if even else slots, extent - count, extent)
+        given = {"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}
+        positions = self._positions(sequences, emitted)
+        if positions is not None and "position_ids" in self.parameters:
+            given["position_ids"] = positions.to(self.device)
+        with grouped_queries():
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                attention_mask=self.masks(slots, pads, extent),
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **given,
+            )
+        return output.logits[:, -keep:]
+
+    def columns(self, place: int, row: int) -> Columns:
+        return self.cache.row(place, torch.arange(self.width + self.held[row]))
+
+
+class Masks:
+    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        self.additive = None if config._attn_implementation == "sdpa" else model.dtype
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+
+    def __call__(self, slots: torch.Tensor, pads: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """
+        Args:
+            slots: [R, q], where the queries lie.
+            pads: [R], leading slots that hold no token.
+            extent: visible slots.
+
+        Returns:
+            [R, 1, q, extent], or one for each kind of layer where the model has several.
+        """
+        keys, first = torch.arange(extent, device=slots.device), pads[:, None, None, None]
+        return self.between(slots[:, None, :, None], keys, keys >= first, first)
+
+    def between(
+        self, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor, first: torch.Tensor | int = 0
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The same for queries and keys at any places, of which `first` is that of a row's first token.
+
+        All broadcast to [R, 1, q, extent]; `known` is False where the key is none of the query's row.
+        """
+        full = known & (keys <= queries)
+        if not self.kinds:
+            return self._as_asked(full if self.window is None else full & (keys > queries - self.window))
+        masks = {}
+        for kind in self.kinds:
+            visible = full
+            if kind == "sliding_attention" and self.window is not None:
+                visible = full & (keys > queries - self.window)
+            elif kind == "chunked_attention" and self.chunk is not None:
+                visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+            masks[kind] = self._as_asked(visible)
+        return masks
+
+    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
+        if self.additive is None:
+            return visible
+        lowest = torch.finfo(self.additive).min
+        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

@@ -1,0 +1,69 @@
+"""States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+
+from .cache import self_attention
+
+
+KEPT = ("conv_states", "recurrent_states")
+
+
+class States:
+    """Snapshots of the states of a cache, by the number of emitted tokens they had seen.
+
+    A cache whose only states are convolutions is left alone: the host records their past, and crops them.
+    """
+
+    def __init__(self, cache: Cache):
+        linear = [x for x in self_attention(cache).layers if isinstance(x, LinearAttentionCacheLayerMixin)]
+        self.layers = linear if any(any(x.is_recurrent_states_initialized.values()) for x in linear) else []
+        self.snapshots: dict[int, list[dict[int, torch.Tensor]]] = {}
+
+    def save(self, seen: int) -> None:
+        """Note the states, that have seen so many emitted tokens, before a forward overwrites them."""
+        if self.layers:
+            self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in KEPT]
+
+    def restore(self, wanted: int, seen: int) -> int:
+        """Go back from `seen` to at most `wanted` tokens; returns what the states have seen then."""
+        if not self.layers or wanted == seen:
+            self.snapshots.clear()
+            return wanted
+        reached = max(number for number in self.snapshots if number <= wanted)
+        saved = iter(self.snapshots[reached])
+        for layer in self.layers:
+            for name in KEPT:
+                setattr(layer, name, next(saved))
+        self.snapshots.clear()
+        return reached
+
+    def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R']."""
+        for snapshot in self.snapshots.values():
+            for states in snapshot:
+                states.update((n, x[places.to(x.device)]) for n, x in states.items() if x is not None)
+
+
+def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {number: None if state is None else state.clone() for number, state in states.items()}  # type: ignore[misc]
+
+
+def record(cache: Cache) -> None:
+    """Let layers that forget the past keep what a later crop needs; states with snapshots need none of it."""
+    states = States(cache).layers
+    for layer in self_attention(cache).layers:
+        if layer not in states and hasattr(layer, "activate_past_recording"):
+            layer.activate_past_recording()
+
+
+def crop(cache: Cache, tokens: int) -> None:
+    """Take the last tokens off all layers but those with snapshots."""
+    states = States(cache).layers
+    for layer in self_attention(cache).layers:
+        if layer not in states:
+            layer.crop(-tokens)
+        elif isinstance(layer, DynamicSlidingWindowLayer):
+            DynamicSlidingWindowLayer.crop(layer, -tokens)
+        elif isinstance(layer, DynamicLayer):
+            DynamicLayer.crop(layer, -tokens)

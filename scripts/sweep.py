@@ -1,0 +1,60 @@
+"""Walk every architecture that transformers registers; write the table of what happened to each.
+
+`--discover` tries every layout on every architecture instead, and prints `GROUPS` for hf_specx/abilities.py.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich.progress import track
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+TABLE = ROOT / ".github" / "ARCHITECTURES.md"
+HEAD = """# Architectures
+
+Every type that transformers {version} lists for causal, sequence-to-sequence and speech-to-text generation, as a tiny
+random model in float32, three rows of unequal length; `python scripts/sweep.py` writes this table and
+`tests/test_sweep.py` checks every row of it. *exact* means: in each layout named (the first is what `layout="auto"`
+takes), the tokens of stock `generate`, greedily and sampled under one seed, with drafts that are rejected, accepted in
+full and accepted unequally, and with the fewest forwards possible when draft and target are equal. A model that stock
+itself does not batch consistently (a row alone gives another text) has nothing to be compared with.
+
+{counts}
+
+| kind | model type | result | layouts, or why not |
+| --- | --- | --- | --- |
+"""
+
+
+def main(discover: Annotated[bool, typer.Option(help="Print in which layouts each type is exact.")] = False) -> None:
+    """Write .github/ARCHITECTURES.md."""
+    import sweep
+    import zoo
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    types = track(zoo.model_types(), description="architectures", disable=not sys.stderr.isatty())
+    if discover:
+        groups = defaultdict(list)
+        for kind, model_type in types:
+            able = sweep.discover(kind, model_type)
+            if able is not None:
+                groups[able].append(model_type)
+        for able, names in sorted(groups.items()):
+            print(f"{able or 'none'!r}: {' '.join(dict.fromkeys(names))}")
+        return
+    rows = [(kind, model_type, *sweep.examine(kind, model_type)) for kind, model_type in types]
+    counts = ", ".join(f"{number} {result}" for result, number in Counter(row[2] for row in rows).most_common())
+    lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
+    TABLE.write_text(HEAD.format(version=transformers.__version__, counts=f"{len(rows)} in all: {counts}.") + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
