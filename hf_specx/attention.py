@@ -54,7 +54,7 @@ class GroupedAttention:
             group == 1
             or heads != group * key.shape[1]
             or attention_mask is None
-            or attention_mask.shape[1:3] != (1, count)
+            or attention_mask.shape[1:-1] != (1, count)
             or any(kwargs[name] is not None for name in kwargs.keys() - IGNORED)
         ):
             return sdpa_attention_forward(

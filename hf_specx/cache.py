@@ -142,12 +142,10 @@ class SlotCache(Cache):
             ValueError: for a layer that dropped columns (a full sliding window) or keeps more than keys and values.
         """
         cache = cls(limit)
+        if not has_columns(past):
+            raise ValueError(f"past_key_values={past!r} does not have the keys of all its tokens.")
         for number, layer in enumerate(past.layers):
-            if not isinstance(layer, CacheLayerMixin) or layer.keys is None or layer.values is None:
-                raise ValueError(f"layer {number} of past_key_values is a {type(layer).__name__} without keys.")
-            if layer.keys.shape[2] != past.get_seq_length():
-                raise ValueError(f"layer {number} of past_key_values no longer has the keys of all tokens.")
-            cache.update(layer.keys, layer.values, number)
+            cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type, union-attr]
         cache.slots.start = cache.slots.written
         return cache
 
@@ -196,6 +194,16 @@ def select_rows(cache: Cache, places: torch.Tensor) -> None:
         select_rows(cache.cross_attention_cache, places)
     else:
         cache.reorder_cache(places)  # type: ignore[arg-type]
+
+
+def has_columns(cache: Cache) -> bool:
+    """Whether the text in a cache, if there is any, is keys and values of all its tokens."""
+    layers = self_attention(cache).layers
+    keys = [layer.keys if isinstance(layer, CacheLayerMixin) else None for layer in layers]
+    if all(x is None for x in keys):
+        return True
+    length = self_attention(cache).get_seq_length()
+    return all(x is not None and x.shape[2] == length for x in keys)
 
 
 def self_attention(cache: Cache) -> Cache:

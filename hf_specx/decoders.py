@@ -79,7 +79,8 @@ class Decoder:
         """Read the prompts of all rows, by stock's own first forward."""
         home = self.prompt.input_ids.device
         given = self.kwargs | {self.cache_name: self.cache}
-        output = self.model._prefill(self._known(self.prompt.input_ids), self.prompt.generation_config, given)
+        ids = self._known(self.prompt.input_ids)
+        output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
         unmasked = getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
         self._note_width(unmasked if mask is None else mask.shape[1])
@@ -119,7 +120,7 @@ class Decoder:
         return logits.to(tokens.device)
 
     def rehearse(self, sequences: Sequences, count: int) -> None:
-        """Feed `count` meaningless tokens behind the prompts and wait for the result; the next call takes them back."""
+        """Feed `count` meaningless tokens behind the prompts and wait for it; the next call takes them back."""
         tokens = sequences.index.new_zeros(len(sequences.rows), count)
         self._forward(sequences, tokens, count, count)
         self.held = [count] * len(self.held)

@@ -42,7 +42,7 @@ def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kw
         ValueError: where no draft is given, and as `SpeculativeDecoding`.
     """
     # called by string, we may be inside the class's own `generate` already; stock then names every argument it has
-    host = GenerationMixin if kwargs.keys() >= STOCK else type(model)
+    host: Any = GenerationMixin if kwargs.keys() >= STOCK else type(model)
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
     draft_model = kwargs.pop("draft_model", None)
@@ -64,7 +64,7 @@ def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kw
         **options,
     )
     given = [] if inputs is None else [inputs]  # a class may call its first argument otherwise
-    return host.generate(model, *given, custom_generate=strategy, **kwargs)  # type: ignore[attr-defined]
+    return host.generate(model, *given, custom_generate=strategy, **kwargs)
 
 
 def bind_stop_strings(

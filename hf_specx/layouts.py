@@ -43,8 +43,9 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
             raise ValueError(
                 f"model type {name!r} cannot be {role} of speculative decoding: {refused[name]}; choose another."
             )
-    able = next((LAYOUTS_OF[name] for name in names if name in LAYOUTS_OF), UNKNOWN)
-    masked = config._attn_implementation in MASKED
+    able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
+    # linear biases are made from a 2D mask, so that Falcon with them takes no other
+    masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
     return [layout for layout in able if masked or layout not in BY_MASK]
 
 

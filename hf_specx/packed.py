@@ -17,7 +17,6 @@ from .sequences import Sequences
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
-UNPACKED = {"moshi", "mpt"}  # one reads its prompt beyond the window that holds afterwards, one counts slots
 REMEDY = "use layout='ragged' or 'auto'."
 
 

@@ -47,7 +47,7 @@ class HostedDecoder(Decoder):
             given[self.mask_name] = (columns >= total - torch.tensor(real, device=tokens.device)[:, None]).long()
         # the host looks at the last `count` columns only
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
-        inputs = self.model.prepare_inputs_for_generation(
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
         )
         if "logits_to_keep" in self.parameters:
@@ -67,7 +67,7 @@ class HostedDecoder(Decoder):
             config = self.model.config
             pads = config.is_encoder_decoder and config.model_type == "whisper"
             first = self.width - self.pads[sequences.index, None] * pads
-            given[self.position_name] = first + emitted.clamp(max=self.prompt.max_new_tokens - 1)
+            given[self.position_name] = first + emitted.clamp(max=self._last)
         for name in TOKEN_TYPES:
             if name in given:
                 last = given[name][:, -1:].expand(-1, tokens.shape[1])
@@ -83,7 +83,7 @@ class HostedDecoder(Decoder):
     @contextlib.contextmanager
     def _own_positions(self, held: list[int]) -> Iterator[None]:
         """Let tables that count slots go by the columns in which stock would have the tokens."""
-        first, last = [self.width + number for number in held], self.width + self.prompt.max_new_tokens - 1
+        first, last = [self.width + number for number in held], self.width + self._last
         found = {table: vars(table).get("forward") for table in self._tables}  # accelerate puts one there
         for table in found:
             table.forward = partial(by_column, table.forward, first, last)
@@ -94,6 +94,11 @@ class HostedDecoder(Decoder):
                 del table.forward
                 if forward is not None:
                     table.forward = forward
+
+    @property
+    def _last(self) -> int:
+        """The last emitted token that stock feeds; behind it lie candidates that nobody looks at."""
+        return max(0, self.prompt.max_new_tokens - 2)
 
     @cached_property
     def _counts_slots(self) -> bool:
@@ -123,7 +128,7 @@ def by_column(
     Args:
         lookup: the table's own forward; its first argument is tokens [R, q, ...], or only their shape.
         first: the columns of the first tokens of the R rows.
-        last: the last column of the longest text; it stands in for those behind it, which the table may lack.
+        last: the last column that stock feeds; it stands in for those behind it, which the table may lack.
 
     Returns:
         [R, q, D]
@@ -199,12 +204,14 @@ class LockstepDecoder(HostedDecoder):
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
         self.length, self.states = width, States(self.cache)
+        config = self.model.config.get_text_config(decoder=True)
+        self.images = getattr(config, "cross_attention_layers", None) or ()  # layers that hold no text
         record(self.cache)
 
     def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
         held, target = self.held[sequences.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
-        crop(self.cache, held - reached)
+        crop(self.cache, held - reached, self.images)
         self.length -= held - reached
         if reached < target:  # the state of an earlier moment: feed again what was accepted since
             missing = self._known(sequences.last(target - reached, target - sequences.counts[sequences.rows[0]]))

@@ -35,7 +35,10 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     if draft.config.is_encoder_decoder:
         assert inputs_tensor is not None
         given.pop("inputs_embeds", None)
-        given["inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
+        embeds = inputs_tensor.is_floating_point() and draft.main_input_name == "input_ids"
+        if embeds:
+            _check_embeds(draft, inputs_tensor, inputs_tensor)
+        given["inputs_embeds" if embeds else "inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
         given["attention_mask"] = target.kwargs.get("attention_mask")
         if draft.get_encoder() is target.model.get_encoder():
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
@@ -58,9 +61,11 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
         _share_images(given, draft, target)
         if decodes and "encoder_outputs" in names:
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
-            # stock would prepare a cache without a part for these
-            given["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    return prepare(draft, target.max_new_tokens, {name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    prompt = prepare(draft, target.max_new_tokens, given)
+    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # stock gives it a cache of the text alone
+        prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return prompt
 
 
 def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
@@ -86,7 +91,9 @@ def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt)
 
 
 def _embedding_width(model: PreTrainedModel) -> int:
-    return int(model.get_input_embeddings().weight.shape[-1])
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[-1]
 
 
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
@@ -96,6 +103,7 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
     def decoding_method(
         model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
     ) -> torch.Tensor:
+        del kwargs["logits_processor"], kwargs["stopping_criteria"]
         found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
         return input_ids
 

@@ -1,4 +1,6 @@
-"""The ragged layout: nothing is moved. Each token stays in the slot of its column, and a mask by position hides the rest."""
+"""The ragged layout: each token stays in the slot of its column, and a mask by position hides the rest."""
+
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,7 +13,7 @@ from .sequences import Sequences
 
 
 class RaggedDecoder(Decoder):
-    """Rows of unequal length side by side, under explicit 4D masks; the model must take positions and masks as given."""
+    """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
@@ -28,7 +30,7 @@ class RaggedDecoder(Decoder):
         extent = self.width + max(counts) + ahead
         even = len(set(counts)) == 1
         self.cache.slots.aim(None if even else slots, extent - count, extent)
-        given = {"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}
+        given: dict[str, Any] = {"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}
         positions = self._positions(sequences, emitted)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)

@@ -1,5 +1,7 @@
 """States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
 
+from collections.abc import Container
+
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
@@ -46,7 +48,7 @@ class States:
 
 
 def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {number: None if state is None else state.clone() for number, state in states.items()}  # type: ignore[misc]
+    return {number: None if state is None else state.clone() for number, state in states.items()}
 
 
 def record(cache: Cache) -> None:
@@ -57,12 +59,14 @@ def record(cache: Cache) -> None:
             layer.activate_past_recording()
 
 
-def crop(cache: Cache, tokens: int) -> None:
-    """Take the last tokens off all layers but those with snapshots."""
+def crop(cache: Cache, tokens: int, fixed: Container[int] = ()) -> None:
+    """Take the last tokens off all layers but those with snapshots, and those that are `fixed` by their number."""
     states = States(cache).layers
-    for layer in self_attention(cache).layers:
+    for number, layer in enumerate(self_attention(cache).layers):
+        if number in fixed:
+            continue
         if layer not in states:
-            layer.crop(-tokens)
+            layer.crop(-tokens)  # type: ignore[union-attr]
         elif isinstance(layer, DynamicSlidingWindowLayer):
             DynamicSlidingWindowLayer.crop(layer, -tokens)
         elif isinstance(layer, DynamicLayer):

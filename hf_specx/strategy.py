@@ -18,6 +18,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from .cache import has_columns
 from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
 from .checks import check_call, check_options, check_pair, check_target, check_withheld
 from .decode import decode
@@ -35,8 +36,8 @@ from .stopping import Stopping
 NOISE_WINDOW = 4  # rounds whose shared noise is held
 FOREIGN_DRAFT_TOKENS = 5  # "auto" for a CandidateGenerator, whose cost is not known
 LOCKSTEP_COST = (
-    "all rows advance by the batch minimum, which costs up to 3.5 times the rounds at batch 16 (1.4 times at 2), because "
-    "nothing better has been shown to be exact for these models; layout='lockstep' says that this is wanted."
+    "all rows advance by the batch minimum, which costs up to 3.5 times the rounds at batch 16 (1.4 times at 2), as "
+    "nothing better has been shown to be exact here; layout='lockstep' says that this is wanted."
 )
 
 
@@ -170,7 +171,7 @@ class SpeculativeDecoding:
         check_call(input_ids, config, prompt.kwargs, mode, self.streamer is not None)
         if isinstance(self.draft_model, PreTrainedModel):
             check_pair(model, self.draft_model, self.tokenizer, self.draft_tokenizer)
-        layout, reason, draft_layout = self._layouts(model, len(input_ids))
+        layout, reason, draft_layout = self._layouts(prompt)
         stopping = Stopping(call.criteria, input_ids.shape[1], config.max_length)
         processors = Processors(call.processors, stopping.eos_token_id)
         if self.streamer is not None:
@@ -200,17 +201,29 @@ class SpeculativeDecoding:
         self.costs.remember(mode, report.alpha, report.judged)
         return output, target.past(sequences, stopping.columns) if prompt.keeps_past else None
 
-    def _layouts(self, model: PreTrainedModel, rows: int) -> tuple[str, str, str]:
+    def _layouts(self, prompt: Prompt) -> tuple[str, str, str]:
         """The target's layout, the reason for it, and the draft's layout."""
-        layout, reason = choose_layout(model, self.layout)
+        layout, reason = choose_layout(prompt.model, self.layout)
+        past = prompt.kwargs.get("past_key_values")
+        if layout != "lockstep" and past is not None and not has_columns(past):
+            if self.layout != "auto":
+                raise ValueError(
+                    f"layout={layout!r} needs the keys of all tokens, and past_key_values= has dropped those behind "
+                    "its window; use layout='auto' or leave past_key_values out."
+                )
+            layout, reason = "lockstep", "chosen: past_key_values= has dropped the keys behind its window"
         draft_layout = layout
         if isinstance(self.draft_model, PreTrainedModel):
             able = layouts_of(self.draft_model, drafts=True)
             draft_layout = layout if layout in able else able[0]
-        if self.layout == "auto" and rows > 1 and "lockstep" in (layout, draft_layout) and not self._warned:
+        if self.layout == "auto" and len(prompt.input_ids) > 1 and "lockstep" in (layout, draft_layout):
+            self._warn_once()
+        return layout, reason, draft_layout
+
+    def _warn_once(self) -> None:
+        if not self._warned:
             self._warned = True
             warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
-        return layout, reason, draft_layout
 
     def _rule(self, mode: str, input_ids: torch.Tensor, num_draft_tokens: int) -> Rule:
         if mode == "greedy":
@@ -248,9 +261,9 @@ class SpeculativeDecoding:
         """
         if not isinstance(self.draft_model, PreTrainedModel):
             raise ValueError("a CandidateGenerator has no forward to time; give num_draft_tokens as a number.")
-        layout, _, draft_layout = self._layouts(model, 1)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
+        layout, _, draft_layout = self._layouts(prompt)
         target = DECODERS[layout](prompt)
         draft = DECODERS[draft_layout](draft_prompt(self.draft_model, prompt, input_ids))
         target.read()
@@ -263,4 +276,5 @@ def _sequences(prompt: Prompt) -> Sequences:
     mask = prompt.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
     pad = prompt.generation_config._pad_token_tensor
     width = prompt.input_ids.shape[1]
-    return Sequences(prompt.input_ids, None if mask is None else mask[:, -width:], 0 if pad is None else int(pad))
+    mask = None if mask is None or width == 0 else mask[:, -width:]
+    return Sequences(prompt.input_ids, mask, 0 if pad is None else int(pad))

@@ -9,7 +9,7 @@ from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 from transformers.cache_utils import Cache
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.cache import MARGIN, SlotCache, Slots, select_rows, self_attention, with_slots
+from hf_specx.cache import MARGIN, SlotCache, Slots, has_columns, select_rows, self_attention, with_slots
 from hf_specx.decoders import Decoder
 
 
@@ -192,8 +192,11 @@ def test_an_empty_cache_is_replaced():
 
 def test_a_cache_that_forgot_tokens_is_refused():
     past = DynamicCache(config=MistralConfig(sliding_window=4, num_hidden_layers=1))
+    written(past, [[1, 2]])
+    assert has_columns(past)
     written(past, [[float(n) for n in range(9)]])
-    with pytest.raises(ValueError, match="layer 0 of past_key_values no longer has the keys of all tokens"):
+    assert not has_columns(past)
+    with pytest.raises(ValueError, match="does not have the keys of all its tokens"):
         with_slots(past)
 
 
@@ -201,7 +204,7 @@ def test_a_cache_with_an_empty_layer_is_refused():
     past = DynamicCache()
     written(past, [[1, 2]], 0)
     past.layers.append(type(past.layers[0])())
-    with pytest.raises(ValueError, match="layer 1 of past_key_values is a DynamicLayer without keys"):
+    with pytest.raises(ValueError, match="does not have the keys of all its tokens"):
         with_slots(past)
 
 

@@ -137,6 +137,7 @@ def test_multi_token_prediction_is_refused():
 def test_empty_prompts_are_refused():
     strategy, target = SpeculativeDecoding(tiny(seed=1)), tiny()
     config = copy.deepcopy(target.generation_config)
+    config.max_length = 5
     with pytest.raises(ValueError, match="the prompt is empty.*pass at least one token"):
         strategy(target, torch.empty(2, 0, dtype=torch.int64), [], [], config)
 

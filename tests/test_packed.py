@@ -9,7 +9,7 @@ from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.abilities import RAGGED
+from hf_specx.abilities import LAYOUTS_OF
 from hf_specx.cache import SlotCache
 from hf_specx.layouts import choose_layout, layouts_of
 from hf_specx.packed import PackedDecoder
@@ -66,7 +66,7 @@ def ours(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, layout: 
 @pytest.mark.parametrize(("model_type", "attention"), MODELS)
 def test_equals_stock(model_type: str, attention: str, rows: int, settings: dict, monkeypatch: pytest.MonkeyPatch):
     """With prompts and texts far longer than mistral's window of 8, and with rejections."""
-    monkeypatch.setattr("hf_specx.layouts.RAGGED", RAGGED | {model_type})
+    monkeypatch.setitem(LAYOUTS_OF, model_type, ("ragged", "packed"))
     target = model(model_type, attention)
     assert target.config._attn_implementation == attention
     inputs = unequal(LENGTHS[rows], first=4)

@@ -67,7 +67,7 @@ NAMES = {
 SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 SHARPNESS = 2.5  # standard deviation of the logits
 RECURRENCES = ("A_log", "dt_", "time_")
-CROSSINGS, CROSS_GAIN = ("encoder_attn", "cross", "EncDec"), 3.0  # so that a decoder heeds its encoder
+CROSSINGS, CROSS_GAIN = ("encoder_attn", "cross", "EncDec"), 1.5  # so that a decoder heeds its encoder
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 
 
@@ -87,7 +87,7 @@ def build(kind: str, model_type: str, seed: int = 0) -> PreTrainedModel:
     offset = _listed(SEEDS, kind, model_type) or (0,)
     torch.manual_seed(seed + offset[0])
     model = model_class._from_config(config).float().eval()
-    usual = (0.7, 3.0) if config.is_encoder_decoder else (2.0, 1.0)
+    usual = (0.5, 3.0) if config.is_encoder_decoder else (2.0, 1.0)
     _scale(model, *_listed(SCALES, kind, model_type) or usual)
     start = getattr(config, "decoder_start_token_id", None)
     start = 2 if start is None and config.is_encoder_decoder else start

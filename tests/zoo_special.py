@@ -12,6 +12,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4}
 HYBRID = {"layer_types": ["full_attention", "sliding_attention"]}
 CODEC = {"depths": [1] * 7, "num_filters": 2}
 CONVOLUTIONS = {"conv_dim": [16] * 7}
+CROSSING = {"decoder": {"is_decoder": True, "add_cross_attention": True}}
 EOS = {"eos_token_id": 95}  # where a config must have one
 
 # Arguments that replace the shrunk ones, in a config of that type wherever it stands
@@ -59,6 +60,8 @@ CONFIGS: dict[str, dict] = {
     "dots3_note_text": {f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")}
     | {f"swa_{name}": 8 for name in ("v_head_dim", "qk_nope_head_dim")}
     | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_head_dim": 16, "head_dim": 16},
+    "encoder-decoder": CROSSING,
+    "speech-encoder-decoder": CROSSING,
     "falcon_h1": {"mamba_d_ssm": 64},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "gemma3n_text": SHARED_KV | {"intermediate_size": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
@@ -121,23 +124,26 @@ GENERATION: dict[str, dict] = {
 }
 # Gain and width of random weights where the usual ones make greedy texts repeat a token, by kind
 SCALES: dict[tuple, str] = {
-    ("causal", 0.4, 1): "bloom nanochat persimmon roc_bert",
+    ("causal", 0.4, 1): "bloom nanochat persimmon",
     (
         "causal",
         0.6,
         1,
     ): "bart bert big_bird cpmant ctrl data2vec-text electra ernie git got_ocr2 gpt_neox gptj mvp nemotron "
-    "plbart rembert roberta roberta-prelayernorm trocr xmod",
+    "plbart rembert roberta roberta-prelayernorm roc_bert trocr xmod",
     ("causal", 1, 1): "bert-generation biogpt blenderbot camembert codegen cohere2 dots3_note dots3_note_text exaone4 "
     "falcon_mamba gemma2 gemma3 gemma4_unified gemma4_unified_text granitemoe_swa hy_v4 jamba marian "
     "megatron-bert mpt openai-gpt opt pegasus phi3 prophetnet xlm-roberta",
     ("causal", 1.4, 1): "roformer xlnet",
-    ("seq2seq", 0.5, 1): "bigbird_pegasus encoder-decoder fsmt marian plbart prophetnet",
+    ("seq2seq", 0.35, 3): "pegasus prophetnet",
+    ("seq2seq", 0.5, 1): "m2m_100 nllb-moe seamless_m4t seamless_m4t_v2",
     ("seq2seq", 0.6, 1): "qwen2_audio",
-    ("seq2seq", 1, 1): "audioflamingo3 musicflamingo t5gemma2",
-    ("seq2seq", 2, 3): "t5gemma umt5",
-    ("speech", 0.5, 1): "speecht5",
-    ("speech", 2, 3): "moonshine_streaming",
+    ("seq2seq", 0.7, 3): "bigbird_pegasus pegasus_x",
+    ("seq2seq", 1, 1): "audioflamingo3 musicflamingo",
+    ("speech", 0.5, 1): "moonshine seamless_m4t",
+    ("speech", 0.7, 3): "cohere_asr moonshine_streaming speech-encoder-decoder",
+    ("speech", 1, 3): "seamless_m4t_v2 whisper",
+    ("speech", 2, 3): "speech_to_text",
 }
 # Seeds where seed 0 makes a greedy text of few tokens or near ties, by kind
 SEEDS: dict[tuple, str] = {
@@ -148,11 +154,11 @@ SEEDS: dict[tuple, str] = {
     ("causal", 2): "arcee bitnet deepseek_v2 gemma3 git glm4_moe lfm2 mpt xmod",
     ("causal", 36): "roformer",
     ("causal", 37): "xlnet",
-    ("seq2seq", 1): "blenderbot-small fsmt glmasr qwen2_audio qwen3_asr",
-    ("seq2seq", 2): "pegasus_x t5gemma2",
-    ("seq2seq", 3): "pegasus switch_transformers",
-    ("speech", 1): "qwen3_asr seamless_m4t",
-    ("speech", 2): "canary pop2piano",
+    ("seq2seq", 1): "glmasr mt5 prophetnet qwen2_audio qwen3_asr umt5",
+    ("seq2seq", 2): "t5gemma2",
+    ("seq2seq", 3): "m2m_100 nllb-moe seamless_m4t seamless_m4t_v2",
+    ("speech", 1): "qwen3_asr whisper",
+    ("speech", 2): "canary moonshine pop2piano",
 }
 # What types that must be given sound take: a name, the shape of a row, and frames to a unit of its length
 LISTENING = ("input_features", (None, 16), 16)

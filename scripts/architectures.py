@@ -20,7 +20,7 @@ TABLE = ROOT / ".github" / "ARCHITECTURES.md"
 HEAD = """# Architectures
 
 Every type that transformers {version} lists for causal, sequence-to-sequence and speech-to-text generation, as a tiny
-random model in float32, three rows of unequal length; `python scripts/sweep.py` writes this table and
+random model in float32, three rows of unequal length; `python scripts/architectures.py` writes this table and
 `tests/test_sweep.py` checks every row of it. *exact* means: in each layout named (the first is what `layout="auto"`
 takes), the tokens of stock `generate`, greedily and sampled under one seed, with drafts that are rejected, accepted in
 full and accepted unequally, and with the fewest forwards possible when draft and target are equal. A model that stock
@@ -33,10 +33,13 @@ itself does not batch consistently (a row alone gives another text) has nothing 
 """
 
 
-def main(discover: Annotated[bool, typer.Option(help="Print in which layouts each type is exact.")] = False) -> None:
+def main(
+    only: Annotated[list[str] | None, typer.Argument(help="Model types to discover; all if none is given.")] = None,
+    discover: Annotated[bool, typer.Option(help="Print in which layouts each type is exact.")] = False,
+) -> None:
     """Write .github/ARCHITECTURES.md."""
-    import sweep
-    import zoo
+    import sweep  # type: ignore[import-not-found]
+    import zoo  # type: ignore[import-not-found]
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
@@ -44,16 +47,25 @@ def main(discover: Annotated[bool, typer.Option(help="Print in which layouts eac
     if discover:
         groups = defaultdict(list)
         for kind, model_type in types:
-            able = sweep.discover(kind, model_type)
+            able = None if only and model_type not in only else sweep.discover(kind, model_type)
             if able is not None:
                 groups[able].append(model_type)
         for able, names in sorted(groups.items()):
             print(f"{able or 'none'!r}: {' '.join(dict.fromkeys(names))}")
         return
-    rows = [(kind, model_type, *sweep.examine(kind, model_type)) for kind, model_type in types]
+    rows = []
+    for kind, model_type in types:
+        try:
+            rows.append((kind, model_type, *sweep.examine(kind, model_type)))
+        except AssertionError as error:
+            sys.exit(f"{kind}/{model_type} is wrong: {error}")
     counts = ", ".join(f"{number} {result}" for result, number in Counter(row[2] for row in rows).most_common())
     lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
-    TABLE.write_text(HEAD.format(version=transformers.__version__, counts=f"{len(rows)} in all: {counts}.") + "\n".join(lines) + "\n")
+    TABLE.write_text(
+        HEAD.format(version=transformers.__version__, counts=f"{len(rows)} in all: {counts}.")
+        + "\n".join(lines)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

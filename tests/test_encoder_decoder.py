@@ -1,0 +1,177 @@
+"""Encoder-decoder targets: stock's tokens in every layout that they have, and each prompt encoded once."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+import zoo
+from tiny import near
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
+
+import hf_specx
+from hf_specx import SpeculativeDecoding
+from hf_specx import layouts as layout_module
+
+
+MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
+LAYOUTS = ("padded", "lockstep")
+SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
+NEW_TOKENS, DRAFT_TOKENS = 21, 3
+
+
+@pytest.fixture(autouse=True)
+def padded_is_known(monkeypatch: pytest.MonkeyPatch):
+    for model_type in MODEL_TYPES:
+        monkeypatch.setitem(layout_module.LAYOUTS_OF, model_type, LAYOUTS)
+
+
+@cache
+def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]]:
+    """A target and its drafts: a copy nearby, one that shares the encoder, and a model of another family."""
+    target = zoo.build("seq2seq", model_type)
+    noise = 0.15 if model_type == "marian" else 0.25
+    copies = near(target, noise), near(target, noise, seed=2)
+    (copies[1] if model_type == "t5" else copies[1].model).encoder = target.get_encoder()
+    return target, {
+        "near": copies[0],
+        "shared": copies[1],
+        "stranger": zoo.build("seq2seq", "bart" if model_type == "t5" else "t5"),
+    }
+
+
+@contextlib.contextmanager
+def counted(*modules: torch.nn.Module) -> Iterator[list[int]]:
+    """Forwards of each module, by hooks."""
+    counts = [0] * len(modules)
+
+    def note(place: int):
+        def hook(*_):
+            counts[place] += 1
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(note(place)) for place, module in enumerate(modules)]
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+def stock(target: PreTrainedModel, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    return target.generate(**call), torch.get_rng_state()
+
+
+def ours(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **call) -> tuple[torch.Tensor, torch.Tensor]:
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
+    torch.manual_seed(4)
+    return target.generate(**call, custom_generate=strategy), torch.get_rng_state()
+
+
+def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
+    """Returns stock's tokens."""
+    expected, state = stock(target, **call)
+    for name, draft in drafts.items():
+        output, left = ours(target, draft, layout, **call)
+        assert torch.equal(output, expected), name
+        assert torch.equal(left, state), name
+    return expected
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_equals_stock(model_type: str, layout: str, settings: str):
+    """In fewer forwards than tokens, with rejections, and with the prompts encoded once by each encoder."""
+    target, drafts = models(model_type)
+    call = zoo.inputs(target, 4) | SETTINGS[settings] | {"max_new_tokens": NEW_TOKENS}
+    expected, state = stock(target, **call)
+    assert len({tuple(row) for row in expected.tolist()}) >= 3
+    for name, draft in drafts.items():
+        with counted(target, target.get_encoder(), draft.get_encoder()) as counts:
+            output, left = ours(target, draft, layout, **call)
+        assert torch.equal(output, expected), name
+        assert torch.equal(left, state), name
+        assert counts[1:] == [1, 1], name  # the shared encoder is one module with one forward
+        if name == "near":
+            fewest = 1 + math.ceil((NEW_TOKENS - 1) / (DRAFT_TOKENS + 1))
+            assert fewest < counts[0] < NEW_TOKENS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_several_sequences_of_each_prompt(model_type: str, layout: str):
+    target, drafts = models(model_type)
+    call = zoo.inputs(target, 3) | SETTINGS["sampled"] | {"max_new_tokens": 12, "num_return_sequences": 2}
+    expected = assert_equals_stock(target, drafts, layout, **call)
+    assert len(expected) == 6
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_decoder_prompts(model_type: str, layout: str, padded: bool):
+    """Of several tokens; padded on the left, stock goes by the mask, and by the columns for positions."""
+    target, drafts = models(model_type)
+    start = torch.tensor([[2, 11, 12, 13], [2, 21, 22, 23], [2, 31, 32, 33], [2, 41, 42, 43]])
+    call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": 12, "decoder_input_ids": start}
+    if padded:
+        mask = (torch.arange(4) >= torch.tensor([0, 3, 1, 2])[:, None]).long()
+        call |= {"decoder_input_ids": start * mask, "decoder_attention_mask": mask}
+    assert_equals_stock(target, drafts, layout, **call)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_first_and_last_tokens(model_type: str, layout: str):
+    """A forced first token, as of a language, and rows that end one after another."""
+    target, drafts = models(model_type)
+    call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": 24}
+    ends = {"eos_token_id": list(range(4, 9)), "forced_bos_token_id": 50}
+    expected = assert_equals_stock(target, drafts, layout, **call, **ends)
+    assert (expected[:, 1] == 50).all()
+    lengths = (expected[:, 1:] != 0).sum(-1)
+    assert len(set(lengths.tolist())) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pads_in_the_text(layout: str):
+    """M2M100 gives an emitted pad id no position, and the tokens after it those of their columns."""
+    target, drafts = models("m2m_100")
+    call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": NEW_TOKENS, "sequence_bias": {(0,): 6.0}}
+    expected = assert_equals_stock(target, drafts, layout, **call)
+    assert ((expected[:, 1:] == 0).sum(-1) > 2).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_text_up_to_the_last_position(layout: str):
+    """Rows near the end are fed candidates behind it while others catch up; the table has no place for these."""
+    sizes = {"d_model": 32, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "init_std": 0.4, "vocab_size": 96}
+    heads = {f"{side}_{part}": 2 for side in ("encoder", "decoder") for part in ("layers", "attention_heads")}
+    torch.manual_seed(0)
+    ends = {"eos_token_id": None, "forced_eos_token_id": None}
+    target = BartForConditionalGeneration(BartConfig(max_position_embeddings=20, **sizes, **heads, **ends)).eval()
+    call = zoo.inputs(target, 4) | {"do_sample": True, "top_k": 0, "max_length": 21}
+    expected = assert_equals_stock(target, {"near": near(target, 0.1)}, layout, **call)
+    assert expected.shape[1] == 21
+
+
+def test_inputs_for_the_draft():
+    """A draft with an encoder of its own cannot go by `encoder_outputs` alone; one that shares the encoder can."""
+    target, drafts = models("bart")
+    inputs = zoo.inputs(target, 4)
+    encoded = target.get_encoder()(**inputs)
+    call = {"encoder_outputs": encoded, "attention_mask": inputs["attention_mask"], "max_new_tokens": 12}
+    assert_equals_stock(target, {"shared": drafts["shared"]}, "padded", **call)
+    with pytest.raises(ValueError, match="has an encoder of its own; pass what the encoder reads"):
+        ours(target, drafts["near"], "padded", **call)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_as_a_function(model_type: str):
+    target, drafts = models(model_type)
+    call = zoo.inputs(target, 4) | SETTINGS["greedy"] | {"max_new_tokens": 12}
+    expected, _ = stock(target, **call)
+    assert torch.equal(hf_specx.generate(**call, model=target, draft_model=drafts["near"]), expected)

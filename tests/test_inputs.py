@@ -1,0 +1,152 @@
+"""What else a call may start from: repeated rows, an earlier cache, and pairs of two families."""
+
+import copy
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_specx import SpeculativeDecoding
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+
+
+def strategy(draft: PreTrainedModel, **options) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled", **options)
+
+
+def same(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, settings: dict, **options) -> int:
+    """Assert that the tokens are stock's, given a fresh copy of any cache; returns the number of target forwards."""
+    torch.manual_seed(2)
+    expected = target.generate(**copy.deepcopy(inputs), **settings)
+    torch.manual_seed(2)
+    with Forwards(target) as forwards:
+        output = target.generate(**inputs, **settings, custom_generate=strategy(draft, **options))
+    assert torch.equal(output, expected)
+    return len(forwards.lengths)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+def test_several_texts_from_one_prompt(settings: dict, layout: str):
+    target = tiny("qwen2")
+    settings = settings | ({"num_return_sequences": 3} if settings["do_sample"] else {})
+    assert same(target, near(target, 0.05), prompts(2), settings, layout=layout) < 20
+
+
+def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, torch.Tensor]:
+    """The next turn: everything so far and some words of the user."""
+    more = torch.randint(1, VOCAB_SIZE, (len(text), words), generator=torch.Generator().manual_seed(3))
+    ids = torch.cat([text, more], -1)
+    return {"input_ids": ids, "attention_mask": torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - 11)], -1)}
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
+def test_the_returned_cache_serves_the_next_turn(model_type: str, layout: str):
+    """Stock continues ours and we continue ours; the cache has stock's length."""
+    target = tiny(model_type)
+    draft, inputs = near(target, 0.05), prompts(3)
+    first = target.generate(
+        **inputs, **GREEDY, return_dict_in_generate=True, custom_generate=strategy(draft, layout=layout)
+    )
+    assert first.past_key_values.get_seq_length() == 11 + 20 - 1
+    turn = later(first.sequences, inputs["attention_mask"])
+    expected = target.generate(**turn, **GREEDY)
+    theirs, own = (copy.deepcopy(first.past_key_values) for _ in range(2))
+    assert torch.equal(target.generate(**turn, **GREEDY, past_key_values=theirs), expected)
+    with Forwards(target) as forwards:
+        output = target.generate(**turn, **GREEDY, past_key_values=own, custom_generate=strategy(draft))
+    assert torch.equal(output, expected)
+    assert forwards.lengths[0] == 6  # the last token of the first turn, and the user's words
+    assert len(forwards.lengths) < 20
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dict):
+    """The user's own object is what holds the text afterwards, as with stock; a full window takes the lockstep."""
+    target, inputs = tiny(model_type), prompts(3)
+    draft, cache = near(target, 0.05), DynamicCache(config=target.config)
+    text = target.generate(**inputs, **GREEDY, past_key_values=cache)
+    turn = later(text, inputs["attention_mask"])
+    speculative = strategy(draft)
+    expected = target.generate(**turn, **GREEDY)
+    output = target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=speculative)
+    assert torch.equal(output, expected)
+    assert speculative.report.layout == ("ragged" if model_type == "llama" else "lockstep")
+    assert cache.get_seq_length() == 36 + 20 - 1
+    turn = later(output, inputs["attention_mask"])
+    assert same(target, draft, turn | {"past_key_values": cache}, settings) < 20
+
+
+def test_only_the_new_tokens_are_passed():
+    """input_ids are the new words alone, and the mask covers everything, as stock allows."""
+    target, inputs = tiny(), prompts(3)
+    text = target.generate(**inputs, **GREEDY, past_key_values=(cache := DynamicCache()))
+    turn = later(text, inputs["attention_mask"])
+    new = turn | {"input_ids": turn["input_ids"][:, -6:], "past_key_values": cache}
+    assert same(target, near(target, 0.05), new, SAMPLED) < 20
+
+
+def test_an_empty_cache_of_the_user_is_filled_and_an_exception_leaves_it_alone():
+    target, cache = tiny(), DynamicCache()
+    text = target.generate(**prompts(2), **GREEDY, past_key_values=cache, custom_generate=strategy(near(target, 0.05)))
+    assert cache.get_seq_length() == text.shape[1] - 1
+    turn = later(text, prompts(2)["attention_mask"])
+    keys = cache.layers[0].keys.clone()
+    handle = target.model.layers[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=strategy(near(target, 0.05)))
+    handle.remove()
+    assert torch.equal(cache.layers[0].keys, keys)
+
+
+def test_rows_that_end_early_keep_their_keys():
+    """A row's columns behind its end are not valid, in stock's cache either; before it they are stock's own."""
+    target, inputs = tiny(), prompts(4)
+    free = target.generate(**inputs, **GREEDY)
+    settings = GREEDY | {"eos_token_id": int(free[0, 14]), "pad_token_id": 0, "return_dict_in_generate": True}
+    expected = target.generate(**inputs, **settings)
+    for layout in ("ragged", "padded", "packed"):
+        output = target.generate(**inputs, **settings, custom_generate=strategy(near(target, 0.05), layout=layout))
+        for row, text in enumerate(output.sequences):
+            pad, end = int((inputs["attention_mask"][row] == 0).sum()), 11 + (text[11:] != 0).sum()
+            for ours, stock in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
+                torch.testing.assert_close(
+                    ours.keys[row, :, pad : end - 1], stock.keys[row, :, pad : end - 1], rtol=0, atol=1e-5
+                )
+
+
+def other(model_type: str, **sizes) -> PreTrainedModel:
+    """A small model of a family that tests/tiny.py does not know, with the vocabulary of those it does."""
+    torch.manual_seed(5)
+    config = AutoConfig.for_model(model_type, vocab_size=VOCAB_SIZE, eos_token_id=None, pad_token_id=0, **sizes)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+DRAFTS = {
+    "learned positions": lambda: tiny("gpt2", seed=3),
+    "other rotary positions": lambda: tiny("gpt_neox", seed=3),
+    "a sliding window": lambda: tiny("mistral", seed=3),
+    "linear biases": lambda: other("bloom", hidden_size=32, n_layer=2, n_head=4),
+    "a recurrent state": lambda: other(
+        "mamba2", hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=8
+    ),
+    "a state that forgets": lambda: other("mamba", hidden_size=32, num_hidden_layers=2, state_size=8),
+    "half precision": lambda: tiny("llama", seed=3).bfloat16(),
+    "double precision": lambda: tiny("llama", seed=3).double(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_pairs_of_two_families(name: str, settings: dict):
+    """Any draft is exact; far ones are hardly accepted, so that nearly every round rolls back."""
+    same(tiny("llama"), DRAFTS[name](), prompts(3), settings)
+    if settings["do_sample"] and name != "half precision":
+        same(DRAFTS["learned positions"](), DRAFTS[name](), prompts(3), settings)
