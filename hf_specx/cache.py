@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 
 MARGIN = 32  # candidates may lie behind the last token that can be emitted
@@ -192,8 +192,10 @@ def select_rows(cache: Cache, places: torch.Tensor) -> None:
     elif isinstance(cache, EncoderDecoderCache):
         select_rows(cache.self_attention_cache, places)
         select_rows(cache.cross_attention_cache, places)
-    else:
+    elif type(cache) is DynamicCache:
         cache.reorder_cache(places)  # type: ignore[arg-type]
+    else:  # a model's own kind, which knows what else it holds
+        cache.batch_select_indices(places)
 
 
 def has_columns(cache: Cache) -> bool:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .decoders import Decoder, vocabulary
-from .layouts import DECODERS, choose_layout
+from .layouts import layouts_of, make_decoder
 from .processors import Processors
 from .prompts import prepare
 from .rules import Draft, Rule
@@ -94,7 +94,8 @@ class SampledCandidateGenerator(CandidateGenerator):
             mask = torch.ones_like(input_ids)
             given = {"input_ids": input_ids, "attention_mask": mask}
             prompt = prepare(self.draft_model, sys.maxsize, given)
-            self.decoder = DECODERS[choose_layout(self.draft_model)[0]](prompt, vocabulary(self.draft_model))
+            layout = layouts_of(self.draft_model, drafts=True)[0]
+            self.decoder = make_decoder(layout, prompt, vocabulary(self.draft_model))
             self.decoder.read()
         self.sequences.extend(input_ids)
         draft = self.propose(self.sequences, self.num_draft_tokens)

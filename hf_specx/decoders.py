@@ -59,7 +59,7 @@ class Decoder:
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
         self.kwargs = {name: value for name, value in prompt.kwargs.items() if value is not None}
         self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
-        self.cache = self.kwargs.pop(self.cache_name)
+        self.cache = self.kwargs.pop(self.cache_name, None)
         self.max_positions = position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
@@ -76,12 +76,10 @@ class Decoder:
         self.device = torch.device(execution_device if execution_device is not None else self.model.device)
 
     def read(self) -> None:
-        """Read the prompts of all rows, by stock's own first forward."""
+        """Read the prompts of all rows."""
         home = self.prompt.input_ids.device
-        given = self.kwargs | {self.cache_name: self.cache}
-        ids = self._known(self.prompt.input_ids)
-        output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
-        mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
+        logits = self._first()
+        mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.get(self.position_name)
         unmasked = getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
         self._note_width(unmasked if mask is None else mask.shape[1])
         rows = self.rows = len(self.held)
@@ -93,9 +91,18 @@ class Decoder:
         self.first_position = None if positions is None else positions[..., -1:].to(home) + 1
         if self.first_position is not None:
             self.first_position = self.first_position.expand(*self.first_position.shape[:-2], rows, 1)
-        self.kwargs.pop("inputs_embeds", None)
-        self.kwargs.pop("logits_to_keep", None)
-        self.after_prompt = output.logits[:, -1:].to(home)
+        for name in (self.position_name, "inputs_embeds", "logits_to_keep"):
+            self.kwargs.pop(name, None)
+        self.after_prompt = logits.to(home)
+
+    def _first(self) -> torch.Tensor:
+        """Stock's own first forward: logits [B, 1, V] after the last tokens."""
+        given = self.kwargs | {self.cache_name: self.cache}
+        ids = self._known(self.prompt.input_ids)
+        output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
+        if self.cache is None:  # the model makes one of its own
+            self.cache = output.past_key_values
+        return output.logits[:, -1:]
 
     def _note_width(self, width: int) -> None:
         """The prompts are read, and take so many slots."""

@@ -2,11 +2,12 @@
 
 from transformers import PreTrainedModel
 
-from .abilities import BY_MASK, INEXACT, LAYOUTS_OF, MASKED, REFUSED, UNKNOWN
-from .decoders import Decoder
+from .abilities import BY_MASK, INEXACT, LAYOUTS_OF, MASKED, REFUSED, UNKNOWN, WHOLE
+from .decoders import Decoder, Prompt
 from .packed import PackedDecoder
 from .padded import LockstepDecoder, PaddedDecoder
 from .ragged import RaggedDecoder
+from .whole import WholeDecoder
 
 
 DECODERS: dict[str, type[Decoder]] = {
@@ -17,6 +18,7 @@ DECODERS: dict[str, type[Decoder]] = {
 }
 LAYOUTS = ("auto", *DECODERS)
 REASONS = {
+    "whole": "{0} is exact without a cache only, so that each forward reads the whole text",
     "ragged": "{0} takes positions and a 4D mask by position under {1}",
     "padded": "{0} takes its positions from a 2D mask or from distances, under {1}",
     "packed": "{0} takes positions and a 4D mask by position under {1}, so that all rows can be one",
@@ -49,6 +51,12 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     return [layout for layout in able if masked or layout not in BY_MASK]
 
 
+def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None) -> Decoder:
+    """The decoder of a layout for one model, its prompts not yet read."""
+    whole = prompt.model.config.model_type in WHOLE
+    return (WholeDecoder if whole else DECODERS[layout])(prompt, known_ids)
+
+
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
     """The layout for a model and the reason for it.
 
@@ -65,4 +73,5 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
         )
     chosen = able[0] if layout == "auto" else layout
     asked = "chosen" if layout == "auto" else "asked for"
-    return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"
+    reason = REASONS["whole" if model.config.model_type in WHOLE else chosen]
+    return chosen, f"{asked}: {reason.format(name, attention)}"

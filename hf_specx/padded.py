@@ -19,7 +19,7 @@ from .cache import SlotCache, self_attention, with_slots
 from .decoders import TOKEN_TYPES, Decoder, Prompt
 from .past import Columns
 from .sequences import Sequences
-from .states import States, crop, record
+from .states import states_of
 
 
 class HostedDecoder(Decoder):
@@ -114,7 +114,7 @@ class HostedDecoder(Decoder):
         """Modules that number tokens by the slots before them; none where the model is told its positions."""
         if self.position_name in self.parameters:
             return []
-        modules = self.model.modules()
+        modules = (self.model.get_decoder() or self.model).modules()
         tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
         # even rows lie in the columns where stock has them, but some tables also count the ids that are no pads
         return [t for t in tables if not self.even or getattr(t, "padding_idx", None) is not None]
@@ -203,15 +203,14 @@ class LockstepDecoder(HostedDecoder):
 
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
-        self.length, self.states = width, States(self.cache)
+        self.length, self.states = width, states_of(self.cache)
         config = self.model.config.get_text_config(decoder=True)
         self.images = getattr(config, "cross_attention_layers", None) or ()  # layers that hold no text
-        record(self.cache)
 
     def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
         held, target = self.held[sequences.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
-        crop(self.cache, held - reached, self.images)
+        self.states.crop(held - reached, self.images)
         self.length -= held - reached
         if reached < target:  # the state of an earlier moment: feed again what was accepted since
             missing = self._known(sequences.last(target - reached, target - sequences.counts[sequences.rows[0]]))

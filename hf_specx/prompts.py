@@ -90,10 +90,9 @@ def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt)
         given["position_ids"] = positions
 
 
-def _embedding_width(model: PreTrainedModel) -> int:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.shape[-1]
+def _embedding_width(model: PreTrainedModel) -> int | None:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else weight.shape[-1]
 
 
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:

@@ -1,14 +1,49 @@
 """States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
 
+import copy
 from collections.abc import Container
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from .cache import self_attention
 
 
 KEPT = ("conv_states", "recurrent_states")
+
+
+class Copies:
+    """Snapshots of a cache of a model's own kind, as a whole, by the number of emitted tokens that it had seen."""
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+        self.snapshots: dict[int, Cache] = {}
+
+    def save(self, seen: int) -> None:
+        """Note the cache, that has seen so many emitted tokens, before a forward changes it."""
+        self.snapshots[seen] = copy.deepcopy(self.cache)
+
+    def restore(self, wanted: int, seen: int) -> int:
+        """Go back from `seen` to at most `wanted` tokens; returns what the cache has seen then."""
+        reached = seen if wanted == seen else max(number for number in self.snapshots if number <= wanted)
+        if reached < seen:
+            vars(self.cache).update(vars(self.snapshots[reached]))
+        self.snapshots.clear()
+        return reached
+
+    def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R']."""
+        for snapshot in self.snapshots.values():
+            snapshot.batch_select_indices(places)
+
+    def crop(self, tokens: int, fixed: Container[int] = ()) -> None:
+        pass
 
 
 class States:
@@ -18,7 +53,8 @@ class States:
     """
 
     def __init__(self, cache: Cache):
-        linear = [x for x in self_attention(cache).layers if isinstance(x, LinearAttentionCacheLayerMixin)]
+        self.cache = cache
+        linear = [x for x in cache.layers if isinstance(x, LinearAttentionCacheLayerMixin)]
         self.layers = linear if any(any(x.is_recurrent_states_initialized.values()) for x in linear) else []
         self.snapshots: dict[int, list[dict[int, torch.Tensor]]] = {}
 
@@ -46,28 +82,30 @@ class States:
             for states in snapshot:
                 states.update((n, x[places.to(x.device)]) for n, x in states.items() if x is not None)
 
+    def crop(self, tokens: int, fixed: Container[int] = ()) -> None:
+        """Take the last tokens off all layers but those with snapshots, and those that are `fixed` by their number."""
+        for number, layer in enumerate(self.cache.layers):
+            if number in fixed:
+                continue
+            if layer not in self.layers:
+                layer.crop(-tokens)  # type: ignore[union-attr]
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                DynamicSlidingWindowLayer.crop(layer, -tokens)
+            elif isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, -tokens)
+
 
 def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {number: None if state is None else state.clone() for number, state in states.items()}
+    return {number: None if state is None else state.clone() for number, state in states.items()}  # type: ignore[misc]
 
 
-def record(cache: Cache) -> None:
-    """Let layers that forget the past keep what a later crop needs; states with snapshots need none of it."""
-    states = States(cache).layers
-    for layer in self_attention(cache).layers:
-        if layer not in states and hasattr(layer, "activate_past_recording"):
+def states_of(cache: Cache) -> States | Copies:
+    """What it takes to go back in a cache that has read its prompts; from now on its layers keep what they need."""
+    text = self_attention(cache)
+    if type(text) is not DynamicCache:
+        return Copies(cache)
+    states = States(text)
+    for layer in text.layers:
+        if layer not in states.layers and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
-
-
-def crop(cache: Cache, tokens: int, fixed: Container[int] = ()) -> None:
-    """Take the last tokens off all layers but those with snapshots, and those that are `fixed` by their number."""
-    states = States(cache).layers
-    for number, layer in enumerate(self_attention(cache).layers):
-        if number in fixed:
-            continue
-        if layer not in states:
-            layer.crop(-tokens)  # type: ignore[union-attr]
-        elif isinstance(layer, DynamicSlidingWindowLayer):
-            DynamicSlidingWindowLayer.crop(layer, -tokens)
-        elif isinstance(layer, DynamicLayer):
-            DynamicLayer.crop(layer, -tokens)
+    return states

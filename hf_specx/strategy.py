@@ -23,7 +23,7 @@ from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGene
 from .checks import check_call, check_options, check_pair, check_target, check_withheld
 from .decode import decode
 from .decoders import Decoder, Prompt, vocabulary
-from .layouts import DECODERS, choose_layout, layouts_of
+from .layouts import choose_layout, layouts_of, make_decoder
 from .lookahead import MAX_DRAFT_TOKENS, Costs
 from .processors import Processors
 from .prompts import draft_prompt, prepare
@@ -178,10 +178,10 @@ class SpeculativeDecoding:
             self.streamer.put(input_ids.cpu())
         sequences = _sequences(prompt)
         started = time.perf_counter()
-        target, draft = DECODERS[layout](prompt), None
+        target, draft = make_decoder(layout, prompt), None
         if isinstance(self.draft_model, PreTrainedModel):
             own = draft_prompt(self.draft_model, prompt, inputs_tensor)
-            draft = DECODERS[draft_layout](own, vocabulary(self.draft_model))
+            draft = make_decoder(draft_layout, own, vocabulary(self.draft_model))
             draft.read()
         target.read()
         wanted = self._choose_num_draft_tokens(sequences, target, draft, mode)
@@ -264,8 +264,8 @@ class SpeculativeDecoding:
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
         layout, _, draft_layout = self._layouts(prompt)
-        target = DECODERS[layout](prompt)
-        draft = DECODERS[draft_layout](draft_prompt(self.draft_model, prompt, input_ids))
+        target = make_decoder(layout, prompt)
+        draft = make_decoder(draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
         target.read()
         draft.read()
         self._measure(_sequences(prompt), target, draft)

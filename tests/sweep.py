@@ -98,6 +98,7 @@ def _check_exact(model: PreTrainedModel, inputs: dict, layout: str) -> None:
         handle.remove()
         assert torch.equal(output, expected[mode]), f"{layout}, {mode}, equal draft: another text"
         assert len(forwards) - 1 <= most, f"{layout}, {mode}: {len(forwards) - 1} forwards with an equal draft"
+    _check_ends(model, inputs, layout, expected["coupled"])
     seen: set[str] = set()
     for noise in NOISES:
         for mode, settings in MODES.items():
@@ -108,6 +109,15 @@ def _check_exact(model: PreTrainedModel, inputs: dict, layout: str) -> None:
         if len(seen) == 3:
             return
     raise AssertionError(f"{layout}: of all outcomes only {sorted(seen)}")
+
+
+def _check_ends(model: PreTrainedModel, inputs: dict, layout: str, free: torch.Tensor) -> None:
+    """Rows that end at different steps leave the batch, and the others go on."""
+    text = free[:, -NEW_TOKENS:]
+    settings = MODES["coupled"] | {"eos_token_id": [int(text[0, 6]), int(text[1, 11])], "pad_token_id": 0}
+    expected = _generate(model, inputs, settings)
+    output = _generate(model, inputs, settings, custom_generate=_strategy(near(model, 0.02), layout))
+    assert torch.equal(output, expected), f"{layout}: another text where rows end early"
 
 
 def _count(forwards: list[None], *_: object) -> None:

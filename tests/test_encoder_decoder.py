@@ -13,19 +13,12 @@ from transformers import BartConfig, BartForConditionalGeneration, PreTrainedMod
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
-from hf_specx import layouts as layout_module
 
 
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
 LAYOUTS = ("padded", "lockstep")
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
 NEW_TOKENS, DRAFT_TOKENS = 21, 3
-
-
-@pytest.fixture(autouse=True)
-def padded_is_known(monkeypatch: pytest.MonkeyPatch):
-    for model_type in MODEL_TYPES:
-        monkeypatch.setitem(layout_module.LAYOUTS_OF, model_type, LAYOUTS)
 
 
 @cache

@@ -16,7 +16,7 @@ PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
     "verify sequences cache lookahead abilities attention past",
     "noise processors stopping report decoders states",
-    "rules prompts ragged padded",
+    "rules prompts ragged padded whole",
     "packed",
     "layouts",
     "candidates",

@@ -1,0 +1,49 @@
+"""For models without a usable cache: every forward reads the whole text again, so that there is nothing to roll back."""
+
+from typing import Any
+
+import torch
+
+from .decoders import Decoder
+from .sequences import Sequences
+
+
+class WholeDecoder(Decoder):
+    """Rows lie in stock's columns, and each row's logits are picked where it ends; its past is never kept."""
+
+    def _first(self) -> torch.Tensor:
+        self.kwargs |= {"use_cache": False}
+        rows = len(self.held)
+        ids = self.prompt.input_ids
+        ends = torch.full((rows,), ids.shape[1], device=ids.device)
+        every = torch.arange(rows, device=ids.device)
+        return self._picked(self._known(ids), self.kwargs.get(self.mask_name), every, ends, 1)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        emitted = sequences.ends - sequences.width + ahead  # [R]
+        prompt = self.prompt.input_ids[sequences.index]
+        most = max(sequences.counts[row] for row in sequences.rows) + ahead
+        columns = torch.arange(sequences.width, sequences.width + most, device=tokens.device)
+        sequences.reserve(ahead)
+        text = self._known(torch.cat([prompt, sequences.ids[sequences.index[:, None], columns]], -1))
+        mask = torch.arange(text.shape[1], device=tokens.device) >= self.pads[sequences.index][:, None]
+        return self._picked(text, mask.long(), sequences.index, self.width + emitted, keep)
+
+    def _picked(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, ends: torch.Tensor, keep: int
+    ) -> torch.Tensor:
+        """Logits [R, keep, V] of the last tokens before columns ends [R] in a forward over ids [R, n]."""
+        given: dict[str, Any] = dict(self.kwargs)
+        given[self.mask_name] = torch.ones_like(ids) if mask is None else mask
+        if self.position_name in self.parameters and not self.model.config.is_encoder_decoder:
+            columns = torch.arange(ids.shape[1], device=ids.device)
+            given[self.position_name] = (columns - (given[self.mask_name] == 0).sum(-1, keepdim=True)).clamp(min=0)
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids, is_first_iteration=True, **given
+        )
+        inputs.pop("logits_to_keep", None)
+        if self.model.config.is_encoder_decoder:
+            inputs["input_ids"] = ids  # FSMT hides later tokens only where it sees these; its encodings are given
+        logits = self.model(**inputs, return_dict=True).logits
+        places = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(logits.device)  # [R, keep]
+        return logits[torch.arange(len(ids), device=logits.device)[:, None], places]
