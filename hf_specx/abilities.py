@@ -34,8 +34,8 @@ GROUPS = {
     """,
     "lockstep": """
         axk2 bailing_hybrid bamba deepseek_v32 dots3_note dots3_note_text falcon_h1 glm_moe_dsa granitemoehybrid hy_v4
-        inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model olmo_hybrid qwen3_5
-        qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text roformer zaya
+        inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model olmo_hybrid
+        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text roformer zaya
     """,
     "ragged": """
         cpmant fsmt moshi openai-gpt
@@ -55,15 +55,14 @@ ENCODERS = """
 _STEPS = "its forward of several tokens behind a cache gives other logits than single steps do (transformers 5.23)"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
 # As targets; as drafts they are as good as any, since their candidates are judged by the law that they gave
-INEXACT = dict.fromkeys(
-    ["mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemo_speechlm"], _STEPS
-)
+INEXACT = dict.fromkeys(["mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemo_speechlm"], _STEPS)
 REFUSED = {
     "rwkv": _OWN_CACHE,
     "xlstm": _OWN_CACHE,
     "xlnet": _OWN_CACHE,
     "reformer": _OWN_CACHE,
     "prophetnet": "its cache takes one token at a time",
+    "voxtral_realtime": "each of its tokens is read with the next piece of sound",
     "kyutai_speech_to_text": "it reads codes of sound besides the text, which are not candidates",
     "blt": "its patches depend on the bytes that follow, candidates among them",
 }

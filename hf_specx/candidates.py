@@ -69,10 +69,6 @@ class SampledCandidateGenerator(CandidateGenerator):
         surplus = self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
 
-    @property
-    def clamps(self) -> bool:
-        return self.decoder is None or self.decoder.clamps
-
     def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
         """Keep only those of the decoding rows that are at places [R']; all of them where None."""
         if self.decoder is not None:
@@ -115,8 +111,6 @@ class ForeignCandidateGenerator(CandidateGenerator):
     Args:
         generator: gets one row at a time, without pads.
     """
-
-    clamps = True
 
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator

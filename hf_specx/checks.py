@@ -241,9 +241,8 @@ def check_withheld(frame: FrameType | None) -> None:
 
 def check_lifted(model: PreTrainedModel) -> None:
     """Refuse a call by string in which Whisper's own `generate` has seen a draft, and has changed the law for it."""
-    tokens = getattr(model.generation_config, "begin_suppress_tokens", None)
-    if model.config.model_type == "whisper" and tokens is not None:
+    if model.config.model_type == "whisper":
         raise ValueError(
-            f"{type(model).__name__} drops begin_suppress_tokens={tokens} when it is given assistant_model=, so that "
-            "the text would not be the same; pass the draft as draft_model=."
+            f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=, so that the text "
+            "would not be the same; pass the draft as draft_model=."
         )

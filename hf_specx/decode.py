@@ -47,18 +47,15 @@ def decode(
         if not sequences.rows:
             break
         drafter.leave(rows, stay)
-        draft = propose(drafter, sequences, stopping, num_draft_tokens, target.clamps and drafter.clamps)
+        draft = propose(drafter, sequences, stopping, num_draft_tokens)
         logits = forward(target, sequences, draft)
     rule.finish(stopping.columns)
     return sequences.output(stopping.columns)
 
 
-def _draft(
-    drafter: Drafter, sequences: Sequences, stopping: Stopping, num_draft_tokens: int, clamps: bool
-) -> Draft:
-    """Candidates [R, K] for every decoding row, no more than the shortest row (or, unless clamped, any) can emit."""
-    counts = [sequences.counts[row] for row in sequences.rows]
-    room = stopping.max_new_tokens - (min(counts) if clamps else max(counts))
+def _draft(drafter: Drafter, sequences: Sequences, stopping: Stopping, num_draft_tokens: int) -> Draft:
+    """Candidates [R, K] for every decoding row, no more than can be emitted."""
+    room = stopping.max_new_tokens - min(sequences.counts[row] for row in sequences.rows)
     wanted = min(num_draft_tokens, room - 1)
     if wanted < 1:
         return Draft(sequences.index.new_empty(len(sequences.rows), 0), None)

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers.modeling_outputs import ModelOutput
 from .cache import select_rows
 from .past import Columns, assemble
 from .sequences import Sequences
+from .tables import PositionTables
 
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -48,7 +50,6 @@ class Decoder:
     """
 
     even = False  # whether all rows must have emitted equally many tokens
-    clamps = True  # whether it can be fed candidates that lie behind the longest text
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         """
@@ -60,7 +61,7 @@ class Decoder:
         self.kwargs = {name: value for name, value in prompt.kwargs.items() if value is not None}
         self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
         self.cache = self.kwargs.pop(self.cache_name, None)
-        self.max_positions = position_table(self.model)
+        self.max_positions = None if known_ids is None else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
         self.width = 0
@@ -155,6 +156,16 @@ class Decoder:
         ends = [self.width + min(held, count) for held, count in zip(self.held, sequences.counts, strict=True)]
         return assemble(self.left, ends, self.width + emitted - 1)
 
+    @property
+    def last_column(self) -> int:
+        """The last column that stock feeds; behind it lie candidates that nobody looks at."""
+        last = self.width + max(0, self.prompt.max_new_tokens - 2)
+        return last if self.max_positions is None else min(last, self.max_positions - 1)
+
+    @cached_property
+    def tables(self) -> PositionTables:
+        return PositionTables(self.model, self.position_name in self.parameters, self.even)
+
     def missing(self, sequences: Sequences) -> int:
         """How many of its last tokens some row has to be fed; its last one always is the target's own, never fed."""
         return max(sequences.counts[r] - min(self.held[r], sequences.counts[r] - 1) for r in sequences.rows)
@@ -190,7 +201,9 @@ def _select(value: Any, places: torch.Tensor, rows: int) -> Any:
 def position_table(model: PreTrainedModel) -> int | None:
     """How many positions a learned table has; None where positions are computed."""
     config = model.config.get_text_config(decoder=True)
-    return None if hasattr(config, "rope_parameters") else getattr(config, "max_position_embeddings", None)
+    if hasattr(config, "rope_parameters"):
+        return None
+    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
 
 
 def vocabulary(model: PreTrainedModel) -> int:

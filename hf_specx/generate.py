@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.modeling_outputs import ModelOutput
 
 from .checks import check_lifted
 from .strategy import SpeculativeDecoding
@@ -63,8 +64,14 @@ def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kw
         draft_tokenizer=options.pop("draft_tokenizer", kwargs.pop("assistant_tokenizer", None)),
         **options,
     )
+    strategy.adds_reports = True
     given = [] if inputs is None else [inputs]  # a class may call its first argument otherwise
-    return host.generate(model, *given, custom_generate=strategy, **kwargs)
+    result = host.generate(model, *given, custom_generate=strategy, **kwargs)
+    if isinstance(result, ModelOutput):
+        result.speculation_report = strategy.report
+    elif isinstance(result, dict):  # what Whisper makes of several windows
+        result["speculation_report"] = strategy.report
+    return result
 
 
 def bind_stop_strings(

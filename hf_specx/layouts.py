@@ -4,8 +4,9 @@ from transformers import PreTrainedModel
 
 from .abilities import BY_MASK, INEXACT, LAYOUTS_OF, MASKED, REFUSED, UNKNOWN, WHOLE
 from .decoders import Decoder, Prompt
+from .lockstep import LockstepDecoder
 from .packed import PackedDecoder
-from .padded import LockstepDecoder, PaddedDecoder
+from .padded import PaddedDecoder
 from .ragged import RaggedDecoder
 from .whole import WholeDecoder
 

@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -115,6 +116,16 @@ class SpeculationReport:
             for i, record in enumerate(records):
                 self.history[row][i] = record._replace(emitted=min(record.emitted, room))
                 room -= self.history[row][i].emitted
+
+    def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
+        """Two calls as one: the rounds of each row, by its place in the batch, one after another."""
+        both = replace(self, rows=max(self.rows, other.rows), overlap=float(self.overlap) + float(other.overlap))
+        nothing: list[RoundRecord] = []
+        both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
+        both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
+        both.rounds += other.rounds
+        both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
+        return both
 
     @property
     def _judged_rounds(self) -> list[RoundRecord]:

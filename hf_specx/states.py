@@ -96,7 +96,7 @@ class States:
 
 
 def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {number: None if state is None else state.clone() for number, state in states.items()}  # type: ignore[misc]
+    return {number: None if state is None else state.clone() for number, state in states.items()}
 
 
 def states_of(cache: Cache) -> States | Copies:

@@ -5,18 +5,18 @@ import sys
 import time
 import warnings
 import weakref
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import ModelOutput
 
 from .cache import has_columns
 from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
@@ -39,13 +39,6 @@ LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs up to 3.5 times the rounds at batch 16 (1.4 times at 2), as "
     "nothing better has been shown to be exact here; layout='lockstep' says that this is wanted."
 )
-
-
-@dataclass
-class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """`GenerateDecoderOnlyOutput` with what the call did."""
-
-    speculation_report: SpeculationReport | None = None
 
 
 class Call(NamedTuple):
@@ -76,6 +69,7 @@ class SpeculativeDecoding:
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
+        adds_reports: whether `report` is the sum over all calls; `hf_specx.generate` wants that of Whisper's windows.
         costs: what "auto" goes by: times of bare forwards, and acceptance in the calls so far. Started anew when the
             strategy is used with another target.
 
@@ -117,6 +111,7 @@ class SpeculativeDecoding:
         self.streamer, self.tokenizer, self.draft_tokenizer = streamer, tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
         self.report: SpeculationReport | None = None
+        self.adds_reports = False
         self._warned = False
         self._served: weakref.ref[PreTrainedModel] | None = None
 
@@ -130,11 +125,12 @@ class SpeculativeDecoding:
         generation_config: GenerationConfig,
         inputs_tensor: torch.Tensor | None = None,
         **model_kwargs: Any,
-    ) -> torch.Tensor | SpeculativeOutput:
+    ) -> torch.Tensor | ModelOutput:
         """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
 
         Returns:
-            [B, L + N] int64, or a `SpeculativeOutput` with `return_dict_in_generate=True`.
+            [B, L + N] int64, or with `return_dict_in_generate=True` what stock returns, the report being its attribute
+            `speculation_report`.
 
         Raises:
             ValueError: before any forward, for what cannot be done exactly.
@@ -143,7 +139,8 @@ class SpeculativeDecoding:
         room = generation_config.max_length - input_ids.shape[1]
         user_cache = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
-        keeps_past = bool(generation_config.return_dict_in_generate or given)
+        wanted = generation_config.return_dict_in_generate or given
+        keeps_past = bool(wanted and not model.config.is_encoder_decoder)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
         prompt = Prompt(model, input_ids, generation_config, model_kwargs, room, keeps_past)
@@ -154,13 +151,16 @@ class SpeculativeDecoding:
                 self.streamer.end()
         if user_cache is not None and given and past is not None:
             user_cache.layers[:] = past.layers
-        if generation_config.return_dict_in_generate:
-            return SpeculativeOutput(
-                sequences=output,  # type: ignore[arg-type]
-                past_key_values=user_cache if given and past is not None else past,
-                speculation_report=self.report,
-            )
-        return output
+            past = user_cache
+        if not generation_config.return_dict_in_generate:
+            return output
+        decodes = model.config.is_encoder_decoder
+        result = (GenerateEncoderDecoderOutput if decodes else GenerateDecoderOnlyOutput)(
+            sequences=output,  # type: ignore[arg-type]
+            past_key_values=past,
+        )
+        result.speculation_report = self.report  # no item, as Whisper takes each of these apart by row
+        return result
 
     def _run(
         self, prompt: Prompt, inputs_tensor: torch.Tensor | None, call: Call
@@ -185,7 +185,8 @@ class SpeculativeDecoding:
             draft.read()
         target.read()
         wanted = self._choose_num_draft_tokens(sequences, target, draft, mode)
-        report = self.report = SpeculationReport(mode, layout, reason, len(input_ids), costs=self.costs)
+        report = SpeculationReport(mode, layout, reason, len(input_ids), costs=self.costs)
+        earlier, self.report = self.report if self.adds_reports else None, report
         rule = self._rule(mode, input_ids, wanted)
         drafter: Drafter
         if isinstance(self.draft_model, CandidateGenerator):
@@ -199,6 +200,8 @@ class SpeculativeDecoding:
         )
         report.finish(time.perf_counter() - started, stopping.columns)
         self.costs.remember(mode, report.alpha, report.judged)
+        if earlier is not None:
+            self.report = earlier + report
         return output, target.past(sequences, stopping.columns) if prompt.keeps_past else None
 
     def _layouts(self, prompt: Prompt) -> tuple[str, str, str]:

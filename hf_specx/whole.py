@@ -1,4 +1,4 @@
-"""For models without a usable cache: every forward reads the whole text again, so that there is nothing to roll back."""
+"""For models without a usable cache: every forward reads the whole text again, so there is nothing to roll back."""
 
 from typing import Any
 
@@ -44,6 +44,7 @@ class WholeDecoder(Decoder):
         inputs.pop("logits_to_keep", None)
         if self.model.config.is_encoder_decoder:
             inputs["input_ids"] = ids  # FSMT hides later tokens only where it sees these; its encodings are given
-        logits = self.model(**inputs, return_dict=True).logits
+        with self.tables.at([0] * len(ids), self.last_column):
+            logits = self.model(**inputs, return_dict=True).logits
         places = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(logits.device)  # [R, keep]
         return logits[torch.arange(len(ids), device=logits.device)[:, None], places]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-import hf_specx.padded
+import hf_specx.hosted
 import hf_specx.ragged
 from hf_specx import SpeculativeDecoding
 from hf_specx.decoders import Decoder
@@ -149,7 +149,9 @@ def test_ragged_rows_move_the_new_tokens_alone(heads: str, decoder_forwards: lis
 @pytest.mark.parametrize("heads", HEADS)
 def test_padded_rows_move_once_and_only_where_they_differ(heads: str, decoder_forwards: list):
     target = tiny("llama", **HEADS[heads])
-    for forward in decoded(target, decoder_forwards, "padded"):
+    decoded(target, decoder_forwards, "padded")
+    assert len({model for model, _ in decoder_forwards}) == 2
+    for _, forward in decoder_forwards:
         rolled = 0 if forward.even else 2 * forward.held
         assert forward.new <= forward.traffic.total <= rolled + forward.new, forward.traffic.operations
         assert forward.even == (forward.traffic.total == forward.new)
@@ -160,7 +162,8 @@ def test_without_the_remedy_every_forward_repeats_the_keys(
     layout: str, decoder_forwards: list, monkeypatch: pytest.MonkeyPatch
 ):
     """The counter sees `repeat_kv`: each key is read and written once for every head of its group of 4."""
-    monkeypatch.setattr(getattr(hf_specx, layout), "grouped_queries", contextlib.nullcontext)
+    for module in (hf_specx.ragged, hf_specx.hosted):
+        monkeypatch.setattr(module, "grouped_queries", contextlib.nullcontext)
     target = tiny("llama", **GROUPED)
     rounds = [forward for forward in decoded(target, decoder_forwards, layout) if forward.fed > 1]
     assert rounds

@@ -14,10 +14,10 @@ import hf_specx
 
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
-    "verify sequences cache lookahead abilities attention past",
+    "verify sequences cache lookahead abilities attention past tables",
     "noise processors stopping report decoders states",
-    "rules prompts ragged padded whole",
-    "packed",
+    "rules prompts ragged hosted whole",
+    "packed padded lockstep",
     "layouts",
     "candidates",
     "checks",

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import near, prompts, tiny
 
-from hf_specx import Costs, SpeculationReport, report
+from hf_specx import Costs, SpeculationReport, SpeculativeDecoding, report
 
 
 COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
@@ -136,3 +137,20 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
     draft = made.timed(_draft)
     assert (draft(1), draft(2)) == (2, 3)
     assert made.seconds == {"draft": 2.5}
+
+
+def test_several_calls_add_up():
+    """As for the windows of a long sound, where later calls may have fewer rows."""
+    target = tiny()
+    draft, reports = near(target, 0.05), []
+    for rows in (3, 2):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        target.generate(**prompts(rows), do_sample=True, max_new_tokens=12, custom_generate=strategy)
+        reports.append(strategy.report)
+    total = reports[0] + reports[1]
+    for name in ("rounds", "drafted", "judged", "accepted", "emitted"):
+        assert getattr(total, name) == sum(getattr(report, name) for report in reports)
+    assert total.rows == 3
+    assert len(total.history[0]) == sum(len(report.history[0]) for report in reports)
+    alphas = [report.alpha * report.judged for report in reports]
+    assert total.alpha == pytest.approx(sum(alphas) / total.judged)

@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from hf_specx import SpeculativeDecoding
 from hf_specx.abilities import INEXACT
 from hf_specx.layouts import layouts_of
-from hf_specx.padded import LockstepDecoder
+from hf_specx.lockstep import LockstepDecoder
 from hf_specx.prompts import prepare
 from hf_specx.sequences import Sequences
 

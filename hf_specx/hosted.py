@@ -1,0 +1,84 @@
+"""What the padded and the lockstep layout share: the model is fed as stock feeds it, under a 2D mask."""
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .attention import grouped_queries
+from .decoders import TOKEN_TYPES, Decoder
+from .sequences import Sequences
+
+
+class HostedDecoder(Decoder):
+    """Fed through the model's own `prepare_inputs_for_generation`.
+
+    Attributes:
+        length: slots that hold something, pads among them.
+    """
+
+    length = 0
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        wanted = [sequences.counts[row] + ahead - count for row in sequences.rows]
+        if ahead < count or wanted != [self.held[row] for row in sequences.rows]:
+            self._rewind(sequences, wanted)
+        return self._fed(sequences, tokens, wanted, keep)
+
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], keep: int) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row."""
+        count = tokens.shape[1]
+        before = torch.tensor(held, device=tokens.device)[:, None]
+        emitted = before + torch.arange(count, device=tokens.device)  # [R, q]
+        given = self._inputs(sequences, tokens, emitted)
+        total = self.length + count
+        real = [self.width - self.padding[row] + n + count for row, n in zip(sequences.rows, held, strict=True)]
+        if any(number < total for number in real):
+            columns = torch.arange(total, device=tokens.device)
+            given[self.mask_name] = (columns >= total - torch.tensor(real, device=tokens.device)[:, None]).long()
+        # the host looks at the last `count` columns only
+        columns = torch.nn.functional.pad(tokens, (self.length, 0))
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
+        )
+        if "logits_to_keep" in self.parameters:
+            inputs["logits_to_keep"] = keep
+        first = [self.width + number for number in held]
+        with self.tables.at(first, self.last_column), grouped_queries():
+            output = self.model(**inputs, return_dict=True)
+        self.length = total
+        return output.logits[:, -keep:]
+
+    def _inputs(self, sequences: Sequences, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
+        given = dict(self.kwargs)
+        positions = self._positions(sequences, emitted)
+        if positions is not None:
+            given[self.position_name] = positions
+        elif self._counts_slots:
+            # stock gives none, so that models count columns; only Whisper's own preparation leaves out pads
+            config = self.model.config
+            pads = config.is_encoder_decoder and config.model_type == "whisper"
+            first = self.width - self.pads[sequences.index, None] * pads
+            given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
+        for name in TOKEN_TYPES:
+            if name in given:
+                last = given[name][:, -1:].expand(-1, tokens.shape[1])
+                given[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+        if "cross_attention_mask" in given:
+            given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, tokens.shape[1], -1, -1)
+        return given
+
+    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
+        """Make the cache hold the first wanted emitted tokens of each decoding row."""
+        raise NotImplementedError
+
+    @cached_property
+    def _counts_slots(self) -> bool:
+        """Whether the model numbers tokens by the slots before them unless it is told their positions."""
+        if self.position_name in self.parameters:
+            return True
+        decoder = self.model.get_decoder()
+        taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
+        return not self.tables.tables and "position_ids" in taken and "kwargs" in self.parameters
