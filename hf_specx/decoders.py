@@ -173,6 +173,9 @@ class Decoder:
     def select(self, places: torch.Tensor) -> None:
         """Keep only the rows at places [R'] in the cache and in the inputs."""
         select_rows(self.cache, places)
+        self._select_inputs(places)
+
+    def _select_inputs(self, places: torch.Tensor) -> None:
         self.kwargs = {name: _select(value, places, self.rows) for name, value in self.kwargs.items()}
         self.rows = len(places)
 

@@ -25,19 +25,21 @@ class HostedDecoder(Decoder):
         wanted = [sequences.counts[row] + ahead - count for row in sequences.rows]
         if ahead < count or wanted != [self.held[row] for row in sequences.rows]:
             self._rewind(sequences, wanted)
-        return self._fed(sequences, tokens, wanted, keep)
+        return self._fed(sequences, tokens, wanted, ahead, keep)
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], keep: int) -> torch.Tensor:
-        """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row."""
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row.
+
+        They end `ahead` behind the ends of the rows, or before them where it is negative.
+        """
         count = tokens.shape[1]
-        before = torch.tensor(held, device=tokens.device)[:, None]
-        emitted = before + torch.arange(count, device=tokens.device)  # [R, q]
-        given = self._inputs(sequences, tokens, emitted)
+        ends = sequences.ends - sequences.width + ahead  # [R], the same as held and count, on the device
+        given = self._inputs(sequences, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
         total = self.length + count
-        real = [self.width - self.padding[row] + n + count for row, n in zip(sequences.rows, held, strict=True)]
-        if any(number < total for number in real):
+        if any(self.width - self.padding[r] + n + count < total for r, n in zip(sequences.rows, held, strict=True)):
+            real = self.width - self.pads[sequences.index] + ends
             columns = torch.arange(total, device=tokens.device)
-            given[self.mask_name] = (columns >= total - torch.tensor(real, device=tokens.device)[:, None]).long()
+            given[self.mask_name] = (columns >= total - real[:, None]).long()
         # the host looks at the last `count` columns only
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]

@@ -25,14 +25,15 @@ class LockstepDecoder(HostedDecoder):
         self.states.crop(held - reached, self.images)
         self.length -= held - reached
         if reached < target:  # the state of an earlier moment: feed again what was accepted since
-            missing = self._known(sequences.last(target - reached, target - sequences.counts[sequences.rows[0]]))
-            self._fed(sequences, missing, [reached] * len(wanted), 1)
+            behind = target - sequences.counts[sequences.rows[0]]
+            missing = self._known(sequences.last(target - reached, behind))
+            self._fed(sequences, missing, [reached] * len(wanted), behind, 1)
         for row in sequences.rows:
             self.held[row] = target
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], keep: int) -> torch.Tensor:
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.states.save(held[0])
-        return super()._fed(sequences, tokens, held, keep)
+        return super()._fed(sequences, tokens, held, ahead, keep)
 
     def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
         if places is not None and len(places):

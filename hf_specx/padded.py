@@ -44,6 +44,6 @@ class PaddedDecoder(HostedDecoder):
             self.text.roll(source)
             self.length = cut
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], keep: int) -> torch.Tensor:
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.text.slots.aim(None, self.length)
-        return super()._fed(sequences, tokens, held, keep)
+        return super()._fed(sequences, tokens, held, ahead, keep)

@@ -4,12 +4,20 @@ from typing import Any
 
 import torch
 
-from .decoders import Decoder
+from .decoders import Decoder, Prompt
 from .sequences import Sequences
 
 
 class WholeDecoder(Decoder):
     """Rows lie in stock's columns, and each row's logits are picked where it ends; its past is never kept."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        if self.cache is not None and self.cache.get_seq_length():
+            raise ValueError(
+                f"past_key_values= cannot be continued by {type(self.model).__name__}, which is exact without a cache "
+                "only; pass the whole text as input_ids."
+            )
 
     def _first(self) -> torch.Tensor:
         self.kwargs |= {"use_cache": False}
@@ -28,6 +36,16 @@ class WholeDecoder(Decoder):
         text = self._known(torch.cat([prompt, sequences.ids[sequences.index[:, None], columns]], -1))
         mask = torch.arange(text.shape[1], device=tokens.device) >= self.pads[sequences.index][:, None]
         return self._picked(text, mask.long(), sequences.index, self.width + emitted, keep)
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        if places is not None and len(places):
+            self.select(places)
+
+    def select(self, places: torch.Tensor) -> None:
+        self._select_inputs(places)
+
+    def past(self, sequences: Sequences, emitted: int) -> None:
+        return None
 
     def _picked(
         self, ids: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, ends: torch.Tensor, keep: int
