@@ -182,9 +182,9 @@ def token_without_unlikely(candidates, q, p, uniforms, exponentials) -> Verdict:
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "residual by the draft's noise": ("token", "generate", "RejectionRule", SharedNoise),
+    "residual by the draft's noise": ("token", "strategy", "RejectionRule", SharedNoise),
     "residual replaced by the target": ("token", "verify", "_draw", lambda _, p, noise: race(p, noise)),
-    "greedy draft, soft q": ("token", "generate", "RejectionRule", GreedyDraft),
+    "greedy draft, soft q": ("token", "strategy", "RejectionRule", GreedyDraft),
     "block up to the first failure": ("block", "rules", "verify_block", block_to_first_failure),
     "unlikely candidates dropped": ("token", "rules", "verify_token", token_without_unlikely),
 }

@@ -9,9 +9,8 @@ def two_rows() -> Sequences:
     return Sequences(torch.tensor([[9, 9, 5], [1, 2, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]]), pad_token_id=9)
 
 
-def test_lengths_leave_pads_out():
+def test_a_row_leaves_pads_out():
     sequences = two_rows()
-    assert sequences.lengths.tolist() == sequences.host_lengths() == [1, 3]
     assert sequences.row(0).tolist() == [5]
     assert sequences.last(2).tolist() == [[9, 5], [2, 3]]
 
@@ -35,6 +34,14 @@ def test_rows_leave_and_the_others_keep_their_numbers():
     assert sequences.counts == [0, 1]
     sequences.truncate(1, 0)
     assert sequences.output(1).tolist() == [[9, 9, 5, 9], [1, 2, 3, 9]]
+
+
+def test_all_rows_can_be_taken_as_decoding_again():
+    sequences = two_rows()
+    sequences.retire([0])
+    sequences.revive()
+    assert sequences.rows == [0, 1]
+    assert sequences.ends.tolist() == [3, 3]
 
 
 def test_room_grows_without_losing_text():
