@@ -34,16 +34,17 @@ GROUPS = {
     """,
     "lockstep": """
         axk2 bailing_hybrid bamba deepseek_v32 dots3_note dots3_note_text falcon_h1 glm_moe_dsa granitemoehybrid hy_v4
-        inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model olmo_hybrid
-        qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text roformer zaya
+        inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model nemo_speechlm
+        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
+        roformer zamba2 zaya
     """,
     "ragged": """
-        cpmant fsmt moshi openai-gpt
+        fsmt moshi openai-gpt
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: the host's own cache, cropped
-WHOLE = ("cpmant", "fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
+WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")
 
@@ -55,9 +56,15 @@ ENCODERS = """
 _STEPS = "its forward of several tokens behind a cache gives other logits than single steps do (transformers 5.23)"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
 # As targets; as drafts they are as good as any, since their candidates are judged by the law that they gave
-INEXACT = dict.fromkeys(["mamba", "falcon_mamba", "jamba", "zamba", "zamba2", "nemotron_h", "nemo_speechlm"], _STEPS)
+INEXACT = dict.fromkeys(["mamba", "falcon_mamba", "jamba", "zamba"], _STEPS) | {
+    "cpmant": "it takes every token with id 0 for a pad, candidates among them",
+    "xlm": "its preparation puts a mask token behind the text, which several tokens cannot share",
+    "minimax_m3_vl_text": "its blocks of keys are aligned with padded columns",
+}
 REFUSED = {
     "rwkv": _OWN_CACHE,
+    "recurrent_gemma": _OWN_CACHE,
+    "deepseek_v4": "it keeps compressed keys besides its cache, which cannot be taken back",
     "xlstm": _OWN_CACHE,
     "xlnet": _OWN_CACHE,
     "reformer": _OWN_CACHE,

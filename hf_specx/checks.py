@@ -128,6 +128,8 @@ def check_pair(
 ) -> None:
     """Whether the draft can run, and its token ids mean what the target's mean."""
     _check_loaded("draft", draft)
+    if draft.training:
+        raise ValueError("the draft is in training mode, where dropout draws random numbers; call draft.eval().")
     if draft.config.is_encoder_decoder and not target.config.is_encoder_decoder:
         raise ValueError(
             f"the draft {type(draft).__name__} is an encoder-decoder, the target {type(target).__name__} is "

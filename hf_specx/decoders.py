@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.generation import utils
 from transformers.modeling_outputs import ModelOutput
 
 from .cache import select_rows
@@ -16,7 +17,8 @@ from .sequences import Sequences
 from .tables import PositionTables
 
 
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # stock feeds these with the prompt
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
 @dataclass
@@ -71,6 +73,9 @@ class Decoder:
             if decodes
             else ("attention_mask", "position_ids", "input_ids")
         )
+        positions = self.kwargs.get(self.position_name)
+        if self.max_positions is not None and positions is not None:  # a draft may have fewer than its prompt
+            self.kwargs[self.position_name] = positions.clamp(max=self.max_positions - 1)
         self.parameters = inspect.signature(self.model.forward).parameters
         hook = getattr(self.model, "_hf_hook", None)
         execution_device = getattr(hook, "execution_device", None)
@@ -94,6 +99,7 @@ class Decoder:
             self.first_position = self.first_position.expand(*self.first_position.shape[:-2], rows, 1)
         for name in (self.position_name, "inputs_embeds", "logits_to_keep"):
             self.kwargs.pop(name, None)
+        self.per_row = {name for name, value in self.kwargs.items() if _has_rows(value, rows)}
         self.after_prompt = logits.to(home)
 
     def _first(self) -> torch.Tensor:
@@ -159,7 +165,7 @@ class Decoder:
     @property
     def last_column(self) -> int:
         """The last column that stock feeds; behind it lie candidates that nobody looks at."""
-        last = self.width + max(0, self.prompt.max_new_tokens - 2)
+        last = self.width + self.prompt.max_new_tokens - 2
         return last if self.max_positions is None else min(last, self.max_positions - 1)
 
     @cached_property
@@ -176,8 +182,16 @@ class Decoder:
         self._select_inputs(places)
 
     def _select_inputs(self, places: torch.Tensor) -> None:
-        self.kwargs = {name: _select(value, places, self.rows) for name, value in self.kwargs.items()}
+        self.kwargs |= {name: _select(self.kwargs[name], places) for name in self.per_row}
         self.rows = len(places)
+
+    def _token_types(self, count: int) -> dict[str, torch.Tensor]:
+        """Types of the next tokens [R, count]: stock repeats the last one, but calls all of them text."""
+        given = {}
+        for name in TOKEN_TYPES & self.kwargs.keys():
+            last = self.kwargs[name][:, -1:].expand(-1, count)
+            given[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+        return given
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
@@ -187,18 +201,25 @@ class Decoder:
         if self.first_position is None:
             return None
         # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
-        emitted = emitted.clamp(max=self.prompt.max_new_tokens - 1)
+        emitted = emitted.clamp(max=self.prompt.max_new_tokens - 2)
         positions = self.first_position.index_select(-2, sequences.index) + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
 
-def _select(value: Any, places: torch.Tensor, rows: int) -> Any:
-    """The entries at places [R'] of an input that has one for each of the rows; any other input as it is."""
-    if isinstance(value, torch.Tensor):
-        return value[places.to(value.device)] if value.ndim and len(value) == rows else value
+def _has_rows(value: Any, rows: int) -> bool:
+    """Whether an input has an entry for each of the rows."""
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: _select(part, places, rows) for name, part in value.items()})
-    return tuple(_select(part, places, rows) for part in value) if isinstance(value, tuple) else value
+        return any(_has_rows(part, rows) for part in value.values())
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
+
+
+def _select(value: Any, places: torch.Tensor) -> Any:
+    """The entries at places [R'] of an input that has one for each row."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _select(part, places) for name, part in value.items()})
+    if isinstance(value, tuple):
+        return tuple(_select(part, places) for part in value)
+    return value[places.to(value.device)] if isinstance(value, torch.Tensor) else value
 
 
 def position_table(model: PreTrainedModel) -> int | None:

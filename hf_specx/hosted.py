@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .attention import grouped_queries
-from .decoders import TOKEN_TYPES, Decoder
+from .decoders import Decoder
 from .sequences import Sequences
 
 
@@ -64,10 +64,7 @@ class HostedDecoder(Decoder):
             pads = config.is_encoder_decoder and config.model_type == "whisper"
             first = self.width - self.pads[sequences.index, None] * pads
             given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
-        for name in TOKEN_TYPES:
-            if name in given:
-                last = given[name][:, -1:].expand(-1, tokens.shape[1])
-                given[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+        given |= self._token_types(tokens.shape[1])
         if "cross_attention_mask" in given:
             given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, tokens.shape[1], -1, -1)
         return given

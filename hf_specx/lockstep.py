@@ -5,7 +5,7 @@ from transformers.cache_utils import Cache
 
 from .hosted import HostedDecoder
 from .sequences import Sequences
-from .states import states_of
+from .states import states_of, unlimited
 
 
 class LockstepDecoder(HostedDecoder):
@@ -16,6 +16,7 @@ class LockstepDecoder(HostedDecoder):
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
         self.length, self.states = width, states_of(self.cache)
+        self.limited = [module for module in self.model.modules() if hasattr(module, "time_step_limit")]
         config = self.model.config.get_text_config(decoder=True)
         self.images = getattr(config, "cross_attention_layers", None) or ()  # layers that hold no text
 
@@ -33,7 +34,8 @@ class LockstepDecoder(HostedDecoder):
 
     def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.states.save(held[0])
-        return super()._fed(sequences, tokens, held, ahead, keep)
+        with unlimited(self.limited):
+            return super()._fed(sequences, tokens, held, ahead, keep)
 
     def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
         if places is not None and len(places):

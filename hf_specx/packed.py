@@ -70,7 +70,7 @@ class PackedDecoder(Decoder):
         ids = self.inputs["input_ids"].to(self.device)
         positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
         rows, self.width = ids.shape
-        real = torch.ones_like(ids) if mask is None else mask.to(self.device)
+        real = torch.ones_like(ids) if mask is None else mask.to(self.device).bool().long()
         column, self.row = real.T.nonzero().unbind(1)
         self.before = (real.cumsum(-1) - 1)[self.row, column]
         self._hold(real.sum(-1).tolist())

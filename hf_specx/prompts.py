@@ -106,6 +106,13 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
         found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
         return input_ids
 
-    plain = GenerationConfig(max_new_tokens=1, num_beams=1, do_sample=False, cache_implementation="dynamic")
-    GenerationMixin.generate(model, **inputs, generation_config=plain, custom_generate=decoding_method)  # type: ignore
+    own = model.generation_config
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    plain = GenerationConfig(max_new_tokens=1, **{name: getattr(own, name, None) for name in names})
+    model.generation_config = GenerationConfig()  # whatever else the draft's own says is not for this call
+    try:
+        host: Any = GenerationMixin
+        host.generate(model, **inputs, use_cache=True, generation_config=plain, custom_generate=decoding_method)
+    finally:
+        model.generation_config = own
     return found[0]

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from .attention import grouped_queries
 from .cache import SlotCache, with_slots
-from .decoders import Decoder, Prompt
+from .decoders import DROPPED, Decoder, Prompt
 from .past import Columns
 from .sequences import Sequences
 
@@ -30,7 +30,9 @@ class RaggedDecoder(Decoder):
         extent = self.width + max(counts) + ahead
         even = len(set(counts)) == 1
         self.cache.slots.aim(None if even else slots, extent - count, extent)
-        given: dict[str, Any] = {"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}
+        given = self._others(count)
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = keep
         positions = self._positions(sequences, emitted)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
@@ -44,6 +46,12 @@ class RaggedDecoder(Decoder):
                 **given,
             )
         return output.logits[:, -keep:]
+
+    def _others(self, count: int) -> dict[str, Any]:
+        """What else the forward is given for each row, as stock gives it to the next tokens."""
+        names = self.per_row & self.parameters.keys() - DROPPED
+        given = {name: value for name, value in self.kwargs.items() if name in names}
+        return given | self._token_types(count)
 
     def columns(self, place: int, row: int) -> Columns:
         return self.cache.row(place, torch.arange(self.width + self.held[row]))

@@ -1,7 +1,8 @@
 """States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
 
+import contextlib
 import copy
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 import torch
 from transformers.cache_utils import (
@@ -26,8 +27,9 @@ class Copies:
         self.snapshots: dict[int, Cache] = {}
 
     def save(self, seen: int) -> None:
-        """Note the cache, that has seen so many emitted tokens, before a forward changes it."""
-        self.snapshots[seen] = copy.deepcopy(self.cache)
+        """Note the cache, that has seen so many emitted tokens, before the first forward of a round changes it."""
+        if not self.snapshots:
+            self.snapshots[seen] = copy.deepcopy(self.cache)
 
     def restore(self, wanted: int, seen: int) -> int:
         """Go back from `seen` to at most `wanted` tokens; returns what the cache has seen then."""
@@ -97,6 +99,19 @@ class States:
 
 def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {number: None if state is None else state.clone() for number, state in states.items()}
+
+
+@contextlib.contextmanager
+def unlimited(modules: list[torch.nn.Module]) -> Iterator[None]:
+    """Let Mamba-2 layers read several tokens as single steps read them: with no limit to the time step (5.23)."""
+    limits = [module.time_step_limit for module in modules]
+    for module in modules:
+        module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for module, limit in zip(modules, limits, strict=True):
+            module.time_step_limit = limit
 
 
 def states_of(cache: Cache) -> States | Copies:

@@ -36,8 +36,12 @@ from .stopping import Stopping
 NOISE_WINDOW = 4  # rounds whose shared noise is held
 FOREIGN_DRAFT_TOKENS = 5  # "auto" for a CandidateGenerator, whose cost is not known
 LOCKSTEP_COST = (
-    "all rows advance by the batch minimum, which costs up to 3.5 times the rounds at batch 16 (1.4 times at 2), as "
-    "nothing better has been shown to be exact here; layout='lockstep' says that this is wanted."
+    "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
+    "has been shown to be exact here; layout='lockstep' says that this is wanted."
+)
+NOT_FILLED = (
+    "past_key_values= was not filled with this text: its rows ended at different steps in lockstep, or the model is "
+    "an encoder-decoder or keeps no cache; pass the whole text without it in the next turn."
 )
 
 
@@ -60,7 +64,8 @@ class SpeculativeDecoding:
             cost table that is measured before the first token of the first call at each batch size.
         verification: "block" (the default for a model), "token", or "coupled" (the default for a
             `CandidateGenerator`), which gives the tokens of stock sampling under the same `torch.manual_seed`.
-        layout: how rows of unequal length share a batch; "auto" or "ragged".
+        layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
+            best one that was shown to be exact for the architecture.
         compile: must be False in this version.
         streamer: gets the prompt and then each run of tokens as it is emitted; for one row.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
@@ -149,9 +154,12 @@ class SpeculativeDecoding:
         finally:
             if self.streamer is not None:
                 self.streamer.end()
-        if user_cache is not None and given and past is not None:
-            user_cache.layers[:] = past.layers
-            past = user_cache
+        if user_cache is not None and given:
+            if past is None:
+                warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
+            else:
+                user_cache.layers[:] = past.layers
+                past = user_cache
         if not generation_config.return_dict_in_generate:
             return output
         decodes = model.config.is_encoder_decoder
@@ -182,12 +190,15 @@ class SpeculativeDecoding:
         if isinstance(self.draft_model, PreTrainedModel):
             own = draft_prompt(self.draft_model, prompt, inputs_tensor)
             draft = make_decoder(draft_layout, own, vocabulary(self.draft_model))
-            draft.read()
         target.read()
+        rule = self._rule(mode, input_ids)  # takes the generator as stock has it here, whatever the draft may draw
+        if draft is not None:
+            draft.read()
         wanted = self._choose_num_draft_tokens(sequences, target, draft, mode)
+        if isinstance(rule, CoupledRule):
+            rule.noise.window = NOISE_WINDOW * (wanted + 1)
         report = SpeculationReport(mode, layout, reason, len(input_ids), costs=self.costs)
         earlier, self.report = self.report if self.adds_reports else None, report
-        rule = self._rule(mode, input_ids, wanted)
         drafter: Drafter
         if isinstance(self.draft_model, CandidateGenerator):
             drafter = ForeignCandidateGenerator(self.draft_model)
@@ -211,10 +222,10 @@ class SpeculativeDecoding:
         if layout != "lockstep" and past is not None and not has_columns(past):
             if self.layout != "auto":
                 raise ValueError(
-                    f"layout={layout!r} needs the keys of all tokens, and past_key_values= has dropped those behind "
-                    "its window; use layout='auto' or leave past_key_values out."
+                    f"layout={layout!r} needs the keys of all tokens, and past_key_values= does not have them (a "
+                    "window drops some); use layout='auto' or leave past_key_values out."
                 )
-            layout, reason = "lockstep", "chosen: past_key_values= has dropped the keys behind its window"
+            layout, reason = "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
         draft_layout = layout
         if isinstance(self.draft_model, PreTrainedModel):
             able = layouts_of(self.draft_model, drafts=True)
@@ -228,11 +239,11 @@ class SpeculativeDecoding:
             self._warned = True
             warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
 
-    def _rule(self, mode: str, input_ids: torch.Tensor, num_draft_tokens: int) -> Rule:
+    def _rule(self, mode: str, input_ids: torch.Tensor) -> Rule:
         if mode == "greedy":
             return GreedyRule()
         if mode == "coupled":
-            return CoupledRule(len(input_ids), input_ids.device, window=NOISE_WINDOW * (num_draft_tokens + 1))
+            return CoupledRule(len(input_ids), input_ids.device, window=0)
         return RejectionRule(mode == "block", input_ids.device)
 
     def _choose_num_draft_tokens(self, sequences: Sequences, target: Decoder, draft: Decoder | None, mode: str) -> int:

@@ -29,8 +29,9 @@ class WholeDecoder(Decoder):
 
     def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         emitted = sequences.ends - sequences.width + ahead  # [R]
+        last = self.prompt.max_new_tokens - 1  # emitted tokens that stock feeds; a table may have no more
         prompt = self.prompt.input_ids[sequences.index]
-        most = max(sequences.counts[row] for row in sequences.rows) + ahead
+        most = min(last, max(sequences.counts[row] for row in sequences.rows) + ahead)
         columns = torch.arange(sequences.width, sequences.width + most, device=tokens.device)
         sequences.reserve(ahead)
         text = self._known(torch.cat([prompt, sequences.ids[sequences.index[:, None], columns]], -1))
@@ -65,4 +66,5 @@ class WholeDecoder(Decoder):
         with self.tables.at([0] * len(ids), self.last_column):
             logits = self.model(**inputs, return_dict=True).logits
         places = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(logits.device)  # [R, keep]
+        places = places.clamp(max=logits.shape[1] - 1)  # behind it lie candidates that nobody looks at
         return logits[torch.arange(len(ids), device=logits.device)[:, None], places]

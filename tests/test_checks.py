@@ -144,7 +144,7 @@ def test_empty_prompts_are_refused():
 
 def seq2seq() -> PreTrainedModel:
     sizes = {"vocab_size": 48, "d_model": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 16}
-    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes))
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes)).eval()
 
 
 PAIRS = {
@@ -178,6 +178,9 @@ def test_targets_that_are_refused():
     inputs, strategy = prompts(2), SpeculativeDecoding(tiny(seed=1))
     with pytest.raises(ValueError, match=r"the target is in training mode.*call target.eval\(\)"):
         tiny().train().generate(**inputs, max_new_tokens=3, custom_generate=strategy)
+    dropout = SpeculativeDecoding(tiny(seed=1).train())
+    with pytest.raises(ValueError, match=r"the draft is in training mode.*call draft.eval\(\)"):
+        tiny().generate(**inputs, max_new_tokens=3, custom_generate=dropout)
     encoder = BertLMHeadModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).eval()
     with pytest.raises(ValueError, match="BertLMHeadModel attends in both directions.*set is_decoder=True"):
         check_target(encoder, 10)

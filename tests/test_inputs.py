@@ -166,3 +166,70 @@ def test_a_model_without_a_cache_reads_everything_again():
     assert output.past_key_values is None
     assert len(forwards.lengths) < 20
     assert "reads the whole text" in speculative.report.layout_reason
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
+def test_token_types_reach_every_forward(layout: str):
+    target, inputs = tiny("gpt2"), prompts(3)
+    types = torch.randint(1, VOCAB_SIZE, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(4))
+    without = target.generate(**inputs, **GREEDY)
+    inputs["token_type_ids"] = types
+    assert not torch.equal(target.generate(**inputs, **GREEDY), without)
+    for settings in (GREEDY, SAMPLED):
+        assert same(target, near(target, 0.05), inputs, settings, layout=layout) < 20
+
+
+@pytest.mark.parametrize("num_draft_tokens", ["auto", 4])
+@pytest.mark.parametrize("new_tokens", [1, 2, 20])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+def test_a_text_that_fills_its_table_of_positions(layout: str, new_tokens: int, num_draft_tokens: int | str):
+    """The last token is never fed, so that it needs no position; candidates behind it must not either."""
+    target = tiny("gpt2", max_position_embeddings=11 + new_tokens - 1)
+    draft = near(target, 0.05)
+    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=new_tokens)
+    speculative = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens, layout=layout)
+    output = target.generate(**prompts(4), do_sample=False, max_new_tokens=new_tokens, custom_generate=speculative)
+    assert torch.equal(output, expected)
+
+
+def test_a_draft_with_fewer_positions_than_the_prompt():
+    assert same(tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=8), prompts(3), GREEDY) <= 20
+
+
+def test_what_the_draft_would_generate_by_does_not_matter():
+    """Its own generation config says nothing about this call, and is left as it was."""
+    target = tiny()
+    draft = near(target, 0.05)
+    hostile = {"num_return_sequences": 3, "use_cache": False, "stop_strings": ["a"], "cache_implementation": "static"}
+    for name, value in hostile.items():
+        setattr(draft.generation_config, name, value)
+    before = draft.generation_config.to_dict()
+    assert same(target, draft, prompts(3), SAMPLED) < 20
+    assert draft.generation_config.to_dict() == before
+
+
+def _draw(*_: object) -> None:
+    torch.rand(3)
+
+
+def test_a_draft_that_draws_random_numbers_is_coupled_all_the_same():
+    target = tiny()
+    draft = near(target, 0.05)
+    draft.register_forward_pre_hook(_draw)
+    assert same(target, draft, prompts(3), SAMPLED) < 20
+
+
+def test_a_cache_that_cannot_be_filled_is_said():
+    """A window cannot be put together from rows that ended at different steps; the user's cache stays empty."""
+    target = tiny("mistral")
+    free = target.generate(**prompts(3), **GREEDY)
+    settings = GREEDY | {"eos_token_id": int(free[0, 14]), "pad_token_id": 0}
+    cache = DynamicCache(config=target.config)
+    with pytest.warns(UserWarning, match="past_key_values= was not filled"):
+        target.generate(
+            **prompts(3),
+            **settings,
+            past_key_values=cache,
+            custom_generate=strategy(tiny("mistral"), layout="lockstep"),
+        )
+    assert cache.get_seq_length() == 0
