@@ -49,7 +49,13 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
     # linear biases are made from a 2D mask, so that Falcon with them takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
-    return [layout for layout in able if masked or layout not in BY_MASK]
+    found = [x for x in able if masked or x not in BY_MASK or model.config.model_type in WHOLE]
+    if not found:
+        raise ValueError(
+            f"model type {config.model_type!r} is exact with a mask by position only, which "
+            f"attn_implementation={config._attn_implementation!r} cannot take; load it with attn_implementation='sdpa'."
+        )
+    return found
 
 
 def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None) -> Decoder:

@@ -108,6 +108,13 @@ def test_flash_attention_has_no_mask_by_position():
         choose_layout(llama, "ragged")
 
 
+def test_a_type_that_needs_a_mask_by_position_says_so():
+    llama = tiny("llama")
+    llama.config.model_type, llama.config._attn_implementation = "moshi", "flash_attention_2"
+    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*attn_implementation='sdpa'"):
+        layouts_of(llama)
+
+
 def test_lockstep_says_once_what_it_costs():
     target, draft = pair("llama")
     target.config.model_type = "never_heard_of"
