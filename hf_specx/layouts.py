@@ -53,7 +53,7 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     if not found:
         raise ValueError(
             f"model type {config.model_type!r} is exact with a mask by position only, which "
-            f"attn_implementation={config._attn_implementation!r} cannot take; load it with attn_implementation='sdpa'."
+            f"attn_implementation={config._attn_implementation!r} cannot take; load it with 'sdpa'."
         )
     return found
 

@@ -111,7 +111,7 @@ def test_flash_attention_has_no_mask_by_position():
 def test_a_type_that_needs_a_mask_by_position_says_so():
     llama = tiny("llama")
     llama.config.model_type, llama.config._attn_implementation = "moshi", "flash_attention_2"
-    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*attn_implementation='sdpa'"):
+    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*load it with 'sdpa'"):
         layouts_of(llama)
 
 
