@@ -68,11 +68,8 @@ class Decoder:
         self.left: dict[int, Columns] = {}
         self.width = 0
         decodes = self.model.config.is_encoder_decoder
-        self.mask_name, self.position_name, self.ids_name = (
-            ("decoder_attention_mask", "decoder_position_ids", "decoder_input_ids")
-            if decodes
-            else ("attention_mask", "position_ids", "input_ids")
-        )
+        side = "decoder_" if decodes else ""
+        self.mask_name, self.position_name = f"{side}attention_mask", f"{side}position_ids"
         positions = self.kwargs.get(self.position_name)
         if self.max_positions is not None and positions is not None:  # a draft may have fewer than its prompt
             self.kwargs[self.position_name] = positions.clamp(max=self.max_positions - 1)
