@@ -98,6 +98,21 @@ def test_where_they_do_not_the_target_is_refused(model_type: str):
     assert layouts_of(model, drafts=True) == ["lockstep"]
 
 
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("model_type", sorted(INEXACT))
+def test_as_a_draft_any_of_them_serves(model_type: str, mode: str):
+    """Whatever law a draft has, its candidates are judged by it."""
+    target, draft = zoo.build("causal", "llama"), zoo.build("causal", model_type)
+    settings = MODES[mode] | {"max_new_tokens": NEW_TOKENS}
+    torch.manual_seed(0)
+    expected = target.generate(**zoo.inputs(target), **settings)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(**zoo.inputs(target), **settings, custom_generate=strategy), expected)
+    assert strategy.report.drafted > 0
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
 @pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next"])
