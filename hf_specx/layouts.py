@@ -8,6 +8,7 @@ from .lockstep import LockstepDecoder
 from .packed import PackedDecoder
 from .padded import PaddedDecoder
 from .ragged import RaggedDecoder
+from .refusals import refusal
 from .whole import WholeDecoder
 
 
@@ -27,6 +28,38 @@ REASONS = {
 }
 
 
+@refusal
+def type_that_is_not_exact(model: PreTrainedModel, drafts: bool) -> str | None:
+    refused = REFUSED if drafts else REFUSED | INEXACT
+    for name in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
+        if name in refused:
+            role = "a draft" if drafts else "a target"
+            return f"model type {name!r} cannot be {role} of speculative decoding: {refused[name]}; choose another."
+    return None
+
+
+@refusal
+def attention_without_layout(model: PreTrainedModel, able: list[str]) -> str | None:
+    if able:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    return (
+        f"model type {config.model_type!r} is exact with a mask by position only, which "
+        f"attn_implementation={config._attn_implementation!r} cannot take; load it with 'sdpa'."
+    )
+
+
+@refusal
+def layout_that_is_not_exact(model: PreTrainedModel, layout: str, able: list[str]) -> str | None:
+    if layout == "auto" or layout in able:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    return (
+        f"layout={layout!r} has not been shown to be exact for model type {config.model_type!r} under "
+        f"attn_implementation={config._attn_implementation!r}; use {', '.join(map(repr, able))} or 'auto'."
+    )
+
+
 def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     """The layouts that have been shown to be exact for a model, best first.
 
@@ -38,23 +71,12 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
         ValueError: where there is none.
     """
     config = model.config.get_text_config(decoder=True)
-    names = (model.config.model_type, config.model_type)
-    refused = REFUSED if drafts else REFUSED | INEXACT
-    for name in names:
-        if name in refused:
-            role = "a draft" if drafts else "a target"
-            raise ValueError(
-                f"model type {name!r} cannot be {role} of speculative decoding: {refused[name]}; choose another."
-            )
+    type_that_is_not_exact(model, drafts)
     able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
     # linear biases are made from a 2D mask, so that Falcon with them takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
     found = [x for x in able if masked or x not in BY_MASK or model.config.model_type in WHOLE]
-    if not found:
-        raise ValueError(
-            f"model type {config.model_type!r} is exact with a mask by position only, which "
-            f"attn_implementation={config._attn_implementation!r} cannot take; load it with 'sdpa'."
-        )
+    attention_without_layout(model, found)
     return found
 
 
@@ -73,11 +95,7 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
     able = layouts_of(model)
     config = model.config.get_text_config(decoder=True)
     name, attention = config.model_type, config._attn_implementation
-    if layout != "auto" and layout not in able:
-        raise ValueError(
-            f"layout={layout!r} has not been shown to be exact for model type {name!r} under "
-            f"attn_implementation={attention!r}; use {', '.join(map(repr, able))} or 'auto'."
-        )
+    layout_that_is_not_exact(model, layout, able)
     chosen = able[0] if layout == "auto" else layout
     asked = "chosen" if layout == "auto" else "asked for"
     reason = REASONS["whole" if model.config.model_type in WHOLE else chosen]
