@@ -14,6 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .threads import in_this_thread, usually
+
 
 IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by the host's function as well
 
@@ -84,14 +86,11 @@ class GroupedAttention:
 
 @contextlib.contextmanager
 def grouped_queries() -> Iterator[None]:
-    """Let `sdpa` fold groups of query heads in the forwards inside; any other function of that name stays."""
-    if ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward:
+    """Let `sdpa` fold groups of query heads in this thread's forwards inside; another function of that name stays."""
+    usual = usually(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    if usual is not sdpa_attention_forward:
         yield
         return
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = GroupedAttention()
-    try:
+    own = ALL_ATTENTION_FUNCTIONS._local_mapping  # comes before what all such registries share
+    with in_this_thread(own, "sdpa", usual, GroupedAttention()):
         yield
-    finally:
-        # another thread may have been here at the same time
-        with contextlib.suppress(KeyError):
-            del ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
 
 from .decoders import Prompt
+from .refusals import refusal
 
 
 NOT_SHARED = {
@@ -19,6 +20,7 @@ NOT_SHARED = {
     "encoder_outputs",
 }
 NOT_SHARED |= {"decoder_attention_mask", "decoder_position_ids", "decoder_input_ids", "input_ids"}
+NOT_SHARED |= {"output_attentions", "output_hidden_states"}
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
@@ -37,16 +39,13 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
         given.pop("inputs_embeds", None)
         embeds = inputs_tensor.is_floating_point() and draft.main_input_name == "input_ids"
         if embeds:
-            _check_embeds(draft, inputs_tensor, inputs_tensor)
+            embeds_for_another_draft(draft, inputs_tensor, inputs_tensor)
         given["inputs_embeds" if embeds else "inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
         given["attention_mask"] = target.kwargs.get("attention_mask")
         if draft.get_encoder() is target.model.get_encoder():
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
-        elif not inputs_tensor.is_floating_point() and (inputs_tensor < 0).all():  # stock's stand-in for no inputs
-            raise ValueError(
-                f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its "
-                "own; pass what the encoder reads as well."
-            )
+        else:
+            encoded_already(draft, inputs_tensor)
         given["decoder_input_ids"] = target.input_ids
         given["decoder_attention_mask"] = target.kwargs.get("decoder_attention_mask")
     else:
@@ -56,7 +55,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
             given["input_ids"] = target.input_ids
             given["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
         else:
-            _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+            embeds_for_another_draft(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
             given["attention_mask"] = mask
         _share_images(given, draft, target)
         if decodes and "encoder_outputs" in names:
@@ -68,13 +67,27 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     return prompt
 
 
-def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
+@refusal
+def encoded_already(draft: PreTrainedModel, inputs_tensor: torch.Tensor) -> str | None:
+    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # negative ids are stock's stand-in for none
+        return None
+    return (
+        f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; pass "
+        "what the encoder reads as well."
+    )
+
+
+@refusal
+def embeds_for_another_draft(
+    draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor
+) -> str | None:
     width = _embedding_width(draft)
-    if readable is None or embeds.shape[-1] != width:
-        raise ValueError(
-            f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which "
-            f"embeds in {width}; pass input_ids= as well, which the draft reads."
-        )
+    if readable is not None and embeds.shape[-1] == width:
+        return None
+    return (
+        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which embeds "
+        f"in {width}; pass input_ids= as well, which the draft reads."
+    )
 
 
 def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:
@@ -95,12 +108,19 @@ def _embedding_width(model: PreTrainedModel) -> int | None:
     return None if weight is None else weight.shape[-1]
 
 
+def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules under attributes of its own; `copy.copy` fails for what FSDP2 has made of a class."""
+    alike = object.__new__(type(model))
+    vars(alike).update(vars(model))
+    return alike
+
+
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
     """Run the preparations of the host's `generate` for a model, up to where decoding would begin."""
     found = []
 
     def decoding_method(
-        model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
+        _: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
     ) -> torch.Tensor:
         del kwargs["logits_processor"], kwargs["stopping_criteria"]
         found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
@@ -108,11 +128,9 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
 
     own = model.generation_config
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-    plain = GenerationConfig(max_new_tokens=1, **{name: getattr(own, name, None) for name in names})
-    model.generation_config = GenerationConfig()  # whatever else the draft's own says is not for this call
-    try:
-        host: Any = GenerationMixin
-        host.generate(model, **inputs, use_cache=True, generation_config=plain, custom_generate=decoding_method)
-    finally:
-        model.generation_config = own
+    plain = GenerationConfig(max_new_tokens=1, use_cache=True, **{name: getattr(own, name, None) for name in names})
+    alike = shallow_copy(model)  # the draft's own settings are not for this call; another thread may read them now
+    alike.generation_config = GenerationConfig()
+    host: Any = GenerationMixin
+    host.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
     return found[0]

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 from collections.abc import Container, Iterator
+from types import MethodType
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -14,9 +16,11 @@ from transformers.cache_utils import (
 )
 
 from .cache import self_attention
+from .threads import in_this_thread, usually
 
 
 KEPT = ("conv_states", "recurrent_states")
+NO_LIMIT = (0.0, float("inf"))
 
 
 class Copies:
@@ -87,7 +91,7 @@ class States:
     def crop(self, tokens: int, fixed: Container[int] = ()) -> None:
         """Take the last tokens off all layers but those with snapshots, and those that are `fixed` by their number."""
         for number, layer in enumerate(self.cache.layers):
-            if number in fixed:
+            if number in fixed or not getattr(layer, "is_initialized", True):  # as one that shares the keys of another
                 continue
             if layer not in self.layers:
                 layer.crop(-tokens)  # type: ignore[union-attr]
@@ -103,15 +107,22 @@ def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 @contextlib.contextmanager
 def unlimited(modules: list[torch.nn.Module]) -> Iterator[None]:
-    """Let Mamba-2 layers read several tokens as single steps read them: with no limit to the time step (5.23)."""
-    limits = [module.time_step_limit for module in modules]
-    for module in modules:
-        module.time_step_limit = (0.0, float("inf"))  # type: ignore[assignment]
-    try:
+    """Let Mamba-2 layers read several tokens as single steps read them, in this thread: with no limit to the time step
+    (5.23)."""
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            usual = usually(module.time_step_limit)
+            stack.enter_context(in_this_thread(vars(module), "time_step_limit", usual, NO_LIMIT))
         yield
-    finally:
-        for module, limit in zip(modules, limits, strict=True):
-            module.time_step_limit = limit
+
+
+def _update(
+    layer: DynamicSlidingWindowLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its own `update`, no more than it announced to the mask: 5.17 gives all that was recorded."""
+    columns, _ = layer.get_mask_sizes(key_states.shape[-2])
+    keys, values = type(layer).update(layer, key_states, value_states, *args, **kwargs)
+    return keys[:, :, -columns:], values[:, :, -columns:]
 
 
 def states_of(cache: Cache) -> States | Copies:
@@ -123,4 +134,6 @@ def states_of(cache: Cache) -> States | Copies:
     for layer in text.layers:
         if layer not in states.layers and hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.update = MethodType(_update, layer)  # type: ignore[method-assign]
     return states

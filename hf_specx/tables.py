@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .threads import in_this_thread, usually
+
 
 class PositionTables:
     """The tables of one model; empty where it takes positions as an argument.
@@ -26,17 +28,13 @@ class PositionTables:
 
     @contextlib.contextmanager
     def at(self, first: list[int], last: int) -> Iterator[None]:
-        """For the forwards inside: rows whose first tokens lie in columns `first`, and the last column of any."""
-        found = {table: vars(table).get("forward") for table in self.tables}  # accelerate puts one there
-        for table in found:
-            table.forward = partial(by_column, table.forward, first, last)
-        try:
+        """For this thread's forwards inside: where the first tokens of the rows lie, and the last column of any."""
+        with contextlib.ExitStack() as stack:
+            for table in self.tables:
+                usual = usually(table.forward)  # accelerate puts another one into `vars`
+                mine = partial(by_column, usual, first, last)
+                stack.enter_context(in_this_thread(vars(table), "forward", usual, mine))
             yield
-        finally:
-            for table, forward in found.items():
-                del table.forward
-                if forward is not None:
-                    table.forward = forward
 
 
 def by_column(

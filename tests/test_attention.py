@@ -1,6 +1,7 @@
 """Folding query heads that share keys into the query length gives what the host's `sdpa` function gives."""
 
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -125,16 +126,22 @@ def test_what_the_host_refuses_stays_refused():
         GroupedAttention()(module, query, key, value, ragged_mask(5), softcap=30.0)
 
 
+def function_here():
+    """What this thread's forwards call."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"].mine[threading.get_ident()]
+
+
 def test_the_host_has_its_function_back():
     before = dict(ALL_ATTENTION_FUNCTIONS)
     with grouped_queries():
-        assert isinstance(ALL_ATTENTION_FUNCTIONS["sdpa"], GroupedAttention)
-        outer = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        outer = function_here()
+        assert isinstance(outer, GroupedAttention)
         with grouped_queries():
-            assert ALL_ATTENTION_FUNCTIONS["sdpa"] is outer
-        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is outer
+            assert isinstance(function_here(), GroupedAttention)
+        assert function_here() is outer
         assert AttentionInterface()["sdpa"] is sdpa_attention_forward  # what other modules own is not touched
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
     with pytest.raises(KeyError, match="inside"), grouped_queries():
         raise KeyError("inside")
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
@@ -183,7 +190,7 @@ def test_a_round_that_fails_leaves_the_model_as_it_was(layout: str):
 
     def fail(module, args, output):
         if output.shape[1] == 5:
-            seen.append(ALL_ATTENTION_FUNCTIONS["sdpa"])
+            seen.append(function_here())
             raise RuntimeError("in the middle of a round")
 
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, layout=layout)
