@@ -1,6 +1,8 @@
-"""The noise of stock sampling, reproduced: what `torch.multinomial` would draw, at any position, in any order."""
+"""Where randomness comes from: the noise of stock sampling, reproduced at any position, and streams of our own."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from itertools import islice
 
 import torch
 
@@ -57,3 +59,68 @@ class StockNoise:
 
     def finish(self, columns: int) -> None:
         default_generator(self.device).set_state(self.states[columns])
+
+
+class SeededNoise:
+    """The Exp(1) vectors that stock would draw for each row alone, under `torch.manual_seed` of the row's seed.
+
+    Each row has a generator of its own, read in the order of its positions; the default one is not read or moved. A
+    row's noise is kept from its end on, since no position before that is asked for again.
+    """
+
+    def __init__(self, seeds: list[int], device: torch.device):
+        self.generators = _seeded(seeds, device)
+        self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # [1, V] each
+        self.first = [0] * len(seeds)  # the position of a row's first held vector
+
+    def at(self, sequences: Sequences, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+        """As `StockNoise.at`."""
+        end = ahead + probs.shape[1]
+        noise = [
+            torch.cat(list(islice(self._from_end(sequences, row, end, probs), ahead, end))) for row in sequences.rows
+        ]
+        return torch.stack(noise)
+
+    def _from_end(self, sequences: Sequences, row: int, number: int, like: torch.Tensor) -> deque[torch.Tensor]:
+        """The noise of at least `number` positions from a row's end."""
+        held = self.held[row]
+        count = max(self.first[row], sequences.counts[row])  # a text that was cut back is finished: any noise will do
+        for _ in range(self.first[row] + len(held), count + number):
+            held.append(like.new_empty(1, like.shape[-1]).exponential_(generator=self.generators[row]))
+        for _ in range(self.first[row], count):
+            held.popleft()
+        self.first[row] = count
+        return held
+
+    def finish(self, columns: int) -> None:
+        pass
+
+
+class NoiseStream:
+    """Noise that nothing else draws from, by one generator for all rows, or by one for each.
+
+    In the latter case what a row gets depends on how often the row was served, and on nothing else.
+    """
+
+    def __init__(self, generators: list[torch.Generator]):
+        self.generators = generators
+
+    def fill(self, sequences: Sequences, noise: torch.Tensor, draw: Callable[..., object]) -> torch.Tensor:
+        """Fill noise [R, ...] of the decoding rows by an in-place method such as `torch.Tensor.exponential_`."""
+        if len(self.generators) == 1:
+            draw(noise, generator=self.generators[0])
+        else:
+            for part, row in zip(noise, sequences.rows, strict=True):
+                draw(part, generator=self.generators[row])
+        return noise
+
+
+def independent_streams(number: int, device: torch.device, seeds: list[int] | None = None) -> list[NoiseStream]:
+    """Streams whose own seeds are drawn from the default generator, or for each row from one with the row's seed."""
+    sources = [None] if seeds is None else _seeded(seeds, device)
+    drawn = [torch.randint(2**62, (number,), generator=source, device=device).tolist() for source in sources]
+    return [NoiseStream(_seeded(column, device)) for column in zip(*drawn, strict=True)]
+
+
+def _seeded(seeds: Iterable[int], device: torch.device) -> list[torch.Generator]:
+    return [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]

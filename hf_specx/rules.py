@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .noise import StockNoise
+from .noise import NoiseStream, SeededNoise, StockNoise, independent_streams
 from .sequences import Sequences
 from .verify import Verdict, race, verify_block, verify_match, verify_token
 
@@ -73,26 +73,34 @@ class GreedyRule:
 class RejectionRule:
     """Token or block verification: drafts, acceptance and residual each have a stream of their own.
 
-    The three seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
+    Their seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
+
+    Args:
+        block: whether by block rather than by token.
+        device: of `input_ids`.
+        seeds: one a row of the batch, which then has streams of its own; the default generator is not read. A row's
+            tokens depend on nothing of its mates' as long as K is the same each round and rows advance alone.
     """
 
-    def __init__(self, block: bool, device: torch.device):
+    def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
         self.verify = verify_block if block else verify_token
-        seeds = torch.randint(2**62, (3,), device=device).tolist()
-        self.drafts, self.uniforms, self.residuals = (torch.Generator(device).manual_seed(s) for s in seeds)
+        self.drafts, self.uniforms, self.residuals = independent_streams(3, device, seeds)
 
     def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
         probs, _ = law(scores)
-        return race(probs, torch.empty_like(probs).exponential_(generator=self.drafts)), probs
+        return race(probs, self._exponentials(self.drafts, sequences, probs)), probs
 
     def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = law(scores)
         draft_probs = probs[:, :0] if draft.probs is None else draft.probs
         uniforms = torch.empty(draft.tokens.shape, dtype=torch.float64, device=probs.device)
-        uniforms.uniform_(generator=self.uniforms)
-        exponentials = torch.empty_like(probs[:, 0]).exponential_(generator=self.residuals)
+        self.uniforms.fill(sequences, uniforms, torch.Tensor.uniform_)
+        exponentials = self._exponentials(self.residuals, sequences, probs[:, 0])
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, exponentials)
         return Judgement(verdict, overlaps(probs, draft), _reached(undefined, verdict))
+
+    def _exponentials(self, stream: NoiseStream, sequences: Sequences, like: torch.Tensor) -> torch.Tensor:
+        return stream.fill(sequences, torch.empty_like(like), torch.Tensor.exponential_)
 
     def finish(self, columns: int) -> None:
         pass
@@ -105,10 +113,11 @@ class CoupledRule:
         rows: B, the whole batch; stock draws for finished rows too.
         device: of `input_ids`, whose default generator stock draws from.
         window: positions whose noise is held; others are drawn again from their saved generator state.
+        seeds: one a row of the batch, which then gets what stock would draw for it alone under that seed.
     """
 
-    def __init__(self, rows: int, device: torch.device, window: int):
-        self.noise = StockNoise(rows, device, window)
+    def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
+        self.noise = StockNoise(rows, device, window) if seeds is None else SeededNoise(seeds, device)
 
     def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
         probs, _ = law(scores)

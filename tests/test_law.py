@@ -54,7 +54,9 @@ def models(draft_vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedModel, PreTrai
     return target, tiny("llama", seed=12, vocab_size=draft_vocab_size, **sizes)
 
 
-def draw(verification: str, batches: int, rows: int, draft_vocab_size: int = VOCAB_SIZE, **settings) -> torch.Tensor:
+def draw(
+    verification: str | None, batches: int, rows: int, draft_vocab_size: int = VOCAB_SIZE, **settings
+) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
     target, draft = models(draft_vocab_size)
     both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
@@ -131,7 +133,7 @@ class SharedNoise(RejectionRule):
     """The race for the recovered token is run with the noise that its rejected candidate won with."""
 
     def choose(self, sequences, scores, ahead):
-        state = self.drafts.get_state()
+        state = self.drafts.generators[0].get_state()
         token, probs = super().choose(sequences, scores, ahead)
         again = torch.Generator().set_state(state)
         self.raced = [*(self.raced if ahead else []), torch.empty_like(probs).exponential_(generator=again)]
@@ -182,9 +184,9 @@ def token_without_unlikely(candidates, q, p, uniforms, exponentials) -> Verdict:
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {
-    "residual by the draft's noise": ("token", "strategy", "RejectionRule", SharedNoise),
+    "residual by the draft's noise": ("token", "prefill", "RejectionRule", SharedNoise),
     "residual replaced by the target": ("token", "verify", "_draw", lambda _, p, noise: race(p, noise)),
-    "greedy draft, soft q": ("token", "strategy", "RejectionRule", GreedyDraft),
+    "greedy draft, soft q": ("token", "prefill", "RejectionRule", GreedyDraft),
     "block up to the first failure": ("block", "rules", "verify_block", block_to_first_failure),
     "unlikely candidates dropped": ("token", "rules", "verify_token", token_without_unlikely),
 }

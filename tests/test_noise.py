@@ -50,7 +50,7 @@ def test_rows_that_drifted_apart_get_their_own_positions():
 def test_the_three_streams_differ():
     torch.manual_seed(0)
     rule = RejectionRule(True, torch.device("cpu"))
-    seeds = {g.initial_seed() for g in (rule.drafts, rule.uniforms, rule.residuals)}
+    seeds = {g.initial_seed() for g in (s.generators[0] for s in (rule.drafts, rule.uniforms, rule.residuals))}
     assert len(seeds) == 3
 
 
