@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .decoders import Decoder, vocabulary
+from .drafting import Confidence
 from .layouts import layouts_of, make_decoder
 from .processors import Processors
 from .prompts import prepare
@@ -44,26 +45,29 @@ class SampledCandidateGenerator(CandidateGenerator):
         self.decoder = decoder
         self.sequences: Sequences | None = None
 
-    def propose(self, sequences: Sequences, num_draft_tokens: int) -> Draft:
-        """Draft for every decoding row, writing the candidates behind the rows' ends."""
-        tokens, laws = [], []
+    def propose(self, sequences: Sequences, num_draft_tokens: int, threshold: float = 0.0) -> Draft:
+        """Draft for every decoding row, writing the candidates behind the rows' ends.
+
+        Args:
+            sequences: the text so far.
+            num_draft_tokens: K, at most.
+            threshold: of the draft's confidence; see `Drafting`.
+        """
+        assert self.decoder is not None
+        tokens, laws, confidence = [], [], Confidence(threshold)
         for ahead in range(num_draft_tokens):
-            logits = self._sized(self._logits(sequences, ahead))
+            logits = self._sized(self.decoder.step(sequences, ahead))
             scores = self.processors(sequences, logits, ahead)[:, 0]
             token, law = self.rule.choose(sequences, scores, ahead)
+            token = sequences.padded(token)
             sequences.put(token[:, None], ahead)
             tokens.append(token)
             laws.append(law)
+            live = slice(None) if sequences.over is None else ~sequences.over
+            if confidence.is_lost(scores[live], token[live]):
+                break
         known = [law for law in laws if law is not None]
         return Draft(torch.stack(tokens, 1), torch.stack(known, 1) if known else None)
-
-    def _logits(self, sequences: Sequences, ahead: int) -> torch.Tensor:
-        assert self.decoder is not None
-        if ahead:
-            return self.decoder(sequences, 1, ahead, keep=1)
-        if not any(sequences.counts):
-            return self.decoder.after_prompt
-        return self.decoder(sequences, self.decoder.missing(sequences), 0, keep=1)
 
     def _sized(self, logits: torch.Tensor) -> torch.Tensor:
         surplus = self.vocab_size - logits.shape[-1]
@@ -71,6 +75,7 @@ class SampledCandidateGenerator(CandidateGenerator):
 
     def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
         """Keep only those of the decoding rows that are at places [R']; all of them where None."""
+        self.processors.leave(rows, places)
         if self.decoder is not None:
             self.decoder.leave(rows, places)
 
@@ -115,7 +120,7 @@ class ForeignCandidateGenerator(CandidateGenerator):
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
 
-    def propose(self, sequences: Sequences, num_draft_tokens: int) -> Draft:
+    def propose(self, sequences: Sequences, num_draft_tokens: int, threshold: float = 0.0) -> Draft:
         """As in `SampledCandidateGenerator`; K is the longest proposal, at most `num_draft_tokens`."""
         found = []
         for row in sequences.rows:
@@ -123,6 +128,8 @@ class ForeignCandidateGenerator(CandidateGenerator):
             candidates, _ = self.generator.get_candidates(prefix)  # type: ignore[arg-type]
             found.append(candidates[0, prefix.shape[1] :][:num_draft_tokens])
         tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(sequences.ids)
+        if sequences.over is not None:
+            tokens = tokens.masked_fill(sequences.over[:, None], sequences.pad_token_id)
         sequences.put(tokens)
         return Draft(tokens, None)
 

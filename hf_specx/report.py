@@ -47,11 +47,13 @@ class RoundRecord(NamedTuple):
         drafted: candidates, K.
         accepted: candidates that the verifier kept, before any cut at a stop.
         emitted: tokens that entered the text, after such a cut.
+        judged: candidates whose predecessors were all kept, as far as the round went.
     """
 
     drafted: int
     accepted: int
     emitted: int
+    judged: int = 0
 
 
 @dataclass
@@ -65,6 +67,7 @@ class SpeculationReport:
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
         costs: the strategy's cost table, if it has a row for this batch.
+        accepted_all: whether the last round kept every candidate of every row.
     """
 
     verification: str
@@ -77,13 +80,13 @@ class SpeculationReport:
     costs: Costs | None = None
     rounds: int = 0
     num_draft_tokens: int = 0
+    accepted_all: bool = False
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
 
-    def timed(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """The function, its time added to `seconds` under its name."""
-        phase = function.__name__.strip("_")
+    def timed(self, phase: str, function: Callable[..., Result]) -> Callable[..., Result]:
+        """The function, its time added to `seconds` under the name of the phase."""
         self.seconds[phase] = 0.0
 
         def call(*args: Any) -> Result:
@@ -95,14 +98,22 @@ class SpeculationReport:
         return call
 
     def observe(
-        self, rows: list[int], drafted: int, accepted: list[int], emitted: list[int], overlap: torch.Tensor
+        self,
+        rows: list[int],
+        drafted: int,
+        accepted: list[int],
+        emitted: list[int],
+        overlap: torch.Tensor,
+        judged: list[int] | None = None,
     ) -> None:
-        """Note a round of `rows`."""
+        """Note a round of `rows`; unless `judged` says so, each judged one more than it accepted, if there was one."""
+        judged = [min(a + 1, drafted) for a in accepted] if judged is None else judged
         self.overlap = self.overlap + overlap
         self.rounds += drafted > 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
-        for row, a, e in zip(rows, accepted, emitted, strict=True):
-            self.history[row].append(RoundRecord(drafted, a, e))
+        self.accepted_all = all(a == drafted for a in accepted)
+        for row, a, e, j in zip(rows, accepted, emitted, judged, strict=True):
+            self.history[row].append(RoundRecord(drafted, a, e, j))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Close the counters after `seconds` in all.
@@ -149,7 +160,7 @@ class SpeculationReport:
     @property
     def judged(self) -> int:
         """Candidates whose predecessors were all kept."""
-        return sum(min(r.accepted + 1, r.drafted) for r in self._judged_rounds)
+        return sum(r.judged for r in self._judged_rounds)
 
     @property
     def drafted_per_row(self) -> list[int]:
@@ -169,9 +180,7 @@ class SpeculationReport:
     @property
     def judged_per_position(self) -> list[int]:
         """Candidates at each position whose predecessors were all kept."""
-        return [
-            sum(min(r.accepted + 1, r.drafted) > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)
-        ]
+        return [sum(r.judged > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
 
     @property
     def emitted(self) -> int:

@@ -17,6 +17,8 @@ class Sequences:
         starts: [B] int64, the first column of each row that holds a token.
         counts: tokens emitted so far, per row.
         rows: the rows that still decode.
+        over: [R] bool, rows that have ended but stay in the batch and are fed pads, as stock does; None if there are
+            none.
     """
 
     def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int):
@@ -35,6 +37,7 @@ class Sequences:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
+        self.over: torch.Tensor | None = None
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
@@ -56,6 +59,15 @@ class Sequences:
         self.reserve(ahead + tokens.shape[1])
         columns = self.ends[:, None] + ahead + torch.arange(tokens.shape[1], device=tokens.device)
         self.ids[self.index[:, None], columns] = tokens
+
+    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The next tokens [R] of the rows, with pads for those that are over."""
+        return tokens if self.over is None else tokens.masked_fill(self.over, self.pad_token_id)
+
+    def prefix(self, emitted: int) -> torch.Tensor:
+        """Prompts and the first `emitted` columns behind them, as stock would show them: [B, L + emitted]."""
+        self.reserve(emitted - max(self.counts))
+        return self.ids[:, : self.width + emitted]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
         """The last `count` tokens of each decoding row, of which `ahead` are not emitted yet: [R, count]."""
@@ -102,5 +114,4 @@ class Sequences:
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded behind each row's end: [B, L + columns]."""
-        self.reserve(columns - max(self.counts))
-        return self.ids[:, : self.width + columns].clone()
+        return self.prefix(columns).clone()

@@ -17,37 +17,35 @@ class Stopping:
     on writing into a stopped row until all rows are stopped, and so does this.
 
     Attributes:
+        stateful: names of criteria that count calls or mix rows, or may; they must be called as stock calls them.
         pads_finished_rows: whether there is an end-of-sequence criterion.
+        stopped_at: row -> emitted tokens at its first stop.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int, max_length: int):
         """
         Args:
-            criteria: as `generate` prepared them.
+            criteria: as `generate` prepared them; one of the user's whose result for each row depends on nothing but
+                the row's prefix may set `stateless = True`.
             width: columns of the prompt.
-            max_length: columns of the whole output.
-
-        Raises:
-            ValueError: for a criterion that mixes rows or counts calls, or may.
+            max_length: columns of the whole output, unless a criterion says so.
         """
-        self.criteria, ends = [], []
+        self.all, self.criteria, self.stateful, ends = criteria, [], [], []
+        lengths = [c.max_length for c in criteria if type(c) is host.MaxLengthCriteria]  # the user's replaces stock's
         for criterion in criteria:
             if type(criterion) is host.EosTokenCriteria:
                 ends.append(criterion.eos_token_id)
-            elif type(criterion) is host.MaxLengthCriteria:  # stock looks at it after a token, so one there always is
-                max_length = min(max_length, max(criterion.max_length, width + 1))
+            elif type(criterion) is host.MaxLengthCriteria:
+                continue
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
-                raise ValueError(
-                    f"{type(criterion).__name__} may count calls or mix rows, so it cannot be evaluated inside a "
-                    "round. If each row's result depends on nothing but its prefix, set `stateless = True` on it; "
-                    "else call generate without speculative decoding."
-                )
+                self.stateful.append(type(criterion).__name__)
         self.eos_token_id = torch.cat([e.flatten() for e in ends]) if ends else None
         self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        self.max_new_tokens = max_length - width
-        self.stopped_at: dict[int, int] = {}  # row -> emitted tokens at its first stop
+        # stock looks at the length after a token, so one there always is
+        self.max_new_tokens = max(min(lengths, default=max_length), width + 1) - width
+        self.stopped_at: dict[int, int] = {}
 
     def cut(
         self, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor
@@ -86,13 +84,38 @@ class Stopping:
             sequences.truncate(row, ends[row])
         return leaving
 
+    def update_in_order(self, sequences: Sequences, scores: tuple[torch.Tensor, ...] | None) -> bool:
+        """Call every criterion once, as stock does after each column; returns whether all rows have stopped.
+
+        Args:
+            sequences: all B rows, with equally many tokens.
+            scores: [B, V] of each column so far, where they are kept.
+        """
+        emitted = sequences.counts[0]
+        stops = self.all(sequences.prefix(emitted), scores).tolist()
+        for row, stop in enumerate(stops):
+            if stop:
+                self.stopped_at.setdefault(row, emitted)
+        if self.pads_finished_rows and self.stopped_at:
+            over = [row in self.stopped_at for row in sequences.rows]
+            sequences.over = torch.tensor(over, device=sequences.ids.device)
+        return len(self.stopped_at) == len(stops)
+
+    def settled(self, sequences: Sequences) -> list[int]:
+        """How many tokens of each row are in the text for sure; without an end token a row may run ahead of it."""
+        if self.pads_finished_rows:
+            return [self.stopped_at.get(row, count) for row, count in enumerate(sequences.counts)]
+        going = [count + 1 for row, count in enumerate(sequences.counts) if row not in self.stopped_at]
+        columns = max([*going, *self.stopped_at.values()])
+        return [min(count, columns) for count in sequences.counts]
+
     def _update_prefix_criteria(self, sequences: Sequences, new: list[int]) -> None:
         """Call each criterion with the whole batch at every length that some row has just passed."""
         passed = {}
         for row, number in zip(sequences.rows, new, strict=True):
             passed[row] = range(sequences.counts[row] - number + 1, sequences.counts[row] + 1)
         for emitted in sorted({n for lengths in passed.values() for n in lengths}):
-            prefix = sequences.ids[:, : sequences.width + emitted]
+            prefix = sequences.prefix(emitted)
             stops = torch.stack([c(prefix, None) for c in self.criteria]).any(0).tolist()
             for row, lengths in passed.items():
                 if emitted in lengths and stops[row]:

@@ -6,77 +6,91 @@ import time
 import warnings
 import weakref
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
-from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
-from .cache import has_columns
-from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
-from .checks import check_call, check_options, check_pair, check_target, check_withheld
+from .checks import (
+    check_calibration,
+    check_call,
+    check_guidance,
+    check_inputs,
+    check_options,
+    check_outputs,
+    check_pair,
+    check_target,
+    check_withheld,
+)
 from .decode import decode
-from .decoders import Decoder, Prompt, vocabulary
-from .layouts import choose_layout, layouts_of, make_decoder
+from .decoders import Decoder, Prompt
+from .drafting import Schedule, choose_drafting
+from .layouts import make_decoder
 from .lookahead import MAX_DRAFT_TOKENS, Costs
-from .processors import Processors
+from .noise import StockNoise
+from .peers import Peers, synced_by_default
+from .plan import Plan, check_plan, make_plan
+from .prefill import draft_decoder, make_sequences, prefill, stateful_processors
 from .prompts import draft_prompt, prepare
 from .report import SpeculationReport
-from .rules import CoupledRule, GreedyRule, RejectionRule, Rule
+from .rules import CoupledRule
 from .sequences import Sequences
+from .settle import Run
 from .stopping import Stopping
+from .streaming import Stream
 
 
 NOISE_WINDOW = 4  # rounds whose shared noise is held
-FOREIGN_DRAFT_TOKENS = 5  # "auto" for a CandidateGenerator, whose cost is not known
+FIXED_DRAFT_TOKENS = 5  # "auto" where costs are not known, or must not count
 LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
     "has been shown to be exact here; layout='lockstep' says that this is wanted."
 )
 NOT_FILLED = (
-    "past_key_values= was not filled with this text: its rows ended at different steps in lockstep, or the model is "
-    "an encoder-decoder or keeps no cache; pass the whole text without it in the next turn."
+    "past_key_values= was not filled with this text: its rows ended at different steps, and its states or windows "
+    "cannot be put together from them, or the model keeps no cache, or it is spread over ranks; pass the whole text "
+    "without it in the next turn."
 )
-
-
-class Call(NamedTuple):
-    """What one call of `generate` asks of the text."""
-
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
 
 
 class SpeculativeDecoding:
     """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
 
     With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
-    remembers costs and acceptance from one to the next.
+    remembers costs and acceptance from one to the next. `generate` takes one more argument: `seeds`, a list with one
+    int for each row (after `num_return_sequences`), makes each row independent of its batch mates; under "coupled" it
+    is the text of stock for this row alone under `torch.manual_seed` of its seed.
 
     Args:
         draft_model: a model with the target's vocabulary, or a `CandidateGenerator` that goes by the text alone.
         num_draft_tokens: candidates a round; "auto" takes the number with the best `forward_limited_speedup`, by a
-            cost table that is measured before the first token of the first call at each batch size.
-        verification: "block" (the default for a model), "token", or "coupled" (the default for a
-            `CandidateGenerator`), which gives the tokens of stock sampling under the same `torch.manual_seed`.
+            cost table that is measured before the first token of the first call at each batch size. An int counts
+            more than `num_assistant_tokens` of the call or of the draft's own file, "auto" less.
+        verification: "block", "token", or "coupled", which gives the tokens of stock sampling under the same
+            `torch.manual_seed`. None is "block", but "token" where a processor or criterion keeps state, and "coupled"
+            for a `CandidateGenerator`.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: must be False in this version.
-        streamer: gets the prompt and then each run of tokens as it is emitted; for one row.
+        streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
+        stream_by: "token", one at a time as in stock, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
             and may differ in padding; otherwise they must be equally large.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers.
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
-        adds_reports: whether `report` is the sum over all calls; `hf_specx.generate` wants that of Whisper's windows.
         costs: what "auto" goes by: times of bare forwards, and acceptance in the calls so far. Started anew when the
             strategy is used with another target.
+        schedule: how many candidates the next round drafts; "heuristic" goes on from call to call.
+        adds_reports, given_drafting, synced_gpus: set by `hf_specx.generate` for the length of a call: whether reports
+            add up, since Whisper decodes in windows, and arguments that transformers does not pass on as they were.
 
     Raises:
         ValueError: for an option that is unknown, unsupported or contradicts another.
@@ -95,6 +109,7 @@ class SpeculativeDecoding:
         layout: str = "auto",
         compile: bool = False,
         streamer: BaseStreamer | None = None,
+        stream_by: str = "token",
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
         costs: Costs | None = None,
@@ -106,17 +121,21 @@ class SpeculativeDecoding:
             "layout": layout,
             "compile": compile,
             "streamer": streamer,
+            "stream_by": stream_by,
             "tokenizer": tokenizer,
             "draft_tokenizer": draft_tokenizer,
             "costs": costs,
         }
         check_options(options, unknown, draft_model)
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.verification = verification or ("block" if isinstance(draft_model, PreTrainedModel) else "coupled")
-        self.streamer, self.tokenizer, self.draft_tokenizer = streamer, tokenizer, draft_tokenizer
+        self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
+        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
+        self.schedule = Schedule()
         self.report: SpeculationReport | None = None
         self.adds_reports = False
+        self.given_drafting: dict[str, Any] | None = None
+        self.synced_gpus: bool | None = None
         self._warned = False
         self._served: weakref.ref[PreTrainedModel] | None = None
 
@@ -129,134 +148,114 @@ class SpeculativeDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: torch.Tensor | None = None,
+        seeds: list[int] | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
 
         Returns:
             [B, L + N] int64, or with `return_dict_in_generate=True` what stock returns, the report being its attribute
-            `speculation_report`.
+            `speculation_report`; see `Outputs`.
 
         Raises:
             ValueError: before any forward, for what cannot be done exactly.
         """
-        check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
-        room = generation_config.max_length - input_ids.shape[1]
-        user_cache = model_kwargs.get("past_key_values")
-        given = getattr(user_cache, "_is_user_defined", False)
-        wanted = generation_config.return_dict_in_generate or given
-        keeps_past = bool(wanted and not model.config.is_encoder_decoder)
-        if given:
-            model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
-        prompt = Prompt(model, input_ids, generation_config, model_kwargs, room, keeps_past)
+        stream = Stream(self.streamer, self.stream_by)
         try:
-            output, past = self._run(prompt, inputs_tensor, Call(logits_processor, stopping_criteria))
+            check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
+            user_cache = model_kwargs.get("past_key_values")
+            given = getattr(user_cache, "_is_user_defined", False)
+            if given:
+                model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
+            keeps_past = bool(generation_config.return_dict_in_generate or given)
+            stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
+            prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens, keeps_past)
+            sequences, run = self._run(prompt, inputs_tensor, logits_processor, stopping, seeds, stream)
         finally:
-            if self.streamer is not None:
-                self.streamer.end()
+            stream.end()
+        past = run.target.past(run.sequences, stopping.columns) if prompt.keeps_past else None
         if user_cache is not None and given:
-            if past is None:
-                warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
-            else:
-                user_cache.layers[:] = past.layers
-                past = user_cache
+            past = _filled(user_cache, past)
         if not generation_config.return_dict_in_generate:
-            return output
-        decodes = model.config.is_encoder_decoder
-        result = (GenerateEncoderDecoderOutput if decodes else GenerateDecoderOnlyOutput)(
-            sequences=output,  # type: ignore[arg-type]
-            past_key_values=past,
+            return sequences
+        return run.outputs.finish(
+            sequences, stopping.columns, past, model_kwargs, model.config.is_encoder_decoder, self.report
         )
-        result.speculation_report = self.report  # no item, as Whisper takes each of these apart by row
-        return result
 
     def _run(
-        self, prompt: Prompt, inputs_tensor: torch.Tensor | None, call: Call
-    ) -> tuple[torch.Tensor, Cache | None]:
-        model, input_ids, config = prompt.model, prompt.input_ids, prompt.generation_config
-        mode = self.verification if config.do_sample else "greedy"
-        check_target(model, config.max_length)
-        check_call(input_ids, config, prompt.kwargs, mode, self.streamer is not None)
-        if isinstance(self.draft_model, PreTrainedModel):
-            check_pair(model, self.draft_model, self.tokenizer, self.draft_tokenizer)
-        layout, reason, draft_layout = self._layouts(prompt)
-        stopping = Stopping(call.criteria, input_ids.shape[1], config.max_length)
-        processors = Processors(call.processors, stopping.eos_token_id)
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
-        sequences = _sequences(prompt)
-        started = time.perf_counter()
-        target, draft = make_decoder(layout, prompt), None
-        if isinstance(self.draft_model, PreTrainedModel):
-            own = draft_prompt(self.draft_model, prompt, inputs_tensor)
-            draft = make_decoder(draft_layout, own, vocabulary(self.draft_model))
-        target.read()
-        rule = self._rule(mode, input_ids)  # takes the generator as stock has it here, whatever the draft may draw
-        if draft is not None:
-            draft.read()
-        wanted = self._choose_num_draft_tokens(sequences, target, draft, mode)
-        if isinstance(rule, CoupledRule):
-            rule.noise.window = NOISE_WINDOW * (wanted + 1)
-        report = SpeculationReport(mode, layout, reason, len(input_ids), costs=self.costs)
-        earlier, self.report = self.report if self.adds_reports else None, report
-        drafter: Drafter
-        if isinstance(self.draft_model, CandidateGenerator):
-            drafter = ForeignCandidateGenerator(self.draft_model)
-        else:
-            size = target.after_prompt.shape[-1]
-            drafter = SampledCandidateGenerator(self.draft_model, processors, rule, size, decoder=draft)
-        lockstep = "lockstep" in (layout, draft_layout)
-        output = decode(
-            target, drafter, rule, processors, stopping, sequences, wanted, report, self.streamer, lockstep
+        self,
+        prompt: Prompt,
+        inputs_tensor: torch.Tensor | None,
+        processors: LogitsProcessorList,
+        stopping: Stopping,
+        seeds: list[int] | None,
+        stream: Stream,
+    ) -> tuple[torch.Tensor, Run]:
+        self._check(prompt, processors)
+        waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, waiting)
+        peers = Peers(self._is_synced(prompt.model), prompt.input_ids.device)
+        prompt.keeps_past &= not peers.synced  # what it takes differs between ranks
+        fixed = peers.synced or (seeds is not None and plan.verification in ("token", "block"))
+        drafting = choose_drafting(
+            self.num_draft_tokens, self.given_drafting, prompt.generation_config, self.draft_model
         )
+        check_plan(plan, drafting, seeds, len(prompt.input_ids), fixed, peers.synced)
+        self._meet(prompt.model, plan, len(prompt.input_ids))
+        started = time.perf_counter()
+        report = SpeculationReport(
+            plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=self.costs
+        )
+        run = prefill(prompt, inputs_tensor, plan, self.draft_model, processors, stopping, stream, report, seeds)
+        run.fixed = fixed
+        self.schedule.begin(drafting, drafting.number or self._best_number(run, plan.verification))
+        if isinstance(run.rule, CoupledRule) and isinstance(run.rule.noise, StockNoise):
+            run.rule.noise.window = NOISE_WINDOW * (self.schedule.wanted + 1)
+        earlier, self.report = self.report if self.adds_reports else None, report
+        text = decode(run, self.schedule, peers)
         report.finish(time.perf_counter() - started, stopping.columns)
-        self.costs.remember(mode, report.alpha, report.judged)
+        self.costs.remember(plan.verification, report.alpha, report.judged)
         if earlier is not None:
             self.report = earlier + report
-        return output, target.past(sequences, stopping.columns) if prompt.keeps_past else None
+        return text, run
 
-    def _layouts(self, prompt: Prompt) -> tuple[str, str, str]:
-        """The target's layout, the reason for it, and the draft's layout."""
-        layout, reason = choose_layout(prompt.model, self.layout)
-        past = prompt.kwargs.get("past_key_values")
-        if layout != "lockstep" and past is not None and not has_columns(past):
-            if self.layout != "auto":
-                raise ValueError(
-                    f"layout={layout!r} needs the keys of all tokens, and past_key_values= does not have them (a "
-                    "window drops some); use layout='auto' or leave past_key_values out."
-                )
-            layout, reason = "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
-        draft_layout = layout
+    def _check(self, prompt: Prompt, processors: LogitsProcessorList) -> None:
+        model, config = prompt.model, prompt.generation_config
+        check_target(model, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        asked = self.verification if config.do_sample else "greedy"
+        check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", self.streamer)
+        check_inputs(model, prompt.input_ids, config, prompt.kwargs)
+        check_outputs(model, config)
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                check_guidance(processor, model, len(prompt.input_ids))
         if isinstance(self.draft_model, PreTrainedModel):
-            able = layouts_of(self.draft_model, drafts=True)
-            draft_layout = layout if layout in able else able[0]
-        if self.layout == "auto" and len(prompt.input_ids) > 1 and "lockstep" in (layout, draft_layout):
-            self._warn_once()
-        return layout, reason, draft_layout
+            check_pair(model, self.draft_model, self.tokenizer, self.draft_tokenizer)
 
-    def _warn_once(self) -> None:
-        if not self._warned:
+    def _is_synced(self, model: PreTrainedModel) -> bool:
+        if self.synced_gpus is not None:
+            return self.synced_gpus
+        drafts = [self.draft_model] if isinstance(self.draft_model, PreTrainedModel) else []
+        return synced_by_default(model, *drafts)
+
+    def _meet(self, model: PreTrainedModel, plan: Plan, rows: int) -> None:
+        """Forget what was learned on another target, and warn of what is slow, once."""
+        if self._served is not None and self._served() is not model:
+            self.costs, self.schedule = Costs(), Schedule()
+        self._served = weakref.ref(model)
+        slow = plan.lockstep and not plan.in_order and rows > 1 and self.layout == "auto"
+        if slow and not self._warned:
             self._warned = True
             warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
 
-    def _rule(self, mode: str, input_ids: torch.Tensor) -> Rule:
-        if mode == "greedy":
-            return GreedyRule()
-        if mode == "coupled":
-            return CoupledRule(len(input_ids), input_ids.device, window=0)
-        return RejectionRule(mode == "block", input_ids.device)
-
-    def _choose_num_draft_tokens(self, sequences: Sequences, target: Decoder, draft: Decoder | None, mode: str) -> int:
-        if self._served is not None and self._served() is not target.model:
-            self.costs = Costs()  # what was learned on another target says nothing about this one
-        self._served = weakref.ref(target.model)
-        if self.num_draft_tokens != "auto":
-            return int(self.num_draft_tokens)
-        if draft is None:
-            return FOREIGN_DRAFT_TOKENS
-        if len(sequences.rows) not in self.costs.table:
-            self._measure(sequences, target, draft)
-        return self.costs.best_num_draft_tokens(len(sequences.rows), mode)
+    def _best_number(self, run: Run, verification: str) -> int:
+        """What "auto" comes to for this call."""
+        rows, draft = len(run.sequences.rows), draft_decoder(run)
+        if run.fixed or draft is None:
+            return FIXED_DRAFT_TOKENS
+        if rows not in self.costs.table:
+            self._measure(run.sequences, run.target, draft)
+        return self.costs.best_num_draft_tokens(rows, verification)
 
     def _measure(self, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
         rehearse = [partial(decoder.rehearse, sequences) for decoder in (target, draft)]
@@ -273,22 +272,22 @@ class SpeculativeDecoding:
         Raises:
             ValueError: if the draft is a `CandidateGenerator`.
         """
-        if not isinstance(self.draft_model, PreTrainedModel):
-            raise ValueError("a CandidateGenerator has no forward to time; give num_draft_tokens as a number.")
+        check_calibration(self.draft_model)
+        assert isinstance(self.draft_model, PreTrainedModel)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
-        layout, _, draft_layout = self._layouts(prompt)
-        target = make_decoder(layout, prompt)
-        draft = make_decoder(draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
+        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [])
+        target = make_decoder(plan.layout, prompt)
+        draft = make_decoder(plan.draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
         target.read()
         draft.read()
-        self._measure(_sequences(prompt), target, draft)
+        self._measure(make_sequences(prompt), target, draft)
 
 
-def _sequences(prompt: Prompt) -> Sequences:
-    decodes = prompt.model.config.is_encoder_decoder
-    mask = prompt.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
-    pad = prompt.generation_config._pad_token_tensor
-    width = prompt.input_ids.shape[1]
-    mask = None if mask is None or width == 0 else mask[:, -width:]
-    return Sequences(prompt.input_ids, mask, 0 if pad is None else int(pad))
+def _filled(user_cache: Cache, past: Cache | None) -> Cache | None:
+    """The user's own cache with what it would have come to hold; it is left alone where that is not known."""
+    if past is None:
+        warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
+        return None
+    vars(user_cache).update(vars(past))
+    return user_cache

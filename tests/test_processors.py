@@ -1,13 +1,19 @@
 """Processors see what stock would show them, at every position of every row."""
 
+import inspect
+import re
+
 import pytest
 import torch
 from tiny import near, prompts, tiny
+from transformers import GenerationMixin, SynthIDTextWatermarkingConfig
+from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from hf_specx import SpeculativeDecoding
 
 
+SYNTHID = SynthIDTextWatermarkingConfig(3, [3, 1, 4, 1], context_history_size=9, sampling_table_size=32)
 SETTINGS = {
     "temperature and truncation": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
     "typical": {"typical_p": 0.8},
@@ -25,6 +31,8 @@ SETTINGS = {
     "forced begin": {"forced_bos_token_id": 4},
     "suppressed": {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3, 4]},
     "watermark": {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 2.0}},
+    "SynthID": {"watermarking_config": SYNTHID},
+    "guidance": {"guidance_scale": 1.6},
     "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
 }
 
@@ -43,6 +51,23 @@ def test_equals_stock(name: str, do_sample: bool):
         output = target.generate(**prompts(4), **settings, custom_generate=strategy)
         assert torch.equal(output, expected)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_processor_that_stock_builds_is_in_the_grid():
+    found = set()
+
+    def capture(model, input_ids, logits_processor, **kwargs):
+        found.update(type(processor).__name__ for processor in logits_processor)
+        return input_ids
+
+    target = tiny()
+    for settings in SETTINGS.values():
+        target.generate(**prompts(4), do_sample=True, max_new_tokens=24, **settings, custom_generate=capture)
+    source = inspect.getsource(GenerationMixin._get_logits_processor)
+    built = {name for name in re.findall(r"\b[A-Z]\w+(?=\()", source) if hasattr(host, name)}
+    built |= {"WatermarkLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}  # by their configs
+    # the last one has its own test below
+    assert built - found == {"LogitsProcessorList", "PrefixConstrainedLogitsProcessor"}
 
 
 class RowAndPrefix(LogitsProcessor):
@@ -109,9 +134,3 @@ def test_warpers_act_once_on_the_draft():
     )
     assert strategy.report.alpha > 1 - 1e-5
     assert strategy.report.acceptance_rate == 1
-
-
-@pytest.mark.parametrize("settings", [{"guidance_scale": 1.5}])
-def test_stateful_processors_are_refused(settings: dict):
-    with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidanceLogitsProcessor may keep state"):
-        tiny().generate(**prompts(2), **settings, max_new_tokens=3, custom_generate=SpeculativeDecoding(tiny(seed=1)))

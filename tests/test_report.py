@@ -50,8 +50,8 @@ def test_ratios():
 
 def test_history_is_kept_by_row():
     first, second = three_rounds().history
-    assert first == [(0, 0, 1), (3, 3, 4), (3, 0, 1), (1, 1, 2)]
-    assert second == [(0, 0, 1), (3, 1, 2), (3, 2, 2)]
+    assert first == [(0, 0, 1, 0), (3, 3, 4, 3), (3, 0, 1, 1), (1, 1, 2, 1)]
+    assert second == [(0, 0, 1, 0), (3, 1, 2, 2), (3, 2, 2, 3)]
 
 
 def test_tokens_behind_the_last_column_are_not_emitted():

@@ -1,0 +1,100 @@
+"""Read the prompts with both models, and put together what the loop works with."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.logits_process import LogitsProcessor
+
+from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
+from .decoders import Decoder, Prompt, vocabulary
+from .guidance import guide, is_guidance
+from .layouts import make_decoder
+from .outputs import Outputs
+from .plan import Plan
+from .processors import Processor, Processors, can_look_ahead
+from .prompts import draft_prompt
+from .report import SpeculationReport
+from .rules import CoupledRule, GreedyRule, RejectionRule, Rule
+from .sequences import Sequences
+from .settle import Run
+from .stopping import Stopping
+from .streaming import Stream
+
+
+def stateful_processors(processors: Sequence[LogitsProcessor], prompt: Prompt) -> list[LogitsProcessor]:
+    """Those that have to be called in order."""
+    return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
+
+
+def prefill(
+    prompt: Prompt,
+    inputs_tensor: torch.Tensor | None,
+    plan: Plan,
+    draft_model: PreTrainedModel | CandidateGenerator,
+    processors: Sequence[LogitsProcessor],
+    stopping: Stopping,
+    stream: Stream,
+    report: SpeculationReport,
+    seeds: list[int] | None,
+) -> Run:
+    """Everything up to the first token.
+
+    Args:
+        prompt: the target's.
+        inputs_tensor: what the target's encoder has read, before rows were repeated.
+        plan: how the call is decoded.
+        draft_model, processors, stopping, stream, report, seeds: of the call.
+    """
+    sequences = make_sequences(prompt)
+    stream.prompt(sequences)
+    target = make_decoder(plan.layout, prompt)
+    own = draft_prompt(draft_model, prompt, inputs_tensor) if isinstance(draft_model, PreTrainedModel) else None
+    target.read()
+    rule = _rule(plan.verification, prompt.input_ids, seeds)  # takes the generator as stock has it here
+    limits = (stopping.eos_token_id, stopping.max_new_tokens)
+    drafter: Drafter
+    if own is None:
+        assert isinstance(draft_model, CandidateGenerator)
+        drafter = ForeignCandidateGenerator(draft_model)
+    else:
+        decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model))
+        decoder.read()
+        of_draft = Processors([p for p in processors if can_look_ahead(p)], *limits)
+        drafter = SampledCandidateGenerator(own.model, of_draft, rule, target.after_prompt.shape[-1], decoder=decoder)
+    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
+    outputs = Outputs(prompt.generation_config, len(prompt.input_ids))
+    models = target, drafter, rule, of_target
+    return Run(*models, stopping, sequences, report, outputs, stream, plan.lockstep, plan.in_order)
+
+
+def _target_processors(processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str) -> list[Processor]:
+    """All of them, guidance by our own unless one before it has to be called in order."""
+    waiting = stateful_processors(processors, prompt)
+    first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
+    early = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in processors[:first]]
+    return [*early, *processors[first:]]
+
+
+def _rule(verification: str, input_ids: torch.Tensor, seeds: list[int] | None) -> Rule:
+    if verification == "greedy":
+        return GreedyRule()
+    if verification == "coupled":
+        return CoupledRule(len(input_ids), input_ids.device, window=0, seeds=seeds)
+    return RejectionRule(verification == "block", input_ids.device, seeds)
+
+
+def make_sequences(prompt: Prompt) -> Sequences:
+    """The text of a call, before its first token."""
+    decodes = prompt.model.config.is_encoder_decoder
+    mask = prompt.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+    pad = prompt.generation_config._pad_token_tensor
+    width = prompt.input_ids.shape[1]
+    mask = None if mask is None or width == 0 else mask[:, -width:]
+    return Sequences(prompt.input_ids, mask, 0 if pad is None else int(pad))
+
+
+def draft_decoder(run: Run) -> Decoder | None:
+    """The draft's, where it is a model."""
+    return run.drafter.decoder if isinstance(run.drafter, SampledCandidateGenerator) else None
