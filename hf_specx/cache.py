@@ -8,11 +8,19 @@ draft's holds a prefix of the same tokens, at most two missing, fed at its next 
 attention.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 
 MARGIN = 32  # candidates may lie behind the last token that can be emitted
@@ -24,6 +32,7 @@ class Slots:
     Attributes:
         start: the first slot, where all rows write the same run of slots.
         index: [R, q] int64, the slot of each token where rows differ, else None.
+        aimed: whether somebody has said so yet; before, each layer writes behind what it holds, as chunks of a prompt.
         extent: how many leading slots attention sees where rows differ; else they end with the run.
         written: slots filled by the last forward of a run.
         limit: slots that will be needed as far as is known; buffers double up to it, and do so again behind it.
@@ -33,11 +42,12 @@ class Slots:
         self.start = self.extent = self.written = 0
         self.limit = limit
         self.index: torch.Tensor | None = None
+        self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
     def aim(self, index: torch.Tensor | None, start: int, extent: int = 0) -> None:
         """Say where the next forward writes: at index [R, q], or a run from `start` on."""
-        self.index, self.start, self.extent = index, start, extent
+        self.index, self.start, self.extent, self.aimed = index, start, extent, True
 
     def end(self, query_length: int) -> int:
         """How many leading slots attention sees in a forward of that many tokens a row."""
@@ -52,6 +62,7 @@ class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, H, capacity, D], written in place."""
 
     is_sliding = False
+    held = 0  # slots filled by the last forward
 
     def __init__(self, slots: Slots):
         super().__init__()
@@ -70,12 +81,12 @@ class SlotLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         self.keys, self.values = self._written(self.keys, key_states), self._written(self.values, value_states)
-        end = self.slots.written = self.slots.end(key_states.shape[2])
+        end = self.held = self.slots.written = self._end(key_states.shape[2])
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def _written(self, stored: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         count, index = states.shape[2], self.slots.index
-        end = self.slots.end(count)
+        end = self._end(count)
         if stored.shape[2] < end:
             self.slots.spare.clear()
             # zeros, not uninitialised memory: a masked slot still takes part with weight 0, and 0 * NaN is NaN
@@ -98,6 +109,7 @@ class SlotLayer(CacheLayerMixin):
         """Keep only the slots kept [n] of all rows, in that order."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = (x[:, :, kept.to(x.device)] for x in (self.keys, self.values))
+            self.held = len(kept)
 
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first slots from source [R, n], the slot that each of them is taken from: one read, one write."""
@@ -114,10 +126,13 @@ class SlotLayer(CacheLayerMixin):
         return target
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.end(query_length), 0
+        return self._end(query_length), 0
 
     def get_seq_length(self) -> int:
-        return self.slots.start
+        return self.slots.start if self.slots.aimed else self.held
+
+    def _end(self, query_length: int) -> int:
+        return self.slots.end(query_length) if self.slots.aimed else self.held + query_length
 
     def get_max_length(self) -> int:
         return -1
@@ -146,7 +161,6 @@ class SlotCache(Cache):
             raise ValueError(f"past_key_values={past!r} does not have the keys of all its tokens.")
         for number, layer in enumerate(past.layers):
             cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type, union-attr]
-        cache.slots.start = cache.slots.written
         return cache
 
     def select(self, places: torch.Tensor) -> None:
@@ -206,6 +220,21 @@ def has_columns(cache: Cache) -> bool:
         return True
     length = self_attention(cache).get_seq_length()
     return all(x is not None and x.shape[2] == length for x in keys)
+
+
+def windows_of(cache: Cache, kinds: Sequence[str] = ()) -> list[int | None]:
+    """How many of the last tokens each layer with keys sees in single steps; None where it sees all.
+
+    Args:
+        cache: of the host, as `generate` made it.
+        kinds: of the layers, by which those are told that share the keys of an earlier one of their kind.
+    """
+    layers = [layer for layer in self_attention(cache).layers if isinstance(layer, DynamicLayer)]
+    windows = [x.sliding_window if isinstance(x, DynamicSlidingWindowLayer) else None for x in layers]
+    if len(kinds) <= len(windows):
+        return windows
+    by_kind = dict(zip(kinds, windows, strict=False))
+    return windows + [by_kind.get(kind) for kind in kinds[len(windows) :]]
 
 
 def self_attention(cache: Cache) -> Cache:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils
-from transformers.modeling_outputs import ModelOutput
 
-from .cache import select_rows
-from .past import Columns, assemble
+from .cache import select_rows, self_attention
+from .inputs import has_rows, select
+from .past import Columns, assemble, columns_of
+from .seen import EXTRAS, Notes
 from .sequences import Sequences
 from .tables import PositionTables
 
@@ -49,6 +50,7 @@ class Decoder:
         width: slots that the prompt takes in the cache, pads among them; known once it is read.
         after_prompt: logits [B, 1, V] after the last tokens of the prompts.
         held: emitted tokens of each of the B rows that were fed so far, candidates among them.
+        notes: what the forwards gave besides logits, where the call wants it.
     """
 
     even = False  # whether all rows must have emitted equally many tokens
@@ -60,12 +62,19 @@ class Decoder:
             known_ids: ids from here on are fed as the last one below; a draft may lack what its target emits.
         """
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
-        self.kwargs = {name: value for name, value in prompt.kwargs.items() if value is not None}
+        self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x != "labels"}
         self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
         self.cache = self.kwargs.pop(self.cache_name, None)
+        asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
+        asked = asked if prompt.generation_config.return_dict_in_generate else {}
+        self.notes = Notes(self.model.config, asked, self.cache)
         self.max_positions = None if known_ids is None else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
+        self.every: dict[str, Any] = {}
+        self.per_row: set[str] = set()
+        self.holes: torch.Tensor | None = None  # [B, width] bool, slots that are hidden behind pads, if there are any
+        self.crossed: Columns = []
         self.width = 0
         decodes = self.model.config.is_encoder_decoder
         side = "decoder_" if decodes else ""
@@ -87,8 +96,13 @@ class Decoder:
         self._note_width(unmasked if mask is None else mask.shape[1])
         rows = self.rows = len(self.held)
         self.pads = torch.zeros(rows, dtype=torch.int64, device=home)  # [B], leading slots without a token
+        self.absent = self.pads  # [B], pads and other slots that are hidden
         if mask is not None:
-            self.pads = mask.bool().int().argmax(-1).to(home)
+            known = mask.bool().to(home)
+            self.pads = known.int().argmax(-1)
+            holes = ~known & (known.cumsum(-1) > 0)
+            self.holes = holes if holes.any() else None
+            self.absent = (~known).sum(-1)
         self.padding: list[int] = self.pads.tolist()
         # [..., B, 1], the position of the first emitted token, in as many dimensions as the model's positions have
         self.first_position = None if positions is None else positions[..., -1:].to(home) + 1
@@ -96,16 +110,20 @@ class Decoder:
             self.first_position = self.first_position.expand(*self.first_position.shape[:-2], rows, 1)
         for name in (self.position_name, "inputs_embeds", "logits_to_keep"):
             self.kwargs.pop(name, None)
-        self.per_row = {name for name, value in self.kwargs.items() if _has_rows(value, rows)}
+        self.every = dict(self.kwargs) if self.prompt.keeps_past else {}  # of all rows
+        self.per_row = {name for name, value in self.kwargs.items() if has_rows(value, rows)}
         self.after_prompt = logits.to(home)
+        if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
+            self.crossed = columns_of(self.cache.cross_attention_cache)
 
     def _first(self) -> torch.Tensor:
         """Stock's own first forward: logits [B, 1, V] after the last tokens."""
-        given = self.kwargs | {self.cache_name: self.cache}
+        given = self.kwargs | self.notes.asked | {self.cache_name: self.cache}
         ids = self._known(self.prompt.input_ids)
         output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
         if self.cache is None:  # the model makes one of its own
             self.cache = output.past_key_values
+        self.notes.note_first(output)
         return output.logits[:, -1:]
 
     def _note_width(self, width: int) -> None:
@@ -125,15 +143,25 @@ class Decoder:
             logits [R, keep, V] in the model's dtype.
         """
         tokens = self._known(sequences.last(count, ahead))
+        self.notes.seen = None  # before the next is made
         logits = self._forward(sequences, tokens, ahead, keep)
         for row in sequences.rows:
             self.held[row] = sequences.counts[row] + ahead
         return logits.to(tokens.device)
 
+    def step(self, sequences: Sequences, ahead: int) -> torch.Tensor:
+        """Logits [R, 1, V] after the last of the `ahead` candidates, or of the emitted tokens; feeds what it takes."""
+        if ahead:
+            return self(sequences, 1, ahead, keep=1)
+        if not any(sequences.counts):
+            return self.after_prompt
+        return self(sequences, self.missing(sequences), 0, keep=1)
+
     def rehearse(self, sequences: Sequences, count: int) -> None:
         """Feed `count` meaningless tokens behind the prompts and wait for it; the next call takes them back."""
         tokens = sequences.index.new_zeros(len(sequences.rows), count)
         self._forward(sequences, tokens, count, count)
+        self.notes.seen = None
         self.held = [count] * len(self.held)
         synchronize(self.device)
 
@@ -150,14 +178,45 @@ class Decoder:
         if places is None:
             return
         if self.prompt.keeps_past:
-            gone = set(range(len(rows))) - set(places.tolist())
-            self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
-        self.select(places)
+            self._keep_columns(rows, places)
+        if len(places):
+            self.select(places)
+
+    def _keep_columns(self, rows: list[int], places: torch.Tensor) -> None:
+        """Note the columns of the rows that leave."""
+        gone = set(range(len(rows))) - set(places.tolist())
+        self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
 
     def past(self, sequences: Sequences, emitted: int) -> Cache | None:
         """What the host's cache would hold when all rows have left: all but the last of the emitted columns."""
-        ends = [self.width + min(held, count) for held, count in zip(self.held, sequences.counts, strict=True)]
-        return assemble(self.left, ends, self.width + emitted - 1)
+        for count in set(sequences.counts) - {emitted}:
+            self._feed_ends(sequences, [row for row, own in enumerate(sequences.counts) if own == count], count)
+        ends = [self.width + min(count, emitted - 1) for count in sequences.counts]
+        return assemble(self.left, ends, self.width + emitted - 1, self.crossed)
+
+    def _feed_ends(self, sequences: Sequences, rows: list[int], count: int) -> None:
+        """The step by which stock feeds rows their last of `count` tokens, while others go on; it completes `left`."""
+        end, places = self.width + count, torch.tensor(rows, device=sequences.ids.device)
+        crossed = [(keys[places.to(keys.device)], values[places.to(values.device)]) for keys, values in self.crossed]
+        cache = assemble({n: self.left[row] for n, row in enumerate(rows)}, [end - 1] * len(rows), end - 1, crossed)
+        given = {name: select(x, places) if name in self.per_row else x for name, x in self.every.items()}
+        given[self.mask_name] = torch.arange(end, device=places.device) >= self.pads[places, None]
+        if self.holes is not None:
+            given[self.mask_name] &= ~torch.nn.functional.pad(self.holes[places], (0, count))
+        given[self.mask_name] = given[self.mask_name].long()
+        if self.first_position is not None:
+            given[self.position_name] = self.first_position.index_select(-2, places) + count - 1
+        tokens = sequences.ids[places, sequences.width + count - 1][:, None]
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            torch.nn.functional.pad(tokens, (end - 1, 0)),
+            next_sequence_length=1,
+            is_first_iteration=False,
+            past_key_values=cache,
+            **given,
+        )
+        self.model(**inputs, return_dict=True)
+        columns = columns_of(self_attention(cache))
+        self.left |= {row: [(keys[n], values[n]) for keys, values in columns] for n, row in enumerate(rows)}
 
     @property
     def last_column(self) -> int:
@@ -179,7 +238,7 @@ class Decoder:
         self._select_inputs(places)
 
     def _select_inputs(self, places: torch.Tensor) -> None:
-        self.kwargs |= {name: _select(self.kwargs[name], places) for name in self.per_row}
+        self.kwargs |= {name: select(self.kwargs[name], places) for name in self.per_row}
         self.rows = len(places)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
@@ -201,22 +260,6 @@ class Decoder:
         emitted = emitted.clamp(max=self.prompt.max_new_tokens - 2)
         positions = self.first_position.index_select(-2, sequences.index) + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def _has_rows(value: Any, rows: int) -> bool:
-    """Whether an input has an entry for each of the rows."""
-    if isinstance(value, ModelOutput):
-        return any(_has_rows(part, rows) for part in value.values())
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
-
-
-def _select(value: Any, places: torch.Tensor) -> Any:
-    """The entries at places [R'] of an input that has one for each row."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _select(part, places) for name, part in value.items()})
-    if isinstance(value, tuple):
-        return tuple(_select(part, places) for part in value)
-    return value[places.to(value.device)] if isinstance(value, torch.Tensor) else value
 
 
 def position_table(model: PreTrainedModel) -> int | None:

@@ -36,10 +36,9 @@ class HostedDecoder(Decoder):
         ends = sequences.ends - sequences.width + ahead  # [R], the same as held and count, on the device
         given = self._inputs(sequences, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
         total = self.length + count
-        if any(self.width - self.padding[r] + n + count < total for r, n in zip(sequences.rows, held, strict=True)):
-            real = self.width - self.pads[sequences.index] + ends
-            columns = torch.arange(total, device=tokens.device)
-            given[self.mask_name] = (columns >= total - real[:, None]).long()
+        reals = [self.width - self.padding[row] + n + count for row, n in zip(sequences.rows, held, strict=True)]
+        if min(reals) < total or self.holes is not None:
+            given[self.mask_name] = self._mask(sequences, ends, total)
         # the host looks at the last `count` columns only
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
@@ -51,18 +50,28 @@ class HostedDecoder(Decoder):
         with self.tables.at(first, self.last_column), grouped_queries():
             output = self.model(**inputs, return_dict=True)
         self.length = total
+        self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
         return output.logits[:, -keep:]
 
+    def _mask(self, sequences: Sequences, ends: torch.Tensor, total: int) -> torch.Tensor:
+        """[R, total] int64, which slots hold a token that is seen, where rows have `ends` [R] emitted tokens."""
+        columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # stock's, of each slot
+        seen = columns >= self.pads[sequences.index, None]
+        if self.holes is not None:
+            hidden = self.holes[sequences.index].gather(1, columns.clamp(0, self.width - 1))
+            seen &= ~hidden | (columns >= self.width)
+        return seen.long()
+
     def _inputs(self, sequences: Sequences, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        given = dict(self.kwargs)
+        given = self.kwargs | self.notes.asked
         positions = self._positions(sequences, emitted)
         if positions is not None:
             given[self.position_name] = positions
         elif self._counts_slots:
             # stock gives none, so that models count columns; only Whisper's own preparation leaves out pads
             config = self.model.config
-            pads = config.is_encoder_decoder and config.model_type == "whisper"
-            first = self.width - self.pads[sequences.index, None] * pads
+            real = config.is_encoder_decoder and config.model_type == "whisper"
+            first = self.width - self.absent[sequences.index, None] * real
             given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
         given |= self._token_types(tokens.shape[1])
         if "cross_attention_mask" in given:

@@ -4,20 +4,60 @@ The prompts come first, then a slot for each row and emitted token, so that the 
 last. Nothing is moved until a row leaves; a slot whose token was taken back is hidden until it is written again.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from .attention import grouped_queries
 from .cache import MARGIN, SlotCache
 from .decoders import Decoder, Prompt
 from .past import Columns
 from .ragged import Masks
+from .refusals import refusal
+from .seen import Extras, Seen
 from .sequences import Sequences
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
 REMEDY = "use layout='ragged' or 'auto'."
+
+
+@refusal
+def packed_embeds(embeds: torch.Tensor | None) -> str | None:
+    return None if embeds is None else f"layout='packed' takes input_ids, and inputs_embeds was passed; {REMEDY}"
+
+
+@refusal
+def packed_past(held: int) -> str | None:
+    return f"layout='packed' starts empty, and past_key_values holds {held} tokens; {REMEDY}" if held else None
+
+
+@refusal
+def packed_holes(mask: torch.Tensor | None) -> str | None:
+    if mask is None or (mask.bool().cummax(-1).values == mask.bool()).all():
+        return None
+    return f"layout='packed' takes rows without gaps, and attention_mask has zeros between tokens; {REMEDY}"
+
+
+@refusal
+def packed_chunks(size: int | None) -> str | None:
+    return None if size is None else f"layout='packed' reads prompts at once, not prefill_chunk_size={size}; {REMEDY}"
+
+
+@refusal
+def packed_others(inputs: dict[str, Any]) -> str | None:
+    others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
+    return f"layout='packed' takes tokens and positions, and {others[0]} was passed too; {REMEDY}" if others else None
+
+
+@refusal
+def packed_without_positions(model: PreTrainedModel, positions: torch.Tensor | None, takes: bool) -> str | None:
+    if takes and positions is not None and positions.ndim == 2:
+        return None
+    kind = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
+    return f"layout='packed' needs one position a token; {type(model).__name__} has {kind}; {REMEDY}"
 
 
 class PackedDecoder(Decoder):
@@ -43,25 +83,17 @@ class PackedDecoder(Decoder):
         Raises:
             ValueError: where that is more than tokens at positions.
         """
-        if self.kwargs.get("inputs_embeds") is not None:
-            raise ValueError(f"layout='packed' takes input_ids, and inputs_embeds was passed; {REMEDY}")
-        if self.cache.get_seq_length():
-            held = self.cache.get_seq_length()
-            raise ValueError(f"layout='packed' starts empty, and past_key_values holds {held} tokens; {REMEDY}")
+        packed_embeds(self.kwargs.get("inputs_embeds"))
+        packed_past(self.cache.get_seq_length())
+        packed_holes(self.kwargs.get("attention_mask"))
+        packed_chunks(self.prompt.generation_config.prefill_chunk_size)
         ids = self._known(self.prompt.input_ids)
         given = self.kwargs | {"past_key_values": self.cache, "next_sequence_length": ids.shape[1]}
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids, is_first_iteration=True, **given
         )
-        for name, value in inputs.items():
-            if name not in PACKED_INPUTS and _has_tensors(value):
-                raise ValueError(f"layout='packed' takes tokens and positions, and {name} was passed too; {REMEDY}")
-        positions = inputs.get("position_ids")
-        if positions is None or positions.ndim != 2 or "position_ids" not in self.parameters:
-            kind = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
-            raise ValueError(
-                f"layout='packed' needs one position a token; {type(self.model).__name__} has {kind}; {REMEDY}"
-            )
+        packed_others(inputs)
+        packed_without_positions(self.model, inputs.get("position_ids"), "position_ids" in self.parameters)
         return inputs
 
     def read(self) -> None:
@@ -74,8 +106,12 @@ class PackedDecoder(Decoder):
         column, self.row = real.T.nonzero().unbind(1)
         self.before = (real.cumsum(-1) - 1)[self.row, column]
         self._hold(real.sum(-1).tolist())
+        self.pads = (self.width - real.sum(-1)).to(home)
         self.first_position = positions[:, -1:].to(home) + 1
-        logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        logits, given = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        if self.notes.asked:
+            shown = (self.row, column, ids.shape)
+            self.notes.first = given.each(partial(_states_in_columns, *shown), partial(_weights_in_columns, *shown))
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 
@@ -93,13 +129,27 @@ class PackedDecoder(Decoder):
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
         even = len(set(counts)) == 1
         with grouped_queries():
-            logits = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
+            logits, given = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
+        if self.notes.asked:
+            given = given.each(partial(_states_of_rows, keep, rows), partial(_weights_of_rows, keep, rows))
+            own = self.before[slots[-keep * rows :]].view(keep, rows).T
+            self.notes.seen = Seen(given, own, extent, slots=self._slots_of_rows(extent))
         return logits.view(keep, rows, -1).transpose(0, 1)
+
+    def _slots_of_rows(self, extent: int) -> torch.Tensor:
+        """[R, n], where the tokens of each row lie; behind the last of them it is -1."""
+        row, before = self.row[:extent], self.before[:extent]
+        slots = row.new_full((len(self.lengths), int(before.max()) + 1), -1)
+        slots[row, before] = torch.arange(extent, device=row.device)
+        return slots
 
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
-    ) -> torch.Tensor:
-        """Logits [keep, V] after the last of tokens [N]; they go to slots [N], or else to the last of the extent."""
+    ) -> tuple[torch.Tensor, Extras]:
+        """Logits [keep, V] after the last of tokens [N], which go to slots [N] or else to the last of the extent.
+
+        What the forward gives besides is [1, N, ...].
+        """
         start = extent - len(tokens)
         self.cache.slots.aim(None if slots is None else slots[None], start, extent)
         row, before = self.row[:extent], self.before[:extent]
@@ -112,8 +162,9 @@ class PackedDecoder(Decoder):
             use_cache=True,
             return_dict=True,
             **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
+            **self.notes.asked,
         )
-        return output.logits[0, -keep:]
+        return output.logits[0, -keep:], self.notes.of(output)
 
     def _foresee(self, extent: int) -> None:
         """Say of at least `extent` slots whose they are."""
@@ -146,6 +197,37 @@ class PackedDecoder(Decoder):
         """Prepare for rows whose prompts have these lengths."""
         self.lengths = lengths
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
+
+
+def _states_in_columns(
+    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, states: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states [1, N, ...] of packed prompts in left-padded ones of shape (B, L); zeros for pads, never fed."""
+    found = states.new_zeros(*shape, *states.shape[2:])
+    found[row, column] = states[0]
+    return found
+
+
+def _weights_in_columns(
+    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, weights: torch.Tensor
+) -> torch.Tensor:
+    """The same for attentions [1, heads, N, N]."""
+    found = weights.new_zeros(shape[0], weights.shape[1], shape[1], shape[1])
+    for number in range(shape[0]):
+        own = (row == number).nonzero()[:, 0]
+        places = column[own]
+        found[number, :, places[:, None], places] = weights[0][:, own[:, None], own]
+    return found
+
+
+def _states_of_rows(keep: int, rows: int, states: torch.Tensor) -> torch.Tensor:
+    """[R, keep, ...] of the last tokens, which lie position by position in [1, N, ...]."""
+    return states[0, -keep * rows :].unflatten(0, (keep, rows)).transpose(0, 1)
+
+
+def _weights_of_rows(keep: int, rows: int, weights: torch.Tensor) -> torch.Tensor:
+    """The same for attentions: [R, heads, keep, S] of [1, heads, N, S]."""
+    return weights[0, :, -keep * rows :].unflatten(1, (keep, rows)).permute(2, 0, 1, 3)
 
 
 def _has_tensors(value: Any) -> bool:

@@ -1,19 +1,20 @@
 """The keys and values of a finished call, in the columns that the host's own cache would have, for the next turn."""
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 
 Columns = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def assemble(rows: dict[int, Columns], ends: list[int], length: int) -> Cache:
+def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
     """A cache of the host's own kind.
 
     Args:
         rows: for each of the B rows its keys and values [H, n, D], layer by layer, from the first column on.
         ends: columns of each row that are valid.
         length: columns of the cache; those behind the end of a row are zero, where the host has the keys of pads.
+        crossed: keys and values [B, H, S, D] of what an encoder gave, if there is one.
     """
     cache = DynamicCache()
     for number, layer in enumerate(rows[0]):
@@ -22,4 +23,14 @@ def assemble(rows: dict[int, Columns], ends: list[int], length: int) -> Cache:
             end = min(ends[row], length)
             keys[row, :, :end], values[row, :, :end] = (x[:, :end] for x in columns[number])
         cache.update(keys, values, number)
-    return cache
+    if not crossed:
+        return cache
+    encoded = DynamicCache()
+    for number, (keys, values) in enumerate(crossed):
+        encoded.update(keys, values, number)
+    return EncoderDecoderCache(cache, encoded)
+
+
+def columns_of(cache: Cache) -> Columns:
+    """Keys and values [R, H, n, D] of a host's cache, layer by layer."""
+    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]

@@ -30,7 +30,7 @@ class RaggedDecoder(Decoder):
         extent = self.width + max(counts) + ahead
         even = len(set(counts)) == 1
         self.cache.slots.aim(None if even else slots, extent - count, extent)
-        given = self._others(count)
+        given = self._others(count) | self.notes.asked
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = keep
         positions = self._positions(sequences, emitted)
@@ -39,13 +39,20 @@ class RaggedDecoder(Decoder):
         with grouped_queries():
             output = self.model(
                 input_ids=tokens.to(self.device),
-                attention_mask=self.masks(slots, pads, extent),
+                attention_mask=self.masks(slots, pads, extent, self._holes(sequences, extent)),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
                 **given,
             )
+        self.notes.note(output, slots[:, -keep:], extent)
         return output.logits[:, -keep:]
+
+    def _holes(self, sequences: Sequences, extent: int) -> torch.Tensor | None:
+        """[R, extent] bool, slots of the prompts that are hidden behind the pads."""
+        if self.holes is None:
+            return None
+        return torch.nn.functional.pad(self.holes[sequences.index], (0, extent - self.width)).to(self.device)
 
     def _others(self, count: int) -> dict[str, Any]:
         """What else the forward is given for each row, as stock gives it to the next tokens."""
@@ -67,18 +74,24 @@ class Masks:
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
 
-    def __call__(self, slots: torch.Tensor, pads: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor]:
+    def __call__(
+        self, slots: torch.Tensor, pads: torch.Tensor, extent: int, holes: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         Args:
             slots: [R, q], where the queries lie.
             pads: [R], leading slots that hold no token.
             extent: visible slots.
+            holes: [R, extent] bool, other slots that are hidden.
 
         Returns:
             [R, 1, q, extent], or one for each kind of layer where the model has several.
         """
         keys, first = torch.arange(extent, device=slots.device), pads[:, None, None, None]
-        return self.between(slots[:, None, :, None], keys, keys >= first, first)
+        known = keys >= first
+        if holes is not None:
+            known = known & ~holes[:, None, None]
+        return self.between(slots[:, None, :, None], keys, known, first)
 
     def between(
         self, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor, first: torch.Tensor | int = 0

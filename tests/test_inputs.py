@@ -1,6 +1,7 @@
 """What else a call may start from: repeated rows, an earlier cache, and pairs of two families."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -35,6 +36,23 @@ def test_several_texts_from_one_prompt(settings: dict, layout: str):
     target = tiny("qwen2")
     settings = settings | ({"num_return_sequences": 3} if settings["do_sample"] else {})
     assert same(target, near(target, 0.05), prompts(2), settings, layout=layout) < 20
+
+
+@pytest.mark.parametrize("size", [1, 4, 30])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int):
+    target = tiny(model_type)
+    count = same(target, near(target, 0.05), prompts(3), SAMPLED | {"prefill_chunk_size": size}, layout=layout)
+    assert count - math.ceil(11 / size) < 19
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+def test_labels_are_left_out_as_in_stock(layout: str):
+    """A collator puts them into a batch."""
+    target, inputs = tiny(), prompts(3)
+    inputs["labels"] = inputs["input_ids"]
+    assert same(target, near(target, 0.05), inputs, GREEDY, layout=layout) < 20
 
 
 def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, torch.Tensor]:

@@ -201,21 +201,27 @@ def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.Mon
         string(drafts()["near"], folder, name="assistant_model", **short())
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"logprob_threshold": -1.0, "temperature": (0.0, 0.5)}, "output_scores=True is not available"),
-        ({"no_speech_threshold": 0.5, "temperature": (0.0, 0.5)}, "WhisperNoSpeechDetection may keep state"),
-        ({"return_token_timestamps": True}, "output_scores=True is not available|output_attentions=True"),
-    ],
-)
-def test_refusals(form: Form, changes: dict, reason: str, monkeypatch: pytest.MonkeyPatch):
-    """What would need the scores of every token is said before any forward of the decoder."""
-    monkeypatch.setattr(target().generation_config, "alignment_heads", [[0, 0]], raising=False)
-    monkeypatch.setattr(target().model.config, "_attn_implementation", target().config._attn_implementation)
-    with counted(target()) as forwards, pytest.raises(ValueError, match=reason):
-        form(drafts()["near"], **long(**changes))
-    assert forwards == [0]
+def test_windows_that_are_judged_by_their_scores(form: Form):
+    """Windows with low scores are tried again; silence is found by a processor that keeps state, and left out."""
+    fallback = {"temperature": (0.0, 0.8), "logprob_threshold": -0.3}
+    plain, _ = assert_same(form, ["near"], **long())
+    tried, _ = assert_same(form, ["near"], **long(**fallback))
+    silent, _ = assert_same(form, ["near"], **long(**fallback, no_speech_threshold=0.02))
+    assert not torch.equal(plain, tried)
+    assert silent.shape[1] < tried.shape[1]
+
+
+def test_times_of_tokens_by_cross_attentions(monkeypatch: pytest.MonkeyPatch):
+    """Whisper aligns tokens with sounds by the attentions that it asks for."""
+    eager = copy.deepcopy(target())
+    eager.set_attn_implementation("eager")
+    eager.generation_config.alignment_heads = [[0, 0], [1, 1]]
+    call = short(return_token_timestamps=True, return_timestamps=True, suppress_tokens=None)
+    expected = eager.generate(**call)
+    strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
+    output = eager.generate(**call, custom_generate=strategy)
+    assert torch.equal(output["sequences"], expected["sequences"])
+    torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

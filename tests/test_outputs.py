@@ -1,0 +1,276 @@
+"""What `return_dict_in_generate` returns: stock's entries up to the end of each row, and caches to go on with."""
+
+import copy
+import itertools
+from functools import cache, partial
+
+import pytest
+import torch
+import zoo
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StoppingCriteria
+from transformers.utils import ModelOutput
+
+from hf_specx import SpeculativeDecoding
+
+
+NEW_TOKENS, WIDTH, ROWS = 14, 11, 4
+MODES = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "top_k": 12, "temperature": 0.8}}
+EVERYTHING = {f"output_{name}": True for name in ("scores", "logits", "hidden_states", "attentions")}
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+DECODERS = [(name, layout) for name in ("llama", "mistral", "gpt2") for layout in LAYOUTS] + [("openai-gpt", "auto")]
+DECODERS += [("llama4_text", "ragged"), ("falcon_h1", "lockstep")]
+PAIRS = [("t5", "padded"), ("t5", "lockstep"), ("bart", "padded"), ("bart", "lockstep"), ("fsmt", "auto")]
+
+
+@cache
+def model(model_type: str, attention: str = "eager") -> PreTrainedModel:
+    if model_type in ("llama", "mistral", "gpt2"):
+        target = tiny(model_type)
+    else:
+        target = zoo.build("seq2seq" if model_type in ("t5", "bart", "fsmt", "led") else "causal", model_type)
+    target.set_attn_implementation(attention)
+    return target
+
+
+def generate(target: PreTrainedModel, call: dict, layout: str | None = None, noise: float = 0.02) -> ModelOutput:
+    """By stock, or by us in a layout."""
+    strategy = None
+    if layout is not None:
+        draft = near(target, noise)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", layout=layout)
+    torch.manual_seed(3)
+    return target.generate(**call, return_dict_in_generate=True, custom_generate=strategy)
+
+
+def calls(target: PreTrainedModel, mode: str, ends: bool, **more) -> tuple[dict, list[int]]:
+    """A call whose rows end at different steps, if they are to end, and the tokens that each row emits."""
+    call = prompts(ROWS) | MODES[mode] | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | more
+    text = generate(target, call).sequences[:, -NEW_TOKENS:]
+    if not ends:
+        return call, [NEW_TOKENS] * ROWS
+    counts: list[int] = []
+    for tokens in itertools.combinations(text.unique().tolist(), 2):
+        hits = torch.isin(text, torch.tensor(tokens)).tolist()
+        found = [row.index(True) + 1 if True in row else NEW_TOKENS for row in hits]
+        if len(set(found)) > len(set(counts)) and min(found) > 1:
+            counts, call["eos_token_id"] = found, list(tokens)
+    assert len(set(counts)) > 1
+    return call, counts
+
+
+def assert_entry(ours: torch.Tensor, stock: torch.Tensor, alive: list[bool], place: str) -> None:
+    assert ours.shape == stock.shape, place
+    assert ours.dtype == stock.dtype, place
+    torch.testing.assert_close(ours[alive], stock[alive], rtol=1e-4, atol=1e-4, msg=lambda text: f"{place}: {text}")
+    assert not ours[[not x for x in alive]].any(), place
+
+
+def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int], pads: list[int] | None = None) -> None:
+    """Every entry; with `pads`, those that belong to the pads of a row are left out: some layouts do not feed them."""
+    assert torch.equal(ours.sequences, stock.sequences)
+    others = {"sequences", "past_key_values", "encoder_attentions", "encoder_hidden_states"}
+    assert ours.keys() - others == stock.keys() - others
+    for name in stock.keys() - others:
+        assert len(ours[name]) == len(stock[name]) == max(counts), name
+        for step, (entry, expected) in enumerate(zip(ours[name], stock[name], strict=True)):
+            alive = [step < count for count in counts]
+            layers = [(entry, expected)] if name in ("scores", "logits") else zip(entry, expected, strict=True)
+            for number, (layer, wanted) in enumerate(layers):
+                if pads is not None and name in ("hidden_states", "attentions") and wanted.shape[-2] > 1:
+                    layer, wanted = layer.clone(), wanted.clone()
+                    for row, pad in enumerate(pads):
+                        layer[row, ..., :pad, :] = wanted[row, ..., :pad, :] = 0
+                assert_entry(layer, wanted, alive, f"{name}, step {step}, layer {number}")
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model_type", "layout"), DECODERS)
+def test_decoders(model_type: str, layout: str, mode: str, ends: bool):
+    """The window of Mistral is shorter than its prompt, so that stock's attentions stop growing."""
+    target = model(model_type)
+    call, counts = calls(target, mode, ends)
+    call |= EVERYTHING
+    with Forwards(target) as forwards:
+        output = generate(target, call, layout)
+    assert max(forwards.lengths[1:]) > 1
+    unfed = (call["attention_mask"] == 0).sum(-1).tolist()
+    assert_like_stock(output, generate(target, call), counts, unfed if layout in ("packed", "auto") else None)
+    assert output.speculation_report.emitted == sum(counts)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("model_type", "layout"), PAIRS)
+def test_encoder_decoders(model_type: str, layout: str, mode: str, ends: bool):
+    target = model(model_type)
+    call, counts = calls(target, mode, ends)
+    call |= EVERYTHING
+    output, expected = generate(target, call, layout, noise=0.1), generate(target, call)
+    assert_like_stock(output, expected, counts)
+    for name in ("encoder_attentions", "encoder_hidden_states"):
+        for layer, wanted in zip(output[name], expected[name], strict=True):
+            torch.testing.assert_close(layer, wanted)
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_one_kind_alone(name: str):
+    target = model("llama")
+    call, counts = calls(target, "greedy", ends=True)
+    call[name] = True
+    output = generate(target, call, "ragged")
+    assert set(output.keys()) == {"sequences", "past_key_values", name.removeprefix("output_")}
+    assert_like_stock(output, generate(target, call), counts)
+
+
+def test_hidden_states_in_copies():
+    """Gemma 3n has several of each, before the rows."""
+    target = model("gemma3n_text")
+    call, counts = calls(target, "greedy", ends=True, output_hidden_states=True)
+    output, expected = generate(target, call, "ragged"), generate(target, call)
+    for step, (entry, wanted) in enumerate(zip(output.hidden_states, expected.hidden_states, strict=True)):
+        alive = [step < count for count in counts]
+        for number, (layer, other) in enumerate(zip(entry, wanted, strict=True)):
+            assert layer.shape == other.shape
+            rows_first = (x.transpose(0, 1) if x.ndim == 4 else x for x in (layer, other))
+            assert_entry(*rows_first, alive, f"step {step}, layer {number}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attentions_that_the_implementation_does_not_give(layout: str):
+    """Under sdpa stock returns an empty entry for each token."""
+    target = model("llama", "sdpa")
+    call, _ = calls(target, "greedy", ends=False, output_attentions=True)
+    assert generate(target, call).attentions == ((),) * NEW_TOKENS
+    assert generate(target, call, layout).attentions == ((),) * NEW_TOKENS
+
+
+def note_flags(flags: set[bool], _, __, given: dict) -> None:
+    flags |= {bool(given.get(name)) for name in ("output_attentions", "output_hidden_states")}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("model_type", ["gpt2", "led"])
+def test_only_the_target_is_asked_and_only_where_it_is_wanted(model_type: str, wanted: bool):
+    target = copy.deepcopy(model(model_type))
+    draft = near(target, 0.02)
+    call = calls(target, "greedy", ends=False, output_attentions=True, output_hidden_states=True)[0]
+    of_target, of_draft = set[bool](), set[bool]()
+    target.register_forward_pre_hook(partial(note_flags, of_target), with_kwargs=True)
+    for part in (draft, draft.get_encoder() if target.config.is_encoder_decoder else draft):
+        part.register_forward_pre_hook(partial(note_flags, of_draft), with_kwargs=True)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    target.generate(**call, return_dict_in_generate=wanted, custom_generate=strategy)
+    assert (of_target, of_draft) == ({wanted}, {False})
+
+
+class Divisible(StoppingCriteria):
+    """Stops a row at a token that 3 divides, and notes the scores that it is shown."""
+
+    def __init__(self, stateless: bool):
+        self.stateless = stateless
+        self.shown: list[tuple[torch.Tensor, ...]] = []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.shown.append(scores)
+        return (input_ids[:, WIDTH:] % 3 == 0).any(-1)
+
+
+@pytest.mark.parametrize("stateless", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_are_stopped_without_an_end_token_go_on(mode: str, stateless: bool):
+    """Until all are stopped, as in stock; what a row emitted behind that column does not count."""
+    target = model("llama")
+    call = calls(target, mode, ends=False)[0] | EVERYTHING
+    ours, stocks = Divisible(stateless), Divisible(stateless)
+    output = generate(target, call | {"stopping_criteria": [ours]}, "ragged" if stateless else "lockstep")
+    expected = generate(target, call | {"stopping_criteria": [stocks]})
+    columns = len(expected.scores)
+    assert len({(row % 3 == 0).int().argmax().item() for row in expected.sequences[:, WIDTH:]}) > 1
+    assert columns < NEW_TOKENS
+    assert_like_stock(output, expected, [columns] * ROWS)
+    if not stateless:
+        torch.testing.assert_close(ours.shown, stocks.shown, rtol=1e-4, atol=1e-4)
+
+
+def later(call: dict, text: torch.Tensor, counts: list[int], width: int) -> dict[str, torch.Tensor]:
+    """The next turn: everything so far, in which the columns behind the end of a row are hidden, and five words."""
+    words = torch.randint(1, VOCAB_SIZE, (ROWS, 5), generator=torch.Generator().manual_seed(3))
+    emitted = torch.arange(text.shape[1] - width) < torch.tensor(counts)[:, None]
+    mask = torch.cat([call["attention_mask"], emitted, torch.ones_like(words)], -1)
+    return {"input_ids": torch.cat([text, words], -1), "attention_mask": mask}
+
+
+def note_length(lengths: list[int], name: str, _, __, given: dict) -> None:
+    lengths.append(given[name].shape[1])
+
+
+def assert_continues(target: PreTrainedModel, turn: dict, past: DynamicCache | EncoderDecoderCache) -> None:
+    """The next turn has the text that it has without this cache, by stock and by us, and reads the new words only."""
+    name = "decoder_input_ids" if target.config.is_encoder_decoder else "input_ids"
+    for mode in MODES.values():
+        expected = generate(target, turn | mode).sequences
+        for layout in (None, "auto"):
+            lengths: list[int] = []
+            handle = target.register_forward_pre_hook(partial(note_length, lengths, name), with_kwargs=True)
+            output = generate(target, turn | mode | {"past_key_values": copy.deepcopy(past)}, layout)
+            handle.remove()
+            assert torch.equal(output.sequences, expected), layout
+            assert lengths[0] == turn[name].shape[1] - past.get_seq_length(), layout
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "layout"), [case for case in DECODERS if case[0] in ("llama", "mistral", "gpt2")]
+)
+def test_the_cache_of_a_decoder_serves_the_next_turn(model_type: str, layout: str, ends: bool):
+    target = model(model_type)
+    call, counts = calls(target, "coupled", ends)
+    output, expected = generate(target, call, layout), generate(target, call)
+    if (model_type, layout, ends) == ("mistral", "lockstep", True):  # its rows cannot be put together
+        assert output.past_key_values is None
+        return
+    assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    turn = later(call, output.sequences, counts, WIDTH) | {"max_new_tokens": NEW_TOKENS}
+    assert_continues(target, turn, output.past_key_values)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_cache_of_a_recurrence_is_returned_if_its_rows_end_together(ends: bool):
+    target = model("falcon_h1")
+    call, counts = calls(target, "coupled", ends)
+    past = generate(target, call, "lockstep").past_key_values
+    assert (past is None) == (len(set(counts)) > 1)
+
+
+@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize(("model_type", "layout"), [case for case in PAIRS if case[0] != "fsmt"])
+def test_the_cache_of_an_encoder_decoder_serves_the_next_turn(model_type: str, layout: str, ends: bool):
+    target = model(model_type)
+    call, counts = calls(target, "coupled", ends)
+    output, expected = generate(target, call, layout, noise=0.1), generate(target, call)
+    past, stocks = output.past_key_values, expected.past_key_values
+    assert isinstance(past, EncoderDecoderCache)
+    for layer, other in zip(past.cross_attention_cache.layers, stocks.cross_attention_cache.layers, strict=True):
+        torch.testing.assert_close((layer.keys, layer.values), (other.keys, other.values))
+    for layer, other in zip(past.self_attention_cache.layers, stocks.self_attention_cache.layers, strict=True):
+        assert layer.keys.shape == other.keys.shape
+        for row, count in enumerate(counts):
+            torch.testing.assert_close(layer.keys[row, :, :count], other.keys[row, :, :count], rtol=1e-4, atol=1e-4)
+    turn = later({"attention_mask": torch.ones(ROWS, 1)}, output.sequences, counts, 1)
+    turn = {f"decoder_{name}": value for name, value in turn.items()} | {"max_new_tokens": NEW_TOKENS}
+    turn |= {name: call[name] for name in ("input_ids", "attention_mask")}
+    assert_continues(target, turn, past)
+
+
+def test_a_cache_of_the_user_is_filled_with_what_an_encoder_gave():
+    target = model("bart")
+    call, _ = calls(target, "greedy", ends=False)
+    user = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    output = generate(target, call | {"past_key_values": user}, "padded")
+    assert output.past_key_values is user
+    assert user.get_seq_length() == NEW_TOKENS
+    turn = later({"attention_mask": torch.ones(ROWS, 1)}, output.sequences, [NEW_TOKENS] * ROWS, 1)
+    turn = {f"decoder_{name}": value for name, value in turn.items()} | {"max_new_tokens": NEW_TOKENS}
+    assert_continues(target, turn | {name: call[name] for name in ("input_ids", "attention_mask")}, user)
