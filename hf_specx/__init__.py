@@ -6,10 +6,12 @@ from .lookahead import Costs
 from .pairs import DraftTargetPair
 from .report import SpeculationReport
 from .strategy import SpeculativeDecoding
+from .streaming import BatchStreamer
 
 
 __version__ = "0.1.0"
 __all__ = [
+    "BatchStreamer",
     "Costs",
     "DraftTargetPair",
     "SampledCandidateGenerator",

@@ -111,10 +111,10 @@ class Session:
         input_ids = inputs["input_ids"]
         if len(prompts) == 1:
             self.console.print(Text(f"\n{prompts[0]}", "dim"), end="", soft_wrap=True)
-            strategy.streamer = OriginStreamer(strategy, tokenizer, self.console)
+            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.console), "run"
         torch.manual_seed(self.seed)
         output = target.generate(**inputs, **self.options, custom_generate=strategy)  # type: ignore[operator]
-        report, strategy.streamer = strategy.report, None
+        report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
         assert report is not None
         counts = emitted_per_row(output, input_ids.shape[1], target.generation_config.eos_token_id)
         new = [row[:n] for row, n in zip(output[:, input_ids.shape[1] :].tolist(), counts, strict=True)]
