@@ -1,18 +1,44 @@
 """The entry as a function: bind what transformers withholds from callables, and call the host."""
 
+import copy
+import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import ModelOutput
 
-from .checks import check_lifted
+from .checks import (
+    check_arguments,
+    check_draft_given,
+    check_entry,
+    check_healing,
+    check_lifted,
+    check_one_name,
+    check_stop_strings,
+)
+from .drafting import Schedule, given_drafting
+from .lookahead import Costs
+from .prompts import shallow_copy
 from .strategy import SpeculativeDecoding
 
 
-STRATEGY_OPTIONS = ("num_draft_tokens", "verification", "layout", "compile", "draft_tokenizer", "costs")
+STRATEGY_OPTIONS = (
+    "num_draft_tokens",
+    "verification",
+    "layout",
+    "compile",
+    "draft_tokenizer",
+    "costs",
+    "tokenizer",
+    "streamer",
+    "stream_by",
+)
 STOCK = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
 LOADER_OPTIONS = (
     "revision",
@@ -23,18 +49,23 @@ LOADER_OPTIONS = (
     "proxies",
     "repo_type",
     "trust_remote_code",
-    "custom_generate",
 )
+# by draft and target: times of forwards, and where a heuristic schedule has got to
+LEARNED: WeakKeyDictionary[Any, WeakKeyDictionary[PreTrainedModel, tuple[Costs, Schedule]]] = WeakKeyDictionary()
 
 
-def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kwargs: Any) -> Any:
+def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """`model.generate` with speculative sampling, for what transformers withholds from a strategy object.
+
+    The times of forwards that a call has measured serve the next one with the same two models. What it has seen of
+    their acceptance does not, so that the same seed gives the same text; a strategy object goes by that as well.
 
     Args:
         inputs: as in `generate`.
+        *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding` by keyword; the draft as
-            `draft_model` or `assistant_model`.
+            `draft_model` or `assistant_model`. With `custom_generate`, that is called in our place.
 
     Returns:
         As `generate`.
@@ -42,31 +73,114 @@ def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kw
     Raises:
         ValueError: where no draft is given, and as `SpeculativeDecoding`.
     """
-    # called by string, we may be inside the class's own `generate` already; stock then names every argument it has
-    host: Any = GenerationMixin if kwargs.keys() >= STOCK else type(model)
+    with ending(kwargs.get("streamer")) as reached:
+        check_entry(model, kwargs.get("custom_generate"))
+        # called by string, we may be inside the class's own `generate` already; stock then names all its arguments
+        host: Any = GenerationMixin if kwargs.keys() >= STOCK else type(model)
+        kwargs = add_positional(host, more, kwargs)
+        other = kwargs.pop("custom_generate", None)
+        if other is not None:
+            reached.append(True)
+            return host.generate(model, *first(inputs), custom_generate=other, **kwargs)
+        if kwargs.get("assistant_model") is not None and host is not type(model):
+            check_lifted(model)
+        draft = either(kwargs, "draft_model", "assistant_model")
+        check_draft_given(draft)
+        options = take_options(kwargs)
+        strategy = SpeculativeDecoding(draft, **options)
+        learned = LEARNED.setdefault(draft, WeakKeyDictionary())
+        costs, schedule = learned.setdefault(model, (Costs(), Schedule()))
+        if "costs" not in options:
+            strategy.costs.table = costs.table
+        strategy.schedule = copy.copy(schedule)  # another thread may use the same models
+        output = run(strategy, host, model, inputs, kwargs, reached)
+        learned[model] = costs, strategy.schedule
+        return output
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[list[bool]]:
+    """End a streamer where an error comes before the strategy is called, which ends it in any case.
+
+    Yields:
+        An empty list; an item in it means that somebody else ends the streamer by now.
+    """
+    reached: list[bool] = []
+    try:
+        yield reached
+    except BaseException:
+        if not reached and hasattr(streamer, "end"):
+            streamer.end()
+        raise
+
+
+def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
+    """`inputs` as a positional argument, since a class may call its first argument otherwise."""
+    return [] if inputs is None else [inputs]
+
+
+def add_positional(host: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a call, with those of `host.generate` that were given by position behind the first."""
+    parameters = inspect.signature(host.generate).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    if len(more) > len(names):
+        raise TypeError(f"{host.__name__}.generate takes no {len(more) + 1} positional arguments; pass them by name.")
+    return dict(**dict(zip(names, more, strict=False)), **kwargs)
+
+
+def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of `SpeculativeDecoding` out of the arguments of a call; None is as good as none."""
+    kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
+    options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def either(kwargs: dict[str, Any], ours: str, stocks: str) -> Any:
+    """Take an argument that has two names; None where it is not given.
+
+    Raises:
+        ValueError: if both names are used.
+    """
+    found = {name: value for name in (ours, stocks) if (value := kwargs.pop(name, None)) is not None}
+    check_one_name(ours, stocks, found)
+    return next(iter(found.values()), None)
+
+
+def run(
+    strategy: SpeculativeDecoding,
+    host: Any,
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    reached: list[bool],
+) -> Any:
+    """Call `host.generate` with a strategy, and with what it withholds from one.
+
+    Args:
+        strategy: used for this call alone meanwhile.
+        host: whose `generate`: the model's class, or `GenerationMixin`.
+        inputs, kwargs: the arguments of that, without the options of the strategy.
+        reached: gets an item when the strategy is called.
+    """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
-    draft_model = kwargs.pop("draft_model", None)
-    assistant_model = kwargs.pop("assistant_model", None)
-    if draft_model is None and assistant_model is None:
-        raise ValueError("no draft: pass draft_model= or assistant_model=.")
-    if assistant_model is not None and host is not type(model):
-        check_lifted(model)
-    if kwargs.pop("synced_gpus", None):
-        raise ValueError("synced_gpus=True is not available with speculative decoding in this version; leave it out.")
-    options = {name: kwargs.pop(name) for name in STRATEGY_OPTIONS if name in kwargs}
-    tokenizer = kwargs.pop("tokenizer", None)
-    bind_stop_strings(model, tokenizer, kwargs)
-    strategy = SpeculativeDecoding(
-        draft_model if draft_model is not None else assistant_model,
-        streamer=kwargs.pop("streamer", None),
-        tokenizer=tokenizer,
-        draft_tokenizer=options.pop("draft_tokenizer", kwargs.pop("assistant_tokenizer", None)),
-        **options,
-    )
-    strategy.adds_reports = True
-    given = [] if inputs is None else [inputs]  # a class may call its first argument otherwise
-    result = host.generate(model, *given, custom_generate=strategy, **kwargs)
+    check_arguments(inputs, model, kwargs, (*STRATEGY_OPTIONS, "draft_model", "seeds"))
+    strategy.given_drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
+    strategy.synced_gpus = kwargs.pop("synced_gpus", None)
+    strategy.report, strategy.adds_reports = None, True
+
+    @functools.wraps(strategy.__call__)
+    def called(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        reached.append(True)
+        return strategy(model, *args, **kwargs)
+
+    try:
+        bind_stop_strings(model, strategy.tokenizer, kwargs)
+        heals = setting("token_healing", model, kwargs)
+        served = healing(model, strategy.tokenizer) if heals else model
+        result = host.generate(served, *first(inputs), custom_generate=called, **kwargs)
+    finally:
+        strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports = None, None, False
     if isinstance(result, ModelOutput):
         result.speculation_report = strategy.report
     elif isinstance(result, dict):  # what Whisper makes of several windows
@@ -74,15 +188,38 @@ def generate(inputs: torch.Tensor | None = None, *, model: PreTrainedModel, **kw
     return result
 
 
+def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
+    """What `generate` will take a field of the config to be, without the defaults."""
+    if name in kwargs:
+        return kwargs[name]
+    value = getattr(kwargs.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
 def bind_stop_strings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> None:
     """Turn stop strings among the arguments of `generate` into a criterion: it withholds the tokenizer they need."""
-    given = [kwargs, vars(kwargs.get("generation_config") or model.generation_config)]
-    strings = next((found for source in given if (found := source.get("stop_strings")) is not None), None)
+    strings = setting("stop_strings", model, kwargs)
     if strings is None:
         return
-    if tokenizer is None:
-        raise ValueError(f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=.")
-    criteria = [*(kwargs.get("stopping_criteria") or []), StopStringCriteria(tokenizer, strings)]
+    check_stop_strings(strings, tokenizer)
+    assert tokenizer is not None
+    criteria = list(kwargs.get("stopping_criteria") or [])
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces stock's
+        criteria.append(StopStringCriteria(tokenizer, strings))
     kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
+
+
+def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
+    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts.
+
+    It does so in the middle of its preparations, with a tokenizer that it does not have where we are called.
+    """
+    check_healing(tokenizer)
+    assert tokenizer is not None
+    plain = shallow_copy(model)
+    vars(plain).pop("generate", None)  # healing generates, and an override would want a draft for that
+    healed, heal = shallow_copy(plain), GenerationMixin.heal_tokens
+    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)  # type: ignore[arg-type]
+    return healed

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .generate import LOADER_OPTIONS, STRATEGY_OPTIONS, bind_stop_strings
+from .checks import check_entry
+from .generate import LOADER_OPTIONS, add_positional, ending, run, take_options
 from .report import SpeculationReport
 from .strategy import SpeculativeDecoding
 
@@ -43,6 +44,7 @@ class DraftTargetPair:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: dict[str, Any] | None = None,
     ):
+        check_entry(target, None)
         self.target, self.draft, self.tokenizer, self.config = target, draft, tokenizer, config or {}
         self.prompts: list[str] = self.config.get("prompts", [])
         self.strategy = self._strategy()
@@ -86,17 +88,22 @@ class DraftTargetPair:
         pair.prompts = json.loads((folder / "prompts.json").read_text())
         return pair
 
-    def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any:
         """The target's `generate` with speculative sampling.
 
         Args:
             inputs: as in `generate`.
+            *more: further positional arguments of the target's own `generate`.
             **kwargs: everything that `generate` takes, and the options of `SpeculativeDecoding` by keyword, for this
-                call; the cost table is the pair's own all the same.
+                call; what was learned of costs and acceptance is the pair's own all the same.
         """
-        options = {name: kwargs.pop(name) for name in (*STRATEGY_OPTIONS, "streamer") if name in kwargs}
-        bind_stop_strings(self.target, kwargs.pop("tokenizer", self.tokenizer), kwargs)
-        strategy = self._strategy(**{"costs": self.strategy.costs, **options}) if options else self.strategy
-        output = self.target.generate(inputs, custom_generate=strategy, **kwargs)  # type: ignore[operator]
+        host = type(self.target)
+        with ending(kwargs.get("streamer")) as reached:
+            kwargs = add_positional(host, more, kwargs)
+            strategy, options = self.strategy, take_options(kwargs)
+            if options:
+                strategy = self._strategy(**{"costs": self.strategy.costs} | options)
+                strategy.schedule = self.strategy.schedule
+            output = run(strategy, host, self.target, inputs, kwargs, reached)
         self.report = strategy.report
         return output

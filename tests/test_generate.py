@@ -1,14 +1,20 @@
 """The entries: what they return, what they leave behind, and reproducibility."""
 
+import gc
 import json
 import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from tiny import near, prompts, tiny
-from transformers import TextIteratorStreamer
+from transformers import PreTrainedModel, TextIteratorStreamer
 
 from hf_specx import Costs, SpeculativeDecoding, generate
+from hf_specx.drafting import Schedule
+from hf_specx.generate import LEARNED
 from hf_specx.lookahead import PRIOR_ALPHA
 
 
@@ -205,3 +211,57 @@ def test_input_ids_of_another_integer_type():
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
     output = target.generate(**inputs, do_sample=False, max_new_tokens=9, custom_generate=strategy)
     assert torch.equal(output.long(), expected)
+
+
+def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:
+    """How often bare forwards were timed in each call, the costs being known exactly."""
+    counts: list[int] = []
+
+    def measure(costs: Costs, batch: int, *forwards: Any) -> None:
+        counts[-1] += 1
+        costs.table[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
+
+    monkeypatch.setattr(Costs, "measure", measure)
+    for call in calls:
+        counts.append(0)
+        call()
+    return counts
+
+
+def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
+    """Of the same two models, at the same batch size, and no longer than they live."""
+    target, other = tiny(), tiny(seed=4)
+    draft = near(target, 0.05)
+
+    def call(model: PreTrainedModel = target, rows: int = 2, **options: Any) -> Callable:
+        return lambda: generate(**prompts(rows), **SAMPLED, model=model, draft_model=draft, **options)
+
+    calls = [call(), call(), call(rows=3), call(other), call(), call(costs=Costs()), call()]
+    assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 1, 0]
+    assert LEARNED[draft][target][0].alpha == {}
+    assert len(LEARNED[draft]) == 2
+
+
+def test_the_same_seed_gives_the_same_text_in_the_next_call():
+    """The number of candidates changes what is drawn, so acceptance must not count from call to call."""
+    target = tiny()
+    draft = near(target, 0.3)
+    costs = Costs({2: {"target": {1: 1.0, 9: 1.3}, "draft": 0.1}})
+    LEARNED.setdefault(draft, WeakKeyDictionary())[target] = costs, Schedule()
+    texts = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        texts.append(generate(**prompts(2), **SAMPLED, model=target, draft_model=draft))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_what_was_learned_is_forgotten_with_the_models():
+    target = tiny()
+    draft = near(target, 0.05)
+    generate(**prompts(2), **SAMPLED, model=target, draft_model=draft, num_draft_tokens=2)
+    assert draft in LEARNED
+    before = len(LEARNED)
+    del draft
+    gc.collect()
+    assert len(LEARNED) < before

@@ -14,14 +14,19 @@ import hf_specx
 
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
-    "verify sequences cache lookahead abilities attention past tables",
+    "threads refusals",
+    "verify sequences cache lookahead drafting abilities attention past tables inputs",
+    "seen",
     "noise processors stopping report decoders states",
-    "rules prompts ragged hosted whole",
+    "rules prompts streaming outputs ragged hosted whole",
     "packed padded lockstep",
     "layouts",
-    "candidates",
+    "candidates guidance",
+    "checks_options checks_models checks_calls checks_inputs checks_rows peers settle",
+    "checks_entry",
     "checks",
-    "decode",
+    "plan decode",
+    "prefill",
     "strategy",
     "generate",
     "pairs bench",

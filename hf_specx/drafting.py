@@ -1,0 +1,123 @@
+"""How long a round drafts where the user says so in transformers' own words: a number, its schedule, a threshold.
+
+transformers reads all three from the draft's own file alone. Here a call may set them as well.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+
+UNSET = {  # what `generate` fills in before it calls a strategy; there such a value is as good as none
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+
+
+class Drafting(NamedTuple):
+    """What was asked for.
+
+    Attributes:
+        number: candidates a round, at first; None is "auto".
+        schedule: "constant", or "heuristic": 2 more after a round that kept every candidate of every row, else 1 less;
+            "heuristic_transient" is the same, from `number` again in each call.
+        threshold: a round drafts no further once each row had a candidate that the draft gave less than this
+            probability; 0 is never. It stays as given, where stock adapts it by scikit-learn's ROC curve.
+    """
+
+    number: int | None = None
+    schedule: str = "constant"
+    threshold: float = 0.0
+
+
+def given_drafting(*places: Mapping[str, Any] | GenerationConfig | None) -> dict[str, Any]:
+    """Those of transformers' three arguments that a user has set, each from the first place that has it.
+
+    Args:
+        *places: the call's keyword arguments, and configs that nobody has filled up with defaults yet.
+    """
+    known = [vars(place) if isinstance(place, GenerationConfig) else place for place in places if place is not None]
+    found = {name: [place[name] for place in known if place.get(name) is not None] for name in UNSET}
+    return {name: values[0] for name, values in found.items() if values}
+
+
+def choose_drafting(
+    num_draft_tokens: int | str, given: Mapping[str, Any] | None, filled: GenerationConfig, draft_model: Any
+) -> Drafting:
+    """What counts: the strategy's own number, then the call, then the draft's own file, then "auto".
+
+    A number in `num_draft_tokens` is meant as it stands, so then the draft's own file is not asked for anything.
+
+    Args:
+        num_draft_tokens: the strategy's option.
+        given: `given_drafting` of the call; None where `filled` is all that is known of it.
+        filled: the config that `generate` hands to a strategy; a value counts as set where it is not in `UNSET`.
+        draft_model: its `generation_config` is its own file; other drafts have none.
+    """
+    if given is None:
+        given = {name: value for name in UNSET if (value := getattr(filled, name, None)) != UNSET[name]}
+    own = None if num_draft_tokens != "auto" else getattr(draft_model, "generation_config", None)
+    found = given_drafting(given, own)
+    number, schedule, threshold = (found.get(name) for name in UNSET)
+    if not isinstance(num_draft_tokens, str):
+        number = num_draft_tokens
+    return Drafting(number, schedule or Drafting().schedule, threshold or Drafting().threshold)
+
+
+class Schedule:
+    """How many candidates the next round drafts; a strategy keeps one, as "heuristic" goes on from call to call.
+
+    Attributes:
+        wanted: that number.
+        threshold: as in `Drafting`.
+    """
+
+    def __init__(self) -> None:
+        self.drafting, self.wanted = Drafting(), 0
+
+    @property
+    def threshold(self) -> float:
+        return self.drafting.threshold
+
+    def begin(self, drafting: Drafting, number: int) -> None:
+        """Start a call with `number`, or where the last one left off if the same is asked for again."""
+        if drafting != self.drafting or drafting.schedule != "heuristic":
+            self.wanted = number
+        self.drafting = drafting
+
+    def update(self, all_accepted: bool) -> None:
+        """Take in a round that had candidates."""
+        if self.drafting.schedule != "constant":
+            self.wanted = self.wanted + 2 if all_accepted else max(1, self.wanted - 1)
+
+
+class Confidence:
+    """Whether a round should draft further; one for each round.
+
+    The candidate that falls below the threshold is kept: whether one is judged then depends on those before it alone,
+    and every verification stays exact.
+
+    Args:
+        threshold: as in `Drafting`.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.sure: torch.Tensor | None = None
+
+    def is_lost(self, scores: torch.Tensor, tokens: torch.Tensor) -> bool:
+        """Whether every row has drafted below the threshold by now.
+
+        Args:
+            scores: [R, V], the draft's, processed.
+            tokens: [R] int64, the candidates chosen by them.
+        """
+        if not self.threshold:
+            return False
+        probs = scores.softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        sure = probs >= self.threshold
+        self.sure = sure if self.sure is None else self.sure & sure
+        return not bool(self.sure.any())
