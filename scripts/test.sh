@@ -8,3 +8,4 @@ ruff check .
 ruff format --check .
 mypy
 python -m pytest --numprocesses 2 --durations 10 "$@"
+bash "$(dirname "${BASH_SOURCE[0]}")/floor.sh"

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# On the oldest transformers that pyproject.toml allows, laid over the environment: its contract, and stock's tokens.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+oldest="$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"
+folder="build/transformers-$oldest"
+if [ ! -d "$folder" ]; then
+    python -m pip install --quiet --disable-pip-version-check --upgrade --target "$folder.part" "transformers==$oldest"
+    mv "$folder.part" "$folder"
+fi
+PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 "$@" tests/test_host_contract*.py \
+    tests/test_equality.py tests/test_processors.py tests/test_stopping.py tests/test_candidates.py \
+    tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py
