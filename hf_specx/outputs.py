@@ -51,8 +51,10 @@ class Outputs:
             scores: [R, P, V], the same after all processors.
             offset: how many of the forward's positions come before these.
         """
+        if self.scores is None and self.logits is None and self.layers is None:
+            return
         cells = [(place, n) for place, number in enumerate(emitted) for n in range(number)]
-        if not cells or (self.scores is None and self.logits is None and self.layers is None):
+        if not cells:
             return
         place, position = torch.tensor(cells).unbind(1)  # [N]
         row = [rows[p] for p, _ in cells]
