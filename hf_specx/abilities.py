@@ -27,16 +27,16 @@ GROUPS = {
         video_llama_3 video_llava vipllava
     """,
     "padded lockstep": """
-        bart bigbird_pegasus blenderbot blenderbot-small bloom canary cohere_asr encoder-decoder gpt_neo kosmos-2.5 led
+        bart bigbird_pegasus blenderbot blenderbot-small bloom canary cohere_asr encoder-decoder gpt_neo kosmos-2.5
         longt5 m2m_100 marian mbart moonshine moonshine_streaming moss_transcribe_diarize mt5 mvp nllb-moe paligemma
         pegasus pegasus_x plbart pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5
         switch_transformers t5 t5gemma t5gemma2 umt5 vibevoice_asr whisper
     """,
     "lockstep": """
         axk2 bailing_hybrid bamba deepseek_v32 dots3_note dots3_note_text falcon_h1 glm_moe_dsa granitemoehybrid hy_v4
-        inkling2_text inkling_text kimi_linear lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model nemo_speechlm
-        nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text
-        roformer zamba2 zaya
+        inkling2_text inkling_text kimi_linear led lfm2 lfm2_moe lfm3 mamba2 minimax mllama mllama_text_model
+        nemo_speechlm nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp
+        qwen4_exp_text roformer zamba2 zaya
     """,
     "ragged": """
         fsmt moshi openai-gpt
@@ -45,6 +45,7 @@ GROUPS = {
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: the host's own cache, cropped
 WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
+BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in stock's single steps
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")
 

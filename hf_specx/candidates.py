@@ -114,20 +114,27 @@ class ForeignCandidateGenerator(CandidateGenerator):
     verification is exact for whatever is proposed.
 
     Args:
-        generator: gets one row at a time, without pads.
+        generator: gets one row at a time, without pads; it is not told what was kept.
+        vocab_size: of the target.
     """
 
-    def __init__(self, generator: CandidateGenerator):
-        self.generator = generator
+    def __init__(self, generator: CandidateGenerator, vocab_size: int):
+        self.generator, self.vocab_size = generator, vocab_size
 
     def propose(self, sequences: Sequences, num_draft_tokens: int, threshold: float = 0.0) -> Draft:
         """As in `SampledCandidateGenerator`; K is the longest proposal, at most `num_draft_tokens`."""
         found = []
-        for row in sequences.rows:
+        over = [False] * len(sequences.rows) if sequences.over is None else sequences.over.tolist()
+        for row, is_over in zip(sequences.rows, over, strict=True):
             prefix = sequences.row(row)[None]
-            candidates, _ = self.generator.get_candidates(prefix)  # type: ignore[arg-type]
+            candidates = prefix if is_over else self.generator.get_candidates(prefix)[0]  # type: ignore[arg-type]
             found.append(candidates[0, prefix.shape[1] :][:num_draft_tokens])
         tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(sequences.ids)
+        if ((tokens < 0) | (tokens >= self.vocab_size)).any():
+            raise ValueError(
+                f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
+                f"{self.vocab_size - 1}; use a generator for this target."
+            )
         if sequences.over is not None:
             tokens = tokens.masked_fill(sequences.over[:, None], sequences.pad_token_id)
         sequences.put(tokens)

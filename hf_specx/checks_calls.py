@@ -20,7 +20,10 @@ def other_mode(name: str, mode: str) -> Callable[[GenerationConfig], None]:
         value = getattr(config, name, None)
         if value is None or value is False:
             return None
-        return f"{name}={value!r} selects {mode}; leave it out for greedy decoding or sampling."
+        return (
+            f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
+            "model.generation_config."
+        )
 
     check.__name__ = name
     return refusal(check)
@@ -58,7 +61,7 @@ def groups_of_beams(config: GenerationConfig) -> str | None:
 def no_cache(model_kwargs: dict[str, Any]) -> str | None:
     if model_kwargs.get("use_cache") is not False:
         return None
-    return "use_cache=False cannot be honoured: judging candidates needs a cache; leave it out."
+    return "use_cache=False cannot be honoured: judging candidates needs a cache; pass use_cache=True."
 
 
 @refusal
@@ -67,7 +70,7 @@ def other_cache(config: GenerationConfig) -> str | None:
         return None
     return (
         f"cache_implementation={config.cache_implementation!r} cannot be honoured: speculative decoding keeps a cache "
-        "of its own; leave it out."
+        "of its own; pass cache_implementation='dynamic'."
     )
 
 

@@ -110,7 +110,10 @@ def empty_row(name: str, mask: torch.Tensor) -> str | None:
     if mask.any(-1).all():
         return None
     row = int((~mask.any(-1)).nonzero()[0])
-    return f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row."
+    return (
+        f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. If you passed no mask, "
+        f"transformers took the pad id for padding; pass {name} with a 1 for each token."
+    )
 
 
 @refusal
@@ -119,8 +122,8 @@ def padding_on_the_right(name: str, mask: torch.Tensor) -> str | None:
         return None
     return (
         f"row {int((mask[:, -1] == 0).nonzero()[0])} of {name} ends in 0: prompts must be padded on the left; set "
-        "tokenizer.padding_side='left'. If you passed no mask, transformers took the pad id for padding; pass the "
-        "mask."
+        "tokenizer.padding_side='left'. If you passed no mask, transformers took the pad id for padding; pass "
+        f"{name} with a 1 for each token."
     )
 
 
@@ -131,6 +134,16 @@ def holes_in_the_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> 
         return None
     kind = type(model).__name__
     return f"{name} has zeros between tokens of a row, which {kind} does not heed; pad its rows on the left only."
+
+
+@refusal
+def text_that_was_read(width: int, held: int) -> str | None:
+    if held < width:
+        return None
+    return (
+        f"past_key_values holds {held} tokens, and the whole text has {width}; pass the text with at least one token "
+        "more than the cache holds, or the new tokens alone with a mask for all."
+    )
 
 
 def check_inputs(
@@ -157,10 +170,13 @@ def check_inputs(
     widths = {input_ids.shape[1]} if embeds is None else {input_ids.shape[1], embeds.shape[1]} - {0}
     name = "decoder_attention_mask" if decodes else "attention_mask"
     mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
+    known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
+    if held and embeds is None and not decodes and known == input_ids.shape[1]:  # so stock takes it for the whole text
+        text_that_was_read(known, held)
     if mask is not None:
         check_mask(model, name, mask, len(input_ids), in_all)
-    elif (width := getattr(generation_config, "_mask_length", None)) is not None:  # of a mask that was all ones
-        mask_for_other_tokens(name, width, in_all)
+    elif known is not None:
+        mask_for_other_tokens(name, known, in_all)
     positions = None if decodes else model_kwargs.get("position_ids")
     if positions is not None:
         positions_for_other_tokens(positions, len(input_ids), max(widths) - held)

@@ -15,9 +15,21 @@ MAX_SEED = 2**63
 WHERE_FIXED = "it must be the same in every round with synced_gpus=, and with seeds= unless verification='coupled'"
 
 
+def as_list(seeds: Any) -> Any:
+    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else for the check."""
+    seeds = _plain(seeds)
+    return [_plain(seed) for seed in seeds] if isinstance(seeds, list | tuple | range) else seeds
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 @refusal
 def seeds_of_no_kind(seeds: Any) -> str | None:
-    if isinstance(seeds, list | tuple) and all(isinstance(seed, numbers.Integral) for seed in seeds):
+    if isinstance(seeds, list) and all(
+        isinstance(seed, numbers.Integral) and not isinstance(seed, bool) for seed in seeds
+    ):
         return None
     return f"seeds={seeds!r} is not a list of ints; give one int a row."
 

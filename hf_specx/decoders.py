@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils
 
+from .abilities import BLIND_STEPS
 from .cache import select_rows, self_attention
 from .inputs import has_rows, select
 from .past import Columns, assemble, columns_of
@@ -92,12 +93,11 @@ class Decoder:
         home = self.prompt.input_ids.device
         logits = self._first()
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.get(self.position_name)
-        unmasked = getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
-        self._note_width(unmasked if mask is None else mask.shape[1])
+        self._note_width(self._unmasked_width() if mask is None else mask.shape[1])
         rows = self.rows = len(self.held)
         self.pads = torch.zeros(rows, dtype=torch.int64, device=home)  # [B], leading slots without a token
         self.absent = self.pads  # [B], pads and other slots that are hidden
-        if mask is not None:
+        if mask is not None and self.model.config.model_type not in BLIND_STEPS:
             known = mask.bool().to(home)
             self.pads = known.int().argmax(-1)
             holes = ~known & (known.cumsum(-1) > 0)
@@ -125,6 +125,12 @@ class Decoder:
             self.cache = output.past_key_values
         self.notes.note_first(output)
         return output.logits[:, -1:]
+
+    def _unmasked_width(self) -> int:
+        """Slots that prompts without a mask take."""
+        if self.model.config.is_encoder_decoder and self.cache is not None:  # stock reads all ids behind what it holds
+            return self_attention(self.cache).get_seq_length()
+        return getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
 
     def _note_width(self, width: int) -> None:
         """The prompts are read, and take so many slots."""
@@ -199,7 +205,8 @@ class Decoder:
         end, places = self.width + count, torch.tensor(rows, device=sequences.ids.device)
         crossed = [(keys[places.to(keys.device)], values[places.to(values.device)]) for keys, values in self.crossed]
         cache = assemble({n: self.left[row] for n, row in enumerate(rows)}, [end - 1] * len(rows), end - 1, crossed)
-        given = {name: select(x, places) if name in self.per_row else x for name, x in self.every.items()}
+        total = len(self.held)
+        given = {name: select(x, places, total) if name in self.per_row else x for name, x in self.every.items()}
         given[self.mask_name] = torch.arange(end, device=places.device) >= self.pads[places, None]
         if self.holes is not None:
             given[self.mask_name] &= ~torch.nn.functional.pad(self.holes[places], (0, count))
@@ -238,7 +245,7 @@ class Decoder:
         self._select_inputs(places)
 
     def _select_inputs(self, places: torch.Tensor) -> None:
-        self.kwargs |= {name: select(self.kwargs[name], places) for name in self.per_row}
+        self.kwargs |= {name: select(self.kwargs[name], places, self.rows) for name in self.per_row}
         self.rows = len(places)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,6 +26,7 @@ from .drafting import Schedule, given_drafting
 from .lookahead import Costs
 from .prompts import shallow_copy
 from .strategy import SpeculativeDecoding
+from .wrappers import unwrapped
 
 
 STRATEGY_OPTIONS = (
@@ -51,7 +52,9 @@ LOADER_OPTIONS = (
     "trust_remote_code",
 )
 # by draft and target: times of forwards, and where a heuristic schedule has got to
-LEARNED: WeakKeyDictionary[Any, WeakKeyDictionary[PreTrainedModel, tuple[Costs, Schedule]]] = WeakKeyDictionary()
+LEARNED: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, tuple[Costs, Schedule]]] = (
+    WeakKeyDictionary()
+)
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -74,6 +77,7 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         ValueError: where no draft is given, and as `SpeculativeDecoding`.
     """
     with ending(kwargs.get("streamer")) as reached:
+        model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
         # called by string, we may be inside the class's own `generate` already; stock then names all its arguments
         host: Any = GenerationMixin if kwargs.keys() >= STOCK else type(model)
@@ -88,7 +92,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         check_draft_given(draft)
         options = take_options(kwargs)
         strategy = SpeculativeDecoding(draft, **options)
-        learned = LEARNED.setdefault(draft, WeakKeyDictionary())
+        learned: MutableMapping[Any, tuple[Costs, Schedule]] = {}
+        if isinstance(strategy.draft_model, PreTrainedModel):  # a generator may have no hash
+            learned = LEARNED.setdefault(strategy.draft_model, WeakKeyDictionary())
         costs, schedule = learned.setdefault(model, (Costs(), Schedule()))
         if "costs" not in options:
             strategy.costs.table = costs.table
@@ -157,7 +163,7 @@ def run(
     """Call `host.generate` with a strategy, and with what it withholds from one.
 
     Args:
-        strategy: used for this call alone meanwhile.
+        strategy: made for this call alone.
         host: whose `generate`: the model's class, or `GenerationMixin`.
         inputs, kwargs: the arguments of that, without the options of the strategy.
         reached: gets an item when the strategy is called.
@@ -174,13 +180,10 @@ def run(
         reached.append(True)
         return strategy(model, *args, **kwargs)
 
-    try:
-        bind_stop_strings(model, strategy.tokenizer, kwargs)
-        heals = setting("token_healing", model, kwargs)
-        served = healing(model, strategy.tokenizer) if heals else model
-        result = host.generate(served, *first(inputs), custom_generate=called, **kwargs)
-    finally:
-        strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports = None, None, False
+    bind_stop_strings(model, strategy.tokenizer, kwargs)
+    heals = setting("token_healing", model, kwargs)
+    served = healing(model, strategy.tokenizer) if heals else model
+    result = host.generate(served, *first(inputs), custom_generate=called, **kwargs)
     if isinstance(result, ModelOutput):
         result.speculation_report = strategy.report
     elif isinstance(result, dict):  # what Whisper makes of several windows

@@ -18,7 +18,12 @@ from .processors import Processor, RoundProcessor
 from .sequences import Sequences
 
 
-FROM_MASK = ("opt", "biogpt")  # number tokens by the mask where they are given no positions, as stock gives none here
+# Stock gives no positions here. These number tokens by the mask then, which matters where prompts are padded
+FROM_MASK = ("opt", "biogpt")
+# and these otherwise than by columns: by ids that are no pads, or anew in each step
+NOT_BY_COLUMN = """
+    bamba camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+""".split()  # noqa: SIM905
 
 
 class Guidance(RoundProcessor):
@@ -49,7 +54,7 @@ class Guidance(RoundProcessor):
 def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
     """Whether a processor is stock's, fresh, and for a model whose unconditional text we can number as stock does.
 
-    Any other is called in order, like all processors that keep state.
+    Any other is called in order, like all processors that keep state. One that we have taken the place of stays fresh.
     """
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False
@@ -58,7 +63,8 @@ def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClas
     mask = context["attention_mask"]
     padded = mask is not None and not bool(mask.all())
     plain = config.get_text_config(decoder=True) is config and not config.is_encoder_decoder
-    numbered = plain and "past_key_values" in prompt.kwargs and not (padded and config.model_type in FROM_MASK)
+    numbered = config.model_type not in NOT_BY_COLUMN and not (padded and config.model_type in FROM_MASK)
+    numbered = numbered and plain and "past_key_values" in prompt.kwargs
     return bool(numbered and context["first_pass"] and context["use_cache"] and prompt.input_ids.shape[1])
 
 

@@ -13,10 +13,12 @@ def has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
 
 
-def select(value: Any, places: torch.Tensor) -> Any:
-    """The entries at places [R'] of an input that has one for each row."""
+def select(value: Any, places: torch.Tensor, rows: int) -> Any:
+    """The entries at places [R'] of an input that has one for each of the rows.
+
+    A layer's states in an encoder's output stay as they are: stock does not repeat them where a prompt has several
+    texts, and no decoder reads them.
+    """
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: select(part, places) for name, part in value.items()})
-    if isinstance(value, tuple):
-        return tuple(select(part, places) for part in value)
-    return value[places.to(value.device)] if isinstance(value, torch.Tensor) else value
+        return type(value)(**{name: select(part, places, rows) for name, part in value.items()})
+    return value[places.to(value.device)] if has_rows(value, rows) else value

@@ -52,6 +52,11 @@ class Costs:
         self.table: dict[int, dict[str, Any]] = table or {}
         self.alpha: dict[str, float] = alpha or {}
 
+    def __repr__(self) -> str:
+        """Batch sizes that were measured, and acceptance so far."""
+        alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
+        return f"Costs(batch sizes {sorted(self.table)}, acceptance {{{alpha}}})"
+
     def remember(self, verification: str, alpha: float, judged: int) -> None:
         """Take in the acceptance of a call, weighed by the candidates it judged."""
         old = self.alpha.get(verification, PRIOR_ALPHA)

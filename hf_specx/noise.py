@@ -1,7 +1,8 @@
 """Where randomness comes from: the noise of stock sampling, reproduced at any position, and streams of our own."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 
 import torch
@@ -57,6 +58,21 @@ class StockNoise:
             self.held.popitem(last=False)
         return drawn
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing inside may draw from the default generator.
+
+        Raises:
+            RuntimeError: where something does; it would get the noise that tokens are drawn with.
+        """
+        before = default_generator(self.device).get_state()
+        yield
+        if not torch.equal(default_generator(self.device).get_state(), before):
+            raise RuntimeError(
+                "a logits processor or stopping criterion draws from torch's default generator, whose noise "
+                "verification='coupled' has to redraw; use verification='token', or give it a generator of its own."
+            )
+
     def finish(self, columns: int) -> None:
         default_generator(self.device).set_state(self.states[columns])
 
@@ -91,6 +107,9 @@ class SeededNoise:
             held.popleft()
         self.first[row] = count
         return held
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self, columns: int) -> None:
         pass

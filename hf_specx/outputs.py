@@ -27,6 +27,7 @@ class Outputs:
         config = generation_config if generation_config.return_dict_in_generate else GenerationConfig()
         self.scores = Steps(rows) if config.output_scores else None
         self.logits = Steps(rows) if config.output_logits else None
+        self.shown: list[torch.Tensor] = []
         self.hidden, self.attending = bool(config.output_hidden_states), bool(config.output_attentions)
         self.layers = LayerOutputs(rows) if self.hidden or self.attending else None
 
@@ -65,9 +66,12 @@ class Outputs:
         if self.layers is not None:
             self.layers.put(target, row, step, place, position + offset)
 
-    def scores_so_far(self, columns: int) -> tuple[torch.Tensor, ...] | None:
-        """What stock shows to stopping criteria: [B, V] for each of the columns; None where not wanted."""
-        return None if self.scores is None else tuple(self.scores.entries[:columns])
+    def shown_in_order(self, scores: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
+        """What stock shows to criteria after a column: scores [B, V] of each so far, pads' too; None if not wanted."""
+        if self.scores is None:
+            return None
+        self.shown.append(scores)
+        return tuple(self.shown)
 
     def finish(
         self,
@@ -91,7 +95,7 @@ class Outputs:
         hidden, attentions, crossed = (self._of_layers(kind, columns) for kind in Extras._fields)
         common: dict[str, Any] = {
             "sequences": sequences,
-            "scores": self.scores_so_far(columns),
+            "scores": None if self.scores is None else tuple(self.scores.entries[:columns]),
             "logits": None if self.logits is None else tuple(self.logits.entries[:columns]),
             "past_key_values": past,
         }

@@ -1,5 +1,6 @@
 """Draft-target pairs: two models and their one tokenizer, loaded and used together."""
 
+import copy
 import json
 from importlib.resources import files
 from pathlib import Path
@@ -12,6 +13,7 @@ from .checks import check_entry
 from .generate import LOADER_OPTIONS, add_positional, ending, run, take_options
 from .report import SpeculationReport
 from .strategy import SpeculativeDecoding
+from .wrappers import unwrapped
 
 
 EMBEDDED = "embedded"
@@ -27,8 +29,9 @@ class DraftTargetPair:
         config: facts about the pair, kept as given.
 
     Attributes:
-        strategy: the `SpeculativeDecoding` that `generate` uses; it remembers costs and acceptance.
-        report: what the last `generate` did, None before the first.
+        strategy: the `SpeculativeDecoding` whose options `generate` uses, by a copy for each call, so that several
+            threads may call it; it remembers costs and acceptance.
+        report: what the last `generate` to end did, None before the first.
         prompts: texts to try the pair with, [] if it came with none.
 
     Example:
@@ -44,8 +47,10 @@ class DraftTargetPair:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: dict[str, Any] | None = None,
     ):
-        check_entry(target, None)
-        self.target, self.draft, self.tokenizer, self.config = target, draft, tokenizer, config or {}
+        self.target: PreTrainedModel = unwrapped(target)
+        self.draft: PreTrainedModel = unwrapped(draft, adapters=True)
+        check_entry(self.target, None)
+        self.tokenizer, self.config = tokenizer, config or {}
         self.prompts: list[str] = self.config.get("prompts", [])
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
@@ -100,10 +105,10 @@ class DraftTargetPair:
         host = type(self.target)
         with ending(kwargs.get("streamer")) as reached:
             kwargs = add_positional(host, more, kwargs)
-            strategy, options = self.strategy, take_options(kwargs)
-            if options:
-                strategy = self._strategy(**{"costs": self.strategy.costs} | options)
-                strategy.schedule = self.strategy.schedule
+            own, options = self.strategy, take_options(kwargs)
+            own.meet(self.target)
+            strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
+            strategy.schedule = copy.copy(own.schedule)
             output = run(strategy, host, self.target, inputs, kwargs, reached)
-        self.report = strategy.report
+        own.schedule, self.report = strategy.schedule, strategy.report
         return output

@@ -1,10 +1,17 @@
 """The keys and values of a finished call, in the columns that the host's own cache would have, for the next turn."""
 
+import warnings
+
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 
 Columns = list[tuple[torch.Tensor, torch.Tensor]]
+NOT_FILLED = (
+    "past_key_values= was not filled with this text: its rows ended at different steps, and its states or windows "
+    "cannot be put together from them, or the model keeps no cache, or it is spread over ranks; pass the whole text "
+    "without it in the next turn."
+)
 
 
 def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
@@ -34,3 +41,12 @@ def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Co
 def columns_of(cache: Cache) -> Columns:
     """Keys and values [R, H, n, D] of a host's cache, layer by layer."""
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
+
+
+def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
+    """The user's own cache with what it would have come to hold; it is left alone where that is not known."""
+    if past is None:
+        warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
+        return None
+    vars(user_cache).update(vars(past))
+    return user_cache

@@ -57,7 +57,7 @@ def prefill(
     drafter: Drafter
     if own is None:
         assert isinstance(draft_model, CandidateGenerator)
-        drafter = ForeignCandidateGenerator(draft_model)
+        drafter = ForeignCandidateGenerator(draft_model, target.after_prompt.shape[-1])
     else:
         decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model))
         decoder.read()

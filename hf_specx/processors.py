@@ -69,14 +69,14 @@ class Processors:
     """A prepared list of processors, applied to [R, P, V] logits in its own order.
 
     A processor of the user's own whose result for a row depends on nothing but the row's place, its text and its
-    scores may set `stateless = True`. It is then called with full batches, also for positions that are rejected later,
-    and the text of rows that are elsewhere at that moment means nothing.
+    scores may set `stateless = True`; it draws no random numbers then. It is called with full batches, also for
+    positions that are rejected later, and the text of rows that are elsewhere at that moment means nothing.
 
     Attributes:
         stateful: names of those that must see each emitted token once, in order.
         in_order: the first of these and all that follow it, for the loop to call position by position.
-        hopeless: (row, emitted tokens) of texts behind which `prefix_allowed_tokens_fn` allows no token. Stock raises
-            an error there; here they may be candidates that the row does not get to.
+        barred: (row, emitted tokens) of texts behind which `prefix_allowed_tokens_fn` allows no token, or raises an
+            error, in the last call; it may be one that the row does not get to.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Processors:
         first = next((i for i, p in enumerate(processors) if not can_look_ahead(p)), len(processors))
         self.at_once = list(processors[:first])
         self.in_order = LogitsProcessorList(processors[first:])
-        self.hopeless: set[tuple[int, int]] = set()
+        self.barred: dict[tuple[int, int], Exception] = {}
 
     def __call__(self, sequences: Sequences, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """
@@ -105,6 +105,7 @@ class Processors:
             [R, P, V] float32 scores, as stock's at each of these prefixes, up to the first that is called in order.
         """
         scores, cells = logits.float(), None
+        self.barred.clear()
         for processor in self.at_once:
             if isinstance(processor, RoundProcessor):
                 scores = processor(sequences, scores, ahead)
@@ -154,10 +155,12 @@ class Processors:
             batch = scores.new_zeros(len(sequences.ids), scores.shape[2])  # [B, V], 0 in rows that are elsewhere
             batch[row] = scores[place, position]
             prefix = sequences.prefix(emitted)
-            if type(processor) is host.PrefixConstrainedLogitsProcessor:
+            if type(processor) is host.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
                 result[place, position] = self._constrained(processor, prefix, batch, row.tolist(), emitted)
             else:
-                result[place, position] = processor(prefix, batch)[row]
+                found = processor(prefix, batch)[row]
+                result = result.to(found.dtype)  # what follows is as precise as in stock
+                result[place, position] = found
         return result
 
     def _constrained(
@@ -171,12 +174,15 @@ class Processors:
         """The scores of `rows` only: the user's function may know no answer for the texts of the others."""
         result = torch.full_like(batch[rows], -torch.inf)
         for place, row in enumerate(rows):
-            allowed = processor._prefix_allowed_tokens_fn(row, prefix[row])
-            if len(allowed):
+            text = prefix[row : row + 1]
+            try:
+                allowed = processor._prefix_allowed_tokens_fn(row, text[0])
+                if not len(allowed):
+                    raise ValueError(f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones")
                 alone = host.PrefixConstrainedLogitsProcessor(partial(_answer, allowed), 1)
-                result[place] = alone(prefix[row : row + 1], batch[row : row + 1])[0]
-            else:
-                self.hopeless.add((row, emitted))
+                result[place] = alone(text, batch[row : row + 1])[0]
+            except Exception as error:  # stock would not have asked for a candidate that is rejected
+                self.barred[row, emitted] = error
         return result
 
 

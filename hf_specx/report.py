@@ -33,6 +33,7 @@ REPORTED = (
     "acceptance_rate",
     "alpha",
     "mean_acceptance_length",
+    "tokens_per_round",
     "cost_coefficient",
     "expected_speedup",
     "forward_limited_speedup",
@@ -48,12 +49,14 @@ class RoundRecord(NamedTuple):
         accepted: candidates that the verifier kept, before any cut at a stop.
         emitted: tokens that entered the text, after such a cut.
         judged: candidates whose predecessors were all kept, as far as the round went.
+        gained: tokens by which the row went on, before a cut at a stop; in lockstep the least of the batch.
     """
 
     drafted: int
     accepted: int
     emitted: int
     judged: int = 0
+    gained: int = 0
 
 
 @dataclass
@@ -104,16 +107,21 @@ class SpeculationReport:
         accepted: list[int],
         emitted: list[int],
         overlap: torch.Tensor,
+        gained: list[int] | None = None,
         judged: list[int] | None = None,
     ) -> None:
-        """Note a round of `rows`; unless `judged` says so, each judged one more than it accepted, if there was one."""
+        """Note a round of `rows`.
+
+        Each gains one more than it accepted and judged as many, if there were so many, unless it is said otherwise.
+        """
+        gained = [a + 1 for a in accepted] if gained is None else gained
         judged = [min(a + 1, drafted) for a in accepted] if judged is None else judged
         self.overlap = self.overlap + overlap
         self.rounds += drafted > 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
         self.accepted_all = all(a == drafted for a in accepted)
-        for row, a, e, j in zip(rows, accepted, emitted, judged, strict=True):
-            self.history[row].append(RoundRecord(drafted, a, e, j))
+        for row, *counts in zip(rows, accepted, emitted, judged, gained, strict=True):
+            self.history[row].append(RoundRecord(drafted, *counts))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Close the counters after `seconds` in all.
@@ -208,9 +216,15 @@ class SpeculationReport:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds per row: tokens that a row gains in a round, before any cut at a stop."""
+        """1 + accepted / rounds per row: tokens that a row could gain in a round, before any cut."""
         rounds = len(self._judged_rounds)
         return 1 + self.accepted / rounds if rounds else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a row gains in a round, before a cut at a stop; in lockstep the least row counts for all."""
+        rounds = self._judged_rounds
+        return sum(r.gained for r in rounds) / len(rounds) if rounds else 1.0
 
     @property
     def cost_coefficient(self) -> float | None:
@@ -228,7 +242,7 @@ class SpeculationReport:
         """What the measured tokens a round would bring if a round were nothing but its forwards."""
         if self._costs is None:
             return None
-        return self._costs.forward_limited_speedup(self.rows, self.mean_acceptance_length, self.num_draft_tokens)
+        return self._costs.forward_limited_speedup(self.rows, self.tokens_per_round, self.num_draft_tokens)
 
     @property
     def _costs(self) -> Costs | None:
@@ -243,7 +257,7 @@ class SpeculationReport:
             f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
             f"candidates, {self.verification} verification, {self.layout} layout",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
-            f"{self.mean_acceptance_length:.2f} tokens a row and round",
+            f"{self.tokens_per_round:.2f} tokens a row and round",
         ]
         if self._costs:
             lines.append(

@@ -3,6 +3,7 @@
 A rule draws the candidates from the draft's scores and judges them by the target's; `verify` has the arithmetic.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -33,7 +34,7 @@ class Judgement(NamedTuple):
     Attributes:
         verdict: accepted [R] and next_token [R].
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
-        undefined: [R] bool, whether a position that the row reached has no law, where stock raises an error.
+        undefined: [R, K + 1] bool, positions that have no law, where stock raises an error if the row gets there.
     """
 
     verdict: Verdict
@@ -50,6 +51,9 @@ class Rule(Protocol):
     def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
 
+    def alone(self) -> AbstractContextManager[None]:
+        """For processors and criteria that are called in order: raises where they take noise that is redrawn here."""
+
     def finish(self, columns: int) -> None:
         """Leave the global generator where it belongs after `columns` emitted columns."""
 
@@ -64,7 +68,10 @@ class GreedyRule:
         choices = scores.argmax(-1)
         verdict = verify_match(draft.tokens, choices)
         overlap = (draft.tokens == choices[:, :-1]).float()
-        return Judgement(verdict, overlap, torch.zeros_like(verdict.accepted, dtype=torch.bool))
+        return Judgement(verdict, overlap, torch.zeros_like(choices, dtype=torch.bool))
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self, columns: int) -> None:
         pass
@@ -97,10 +104,13 @@ class RejectionRule:
         self.uniforms.fill(sequences, uniforms, torch.Tensor.uniform_)
         exponentials = self._exponentials(self.residuals, sequences, probs[:, 0])
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, exponentials)
-        return Judgement(verdict, overlaps(probs, draft), _reached(undefined, verdict))
+        return Judgement(verdict, overlaps(probs, draft), undefined)
 
     def _exponentials(self, stream: NoiseStream, sequences: Sequences, like: torch.Tensor) -> torch.Tensor:
         return stream.fill(sequences, torch.empty_like(like), torch.Tensor.exponential_)
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def finish(self, columns: int) -> None:
         pass
@@ -126,7 +136,10 @@ class CoupledRule:
     def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = law(scores)
         verdict = verify_match(draft.tokens, race(probs, self.noise.at(sequences, probs, 0)))
-        return Judgement(verdict, overlaps(probs, draft), _reached(undefined, verdict))
+        return Judgement(verdict, overlaps(probs, draft), undefined)
+
+    def alone(self) -> AbstractContextManager[None]:
+        return self.noise.alone()
 
     def finish(self, columns: int) -> None:
         self.noise.finish(columns)
@@ -148,9 +161,3 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
     if draft.probs is None:
         return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
-
-
-def _reached(undefined: torch.Tensor, verdict: Verdict) -> torch.Tensor:
-    """Whether a row emits a token of an undefined [R, K + 1] position."""
-    index = torch.arange(undefined.shape[1], device=undefined.device)
-    return (undefined & (index <= verdict.accepted[:, None])).any(-1)

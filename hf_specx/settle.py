@@ -4,7 +4,8 @@ Usually all positions of a round are judged at once. Where a processor or a crit
 in order, as stock shows it, the positions are walked one by one, all rows together, until some row rejects.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -27,6 +28,7 @@ class Run:
         lockstep: whether all rows must advance alike.
         in_order: whether positions are judged one by one; all rows then stay to the end.
         fixed: whether each round drafts the same number, though the text may end before its last candidates.
+        dead_ends: row -> emitted tokens behind which it has none to go on with, and the error to raise.
     """
 
     target: Decoder
@@ -41,6 +43,7 @@ class Run:
     lockstep: bool = False
     in_order: bool = False
     fixed: bool = False
+    dead_ends: dict[int, tuple[int, Exception]] = field(default_factory=dict)
 
 
 def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
@@ -59,18 +62,21 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
     tokens = tokens.scatter(1, accepted[:, None], next_token[:, None])  # [R, K + 1]
     num_new = accepted + 1
-    kept, ended = stopping.cut(sequences, tokens, num_new.min().expand_as(num_new) if run.lockstep else num_new)
-    decided = torch.stack([accepted, kept, ended.to(kept.dtype), undefined.to(kept.dtype)])
-    accepted_list, kept_list, ended_list, undefined_list = decided.tolist()  # the round's one synchronisation
+    if run.lockstep:
+        num_new = num_new.min().expand_as(num_new)
+    kept, ended = stopping.cut(sequences, tokens, num_new)
+    decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype), _first(undefined)])
+    accepted_list, gained, kept_list, ended_list, lawless = decided.tolist()  # the round's one synchronisation
     firsts = [sequences.counts[row] for row in rows]
-    _check_allowed(run, rows, firsts, kept_list)
-    _check_defined(rows, undefined_list)
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)
     emitted = [max(0, sequences.counts[row] - first) for row, first in zip(rows, firsts, strict=True)]
+    run.dead_ends = _dead_ends(run, rows, firsts, emitted, lawless) | run.dead_ends
+    if run.dead_ends:
+        _stop_at_dead_ends(run)
     drafted = draft.tokens.shape[1]
     judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
-    run.report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum())
+    run.report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum(), gained)
     run.outputs.take(run.target, rows, firsts, emitted, logits, scores)
     run.stream.put(sequences, stopping)
     return _leave(run, leaving)
@@ -90,32 +96,32 @@ def settle_in_order(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     overlap = torch.zeros((), device=logits.device)
     while alike and not finished and length <= drafted:
         prefix = sequences.prefix(first + length)
-        scores = run.processors.in_order(prefix, early[:, length])  # type: ignore[arg-type]
+        with run.rule.alone():
+            scores = run.processors.in_order(prefix, early[:, length])  # type: ignore[arg-type]
         (kept, token), shared, undefined = run.rule.judge(sequences, *_one(draft, scores, length))
-        _check_allowed(run, rows, [first + length] * len(rows), (~over).long().tolist())
-        _check_defined(rows, (undefined & ~over).tolist())
+        here, live = [first + length] * len(rows), (~over).long().tolist()
+        for _, error in _dead_ends(run, rows, here, live, _first(undefined).tolist()).values():
+            raise error
         if length < drafted:
             token = torch.where(kept > 0, draft.tokens[:, length], token)
         token = sequences.padded(token)
         sequences.append(token[:, None], torch.ones_like(token), [1] * len(rows))
-        here = logits[:, length : length + 1], scores[:, None]
-        run.outputs.take(run.target, rows, [first + length] * len(rows), (~over).long().tolist(), *here, length)
+        run.outputs.take(run.target, rows, here, live, logits[:, length : length + 1], scores[:, None], length)
         emitted += ~over
         if length < drafted:
             same = token == draft.tokens[:, length]
-            accepted, judged, overlap = (
-                accepted + (same & ~over),
-                judged + ~over,
-                overlap + (shared[:, 0] * ~over).sum(),
-            )
+            accepted, judged = accepted + (same & ~over), judged + ~over
+            overlap = overlap + (shared[:, 0] * ~over).sum()
             alike = bool(same.all())
         length += 1
-        finished = run.stopping.update_in_order(sequences, run.outputs.scores_so_far(first + length))
+        with run.rule.alone():
+            finished = run.stopping.update_in_order(sequences, run.outputs.shown_in_order(scores))
         run.stream.put(sequences, run.stopping)
         before, over = over, _over(sequences)
         alike = alike and bool((before == over).all())
     counters = [x[known].tolist() for x in (accepted, emitted, judged)]
-    run.report.observe(known.tolist(), drafted, counters[0], counters[1], overlap, counters[2])
+    gained = [length] * len(known)
+    run.report.observe(known.tolist(), drafted, counters[0], counters[1], overlap, gained, counters[2])
     return _leave(run, rows if finished else [])
 
 
@@ -131,22 +137,40 @@ def _over(sequences: Sequences) -> torch.Tensor:
     return torch.zeros_like(sequences.index, dtype=torch.bool) if over is None else over
 
 
-def _check_allowed(run: Run, rows: list[int], firsts: list[int], kept: list[int]) -> None:
-    for row, first, number in zip(rows, firsts, kept, strict=True):
-        for emitted in range(first, first + number) if run.processors.hopeless else ():
-            if (row, emitted) in run.processors.hopeless:
-                raise ValueError(
-                    f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones, as in stock; "
-                    "return at least one, for example the end token."
-                )
+def _first(undefined: torch.Tensor) -> torch.Tensor:
+    """The first position [R] that has no law, of undefined [R, P]; P where there is none."""
+    return torch.where(undefined.any(-1), undefined.long().argmax(-1), undefined.shape[1])
 
 
-def _check_defined(rows: list[int], undefined: list[int]) -> None:
-    if any(undefined):
-        raise RuntimeError(
-            f"row {rows[undefined.index(1)]} has no next token: the target's logits are not finite, or the "
-            "logits processors exclude every token"
-        )
+def _dead_ends(
+    run: Run, rows: list[int], firsts: list[int], emitted: list[int], lawless: list[int]
+) -> dict[int, tuple[int, Exception]]:
+    """Rows that emit tokens where stock has none to choose: how many they had emitted there, and the error to raise.
+
+    Args:
+        firsts: tokens that each of the rows had emitted before.
+        emitted: tokens that each of them emits now.
+        lawless: the first of its positions without a law.
+    """
+    found: dict[int, tuple[int, Exception]] = {}
+    barred = run.processors.barred
+    for row, first, number, position in zip(rows, firsts, emitted, lawless, strict=True):
+        ends = [(count, barred[row, count]) for count in range(first, first + number) if (row, count) in barred]
+        if position < number:
+            why = "the target's logits are not finite, or the logits processors exclude every token"
+            error = RuntimeError(f"row {row} has no next token after {first + position} new ones: {why}")
+            ends.append((first + position, error))
+        if ends:
+            found[row] = min(ends, key=itemgetter(0))
+    return found
+
+
+def _stop_at_dead_ends(run: Run) -> None:
+    """Raise an error once it is sure that the text gets there: without an end token a row may run ahead of it."""
+    settled = run.stopping.settled(run.sequences)
+    for row, (count, error) in run.dead_ends.items():
+        if count < settled[row]:
+            raise error
 
 
 def _leave(run: Run, leaving: list[int]) -> bool:

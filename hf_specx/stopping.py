@@ -26,11 +26,13 @@ class Stopping:
         """
         Args:
             criteria: as `generate` prepared them; one of the user's whose result for each row depends on nothing but
-                the row's prefix may set `stateless = True`.
+                the row's prefix may set `stateless = True`, and is then shown no scores.
             width: columns of the prompt.
             max_length: columns of the whole output, unless a criterion says so.
         """
-        self.all, self.criteria, self.stateful, ends = criteria, [], [], []
+        self.all, self.criteria = criteria, StoppingCriteriaList()
+        self.stateful: list[str] = []
+        ends = []
         lengths = [c.max_length for c in criteria if type(c) is host.MaxLengthCriteria]  # the user's replaces stock's
         for criterion in criteria:
             if type(criterion) is host.EosTokenCriteria:
@@ -116,7 +118,7 @@ class Stopping:
             passed[row] = range(sequences.counts[row] - number + 1, sequences.counts[row] + 1)
         for emitted in sorted({n for lengths in passed.values() for n in lengths}):
             prefix = sequences.prefix(emitted)
-            stops = torch.stack([c(prefix, None) for c in self.criteria]).any(0).tolist()
+            stops = self.criteria(prefix, None).tolist()
             for row, lengths in passed.items():
                 if emitted in lengths and stops[row]:
                     self.stopped_at[row] = min(emitted, self.stopped_at.get(row, emitted))

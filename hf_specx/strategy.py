@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -28,12 +27,14 @@ from .checks import (
     check_target,
     check_withheld,
 )
+from .checks_rows import as_list
 from .decode import decode
 from .decoders import Decoder, Prompt
 from .drafting import Schedule, choose_drafting
 from .layouts import make_decoder
 from .lookahead import MAX_DRAFT_TOKENS, Costs
 from .noise import StockNoise
+from .past import fill
 from .peers import Peers, synced_by_default
 from .plan import Plan, check_plan, make_plan
 from .prefill import draft_decoder, make_sequences, prefill, stateful_processors
@@ -44,6 +45,7 @@ from .sequences import Sequences
 from .settle import Run
 from .stopping import Stopping
 from .streaming import Stream
+from .wrappers import unwrapped
 
 
 NOISE_WINDOW = 4  # rounds whose shared noise is held
@@ -52,23 +54,20 @@ LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
     "has been shown to be exact here; layout='lockstep' says that this is wanted."
 )
-NOT_FILLED = (
-    "past_key_values= was not filled with this text: its rows ended at different steps, and its states or windows "
-    "cannot be put together from them, or the model keeps no cache, or it is spread over ranks; pass the whole text "
-    "without it in the next turn."
-)
 
 
 class SpeculativeDecoding:
     """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
 
     With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
-    remembers costs and acceptance from one to the next. `generate` takes one more argument: `seeds`, a list with one
-    int for each row (after `num_return_sequences`), makes each row independent of its batch mates; under "coupled" it
-    is the text of stock for this row alone under `torch.manual_seed` of its seed.
+    remembers costs and acceptance from one to the next. Calls in several threads may share it if they have the same
+    target and no streamer. `generate` takes one more argument: `seeds`, one int for each row (after
+    `num_return_sequences`) in a list, range, tensor or array, makes each row independent of its batch mates; under
+    "coupled" it is the text of stock for this row alone under `torch.manual_seed` of its seed.
 
     Args:
-        draft_model: a model with the target's vocabulary, or a `CandidateGenerator` that goes by the text alone.
+        draft_model: a model with the target's vocabulary, also one that `torch.compile` or PEFT is put around, or a
+            `CandidateGenerator` that goes by the text alone.
         num_draft_tokens: candidates a round; "auto" takes the number with the best `forward_limited_speedup`, by a
             cost table that is measured before the first token of the first call at each batch size. An int counts
             more than `num_assistant_tokens` of the call or of the draft's own file, "auto" less.
@@ -89,8 +88,9 @@ class SpeculativeDecoding:
         costs: what "auto" goes by: times of bare forwards, and acceptance in the calls so far. Started anew when the
             strategy is used with another target.
         schedule: how many candidates the next round drafts; "heuristic" goes on from call to call.
-        adds_reports, given_drafting, synced_gpus: set by `hf_specx.generate` for the length of a call: whether reports
-            add up, since Whisper decodes in windows, and arguments that transformers does not pass on as they were.
+        adds_reports, given_drafting, synced_gpus: set by `hf_specx.generate`, which has a strategy for each call: if
+            reports add up, since Whisper decodes in windows, and arguments that transformers does not pass on as they
+            were.
 
     Raises:
         ValueError: for an option that is unknown, unsupported or contradicts another.
@@ -126,6 +126,7 @@ class SpeculativeDecoding:
             "draft_tokenizer": draft_tokenizer,
             "costs": costs,
         }
+        draft_model = unwrapped(draft_model, adapters=True)
         check_options(options, unknown, draft_model)
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
         self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
@@ -136,7 +137,7 @@ class SpeculativeDecoding:
         self.adds_reports = False
         self.given_drafting: dict[str, Any] | None = None
         self.synced_gpus: bool | None = None
-        self._warned = False
+        self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
 
     @torch.no_grad()
@@ -148,7 +149,7 @@ class SpeculativeDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         inputs_tensor: torch.Tensor | None = None,
-        seeds: list[int] | None = None,
+        seeds: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
@@ -170,16 +171,16 @@ class SpeculativeDecoding:
             keeps_past = bool(generation_config.return_dict_in_generate or given)
             stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
             prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens, keeps_past)
-            sequences, run = self._run(prompt, inputs_tensor, logits_processor, stopping, seeds, stream)
+            sequences, run = self._run(prompt, inputs_tensor, logits_processor, stopping, as_list(seeds), stream)
         finally:
             stream.end()
         past = run.target.past(run.sequences, stopping.columns) if prompt.keeps_past else None
         if user_cache is not None and given:
-            past = _filled(user_cache, past)
+            past = fill(user_cache, past)
         if not generation_config.return_dict_in_generate:
             return sequences
         return run.outputs.finish(
-            sequences, stopping.columns, past, model_kwargs, model.config.is_encoder_decoder, self.report
+            sequences, stopping.columns, past, model_kwargs, model.config.is_encoder_decoder, run.report
         )
 
     def _run(
@@ -201,22 +202,22 @@ class SpeculativeDecoding:
             self.num_draft_tokens, self.given_drafting, prompt.generation_config, self.draft_model
         )
         check_plan(plan, drafting, seeds, len(prompt.input_ids), fixed, peers.synced)
-        self._meet(prompt.model, plan, len(prompt.input_ids))
+        self.meet(prompt.model)
+        costs, schedule = self.costs, copy.copy(self.schedule)  # as other threads may use the strategy
+        self._warn(plan, len(prompt.input_ids))
         started = time.perf_counter()
-        report = SpeculationReport(
-            plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=self.costs
-        )
+        report = SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs)
         run = prefill(prompt, inputs_tensor, plan, self.draft_model, processors, stopping, stream, report, seeds)
         run.fixed = fixed
-        self.schedule.begin(drafting, drafting.number or self._best_number(run, plan.verification))
+        schedule.begin(drafting, drafting.number or _best_number(costs, run, plan.verification))
         if isinstance(run.rule, CoupledRule) and isinstance(run.rule.noise, StockNoise):
-            run.rule.noise.window = NOISE_WINDOW * (self.schedule.wanted + 1)
+            run.rule.noise.window = NOISE_WINDOW * (schedule.wanted + 1)
         earlier, self.report = self.report if self.adds_reports else None, report
-        text = decode(run, self.schedule, peers)
+        text = decode(run, schedule, peers)
         report.finish(time.perf_counter() - started, stopping.columns)
-        self.costs.remember(plan.verification, report.alpha, report.judged)
-        if earlier is not None:
-            self.report = earlier + report
+        costs.remember(plan.verification, report.alpha, report.judged)
+        run.report = report if earlier is None else earlier + report
+        self.report, self.schedule = run.report, schedule
         return text, run
 
     def _check(self, prompt: Prompt, processors: LogitsProcessorList) -> None:
@@ -238,28 +239,18 @@ class SpeculativeDecoding:
         drafts = [self.draft_model] if isinstance(self.draft_model, PreTrainedModel) else []
         return synced_by_default(model, *drafts)
 
-    def _meet(self, model: PreTrainedModel, plan: Plan, rows: int) -> None:
-        """Forget what was learned on another target, and warn of what is slow, once."""
+    def meet(self, model: PreTrainedModel) -> None:
+        """Forget what was learned on another target."""
         if self._served is not None and self._served() is not model:
             self.costs, self.schedule = Costs(), Schedule()
         self._served = weakref.ref(model)
+
+    def _warn(self, plan: Plan, rows: int) -> None:
+        """Say what is slow, once."""
         slow = plan.lockstep and not plan.in_order and rows > 1 and self.layout == "auto"
-        if slow and not self._warned:
-            self._warned = True
+        if slow and LOCKSTEP_COST not in self._said:
+            self._said.add(LOCKSTEP_COST)
             warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
-
-    def _best_number(self, run: Run, verification: str) -> int:
-        """What "auto" comes to for this call."""
-        rows, draft = len(run.sequences.rows), draft_decoder(run)
-        if run.fixed or draft is None:
-            return FIXED_DRAFT_TOKENS
-        if rows not in self.costs.table:
-            self._measure(run.sequences, run.target, draft)
-        return self.costs.best_num_draft_tokens(rows, verification)
-
-    def _measure(self, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
-        rehearse = [partial(decoder.rehearse, sequences) for decoder in (target, draft)]
-        self.costs.measure(len(sequences.rows), *rehearse)
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -275,19 +266,25 @@ class SpeculativeDecoding:
         check_calibration(self.draft_model)
         assert isinstance(self.draft_model, PreTrainedModel)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
+        prompt = prepare(unwrapped(model), MAX_DRAFT_TOKENS + 1, given)
         plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [])
         target = make_decoder(plan.layout, prompt)
         draft = make_decoder(plan.draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
         target.read()
         draft.read()
-        self._measure(make_sequences(prompt), target, draft)
+        _measure(self.costs, make_sequences(prompt), target, draft)
 
 
-def _filled(user_cache: Cache, past: Cache | None) -> Cache | None:
-    """The user's own cache with what it would have come to hold; it is left alone where that is not known."""
-    if past is None:
-        warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
-        return None
-    vars(user_cache).update(vars(past))
-    return user_cache
+def _best_number(costs: Costs, run: Run, verification: str) -> int:
+    """What "auto" comes to for this call."""
+    rows, draft = len(run.sequences.rows), draft_decoder(run)
+    if run.fixed or draft is None:
+        return FIXED_DRAFT_TOKENS
+    if rows not in costs.table:
+        _measure(costs, run.sequences, run.target, draft)
+    return costs.best_num_draft_tokens(rows, verification)
+
+
+def _measure(costs: Costs, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
+    rehearse = [partial(decoder.rehearse, sequences) for decoder in (target, draft)]
+    costs.measure(len(sequences.rows), *rehearse)

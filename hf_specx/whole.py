@@ -54,13 +54,16 @@ class WholeDecoder(Decoder):
 
     def _first(self) -> torch.Tensor:
         self.kwargs |= {"use_cache": False}
-        rows = len(self.held)
-        ids = self.prompt.input_ids
+        rows, ids = len(self.held), self.prompt.input_ids
+        self.width = ids.shape[1]
         ends = torch.full((rows,), ids.shape[1], device=ids.device)
         every = torch.arange(rows, device=ids.device)
         logits, output = self._picked(self._known(ids), self.kwargs.get(self.mask_name), every, ends, 1)
         self.notes.note_first(output)
         return logits
+
+    def _unmasked_width(self) -> int:
+        return self.prompt.input_ids.shape[1]
 
     def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         emitted = sequences.ends - sequences.width + ahead  # [R]

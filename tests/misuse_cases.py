@@ -137,15 +137,15 @@ CASES = {
     "beam_search": ("num_beams=3 is beam search; set num_beams=1", partial(call, num_beams=3)),
     "groups_of_beams": ("num_beam_groups=2 is beam search; leave", partial(call, num_beam_groups=2)),
     "penalty_alpha": ("penalty_alpha=0.6 selects contrastive", partial(call, penalty_alpha=0.6, top_k=4)),
-    "dola_layers": ("dola_layers='low' selects DoLa; leave", partial(call, dola_layers="low")),
-    "prompt_lookup_num_tokens": ("=3 selects prompt lookup; leave", partial(call, prompt_lookup_num_tokens=3)),
-    "assistant_early_exit": ("=1 selects early exit; leave", partial(call, assistant_early_exit=1)),
+    "dola_layers": ("dola_layers='low' selects DoLa;.*leave", partial(call, dola_layers="low")),
+    "prompt_lookup_num_tokens": ("=3 selects prompt lookup;.*leave", partial(call, prompt_lookup_num_tokens=3)),
+    "assistant_early_exit": ("=1 selects early exit;.*leave", partial(call, assistant_early_exit=1)),
     "use_mtp": ("use_mtp=True selects multi-token prediction", partial(call, use_mtp=True)),
     "speculation_type": ("='dflash' selects a kind of draft.*leave", partial(call, speculation_type="dflash")),
     "assistant_ensemble_weight": ("=0.5 selects a mixture", partial(call, assistant_ensemble_weight=0.5)),
     "constraints": (r"constraints=\[1\] selects decoding under constraints", partial(call, constraints=[1])),
     "force_words_ids": (r"=\[\[1\]\] selects decoding with forced words", partial(call, force_words_ids=[[1]])),
-    "no_cache": ("use_cache=False cannot be honoured.*leave it out", partial(call, use_cache=False)),
+    "no_cache": ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
     "other_cache": ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
     "static_past": (
         "past_key_values is a StaticCache, .*pass a DynamicCache",
@@ -226,6 +226,10 @@ CASES = {
     "packed_holes": (
         "attention_mask has zeros between tokens; use layout='ragged'",
         partial(masked, put(0, 3), options={"layout": "packed"}),
+    ),
+    "text_that_was_read": (
+        "holds 2 tokens, and the whole text has 2; pass the text with",
+        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], past_key_values=copy.deepcopy(two_tokens())),
     ),
     # What ties rows together
     "seeds_of_no_kind": ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),

@@ -1,6 +1,7 @@
 """Encoder-decoder targets: stock's tokens in every layout that they have, and each prompt encoded once."""
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -8,7 +9,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
-from tiny import near
+from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import hf_specx
@@ -114,6 +115,41 @@ def test_decoder_prompts(model_type: str, layout: str, padded: bool):
         mask = (torch.arange(4) >= torch.tensor([0, 3, 1, 2])[:, None]).long()
         call |= {"decoder_input_ids": start * mask, "decoder_attention_mask": mask}
     assert_equals_stock(target, drafts, layout, **call)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_a_cache_without_a_mask(model_type: str, layout: str):
+    """Stock reads all of `decoder_input_ids` behind what the cache holds, which it finds out by a mask only."""
+    target, drafts = models(model_type)
+    call = zoo.inputs(target, 4) | SETTINGS["greedy"] | {"max_new_tokens": 6}
+    first = target.generate(**call, return_dict_in_generate=True)
+    turn = call | {"decoder_input_ids": first.sequences}
+    expected = target.generate(**turn, past_key_values=copy.deepcopy(first.past_key_values))
+    output, _ = ours(target, drafts["near"], layout, **turn, past_key_values=first.past_key_values)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+def test_a_decoder_that_sees_pads_in_single_steps():
+    """LED heeds a mask where it is fed several tokens only: no pads may come in, and those of the call are seen."""
+    target = zoo.build("seq2seq", "led")
+    drafts = {"near": near(target, 0.05)}
+    for seed in (26, 27):  # the last token of some row is fed alone behind others that went on
+        assert_equals_stock(target, drafts, "auto", **prompts(4, 9, seed=seed), do_sample=False, max_new_tokens=8)
+    mask = (torch.arange(4) >= torch.tensor([0, 3, 1, 2])[:, None]).long()
+    start = torch.tensor([[2, 11, 12, 13], [2, 21, 22, 23], [2, 31, 32, 33], [2, 41, 42, 43]]) * mask
+    call = zoo.inputs(target, 4) | SETTINGS["sampled"] | {"max_new_tokens": 12}
+    assert_equals_stock(target, drafts, "auto", **call, decoder_input_ids=start, decoder_attention_mask=mask)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("new_tokens", [1, 2])
+def test_few_tokens_without_a_cache(new_tokens: int, settings: str):
+    """Of which the last is never fed, so that no position is left for candidates."""
+    target = zoo.build("seq2seq", "fsmt")
+    call = zoo.inputs(target, 4) | SETTINGS[settings] | {"max_new_tokens": new_tokens}
+    assert_equals_stock(target, {"near": near(target, 0.1)}, "auto", **call)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

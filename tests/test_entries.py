@@ -232,10 +232,17 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
 
 
 def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
-    """What `generate` tells a pair's strategy of a call is gone after it, also where the call fails."""
-    strategy = world.pair.strategy
-    world.pair.generate(**prompts(2), **GREEDY, num_assistant_tokens=2, synced_gpus=False)
+    """What `generate` is told of a call does not get into a pair's strategy, which other threads may use."""
+    strategy, seen = world.pair.strategy, set()
+
+    def look(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.add((strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    asked = {"num_assistant_tokens": 2, "synced_gpus": False, "stopping_criteria": [look]}
+    world.pair.generate(**prompts(2), **GREEDY, **asked)
     with pytest.raises(ValueError, match="num_beams"):
         world.pair.generate(**prompts(2), **GREEDY, num_beams=2)
+    look(IDS, None)
     assert world.pair.strategy is strategy
-    assert (strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports) == (None, None, False)
+    assert seen == {(None, None, False)}

@@ -4,6 +4,7 @@ import gc
 import json
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specx import Costs, SpeculativeDecoding, generate
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.drafting import Schedule
 from hf_specx.generate import LEARNED
 from hf_specx.lookahead import PRIOR_ALPHA
@@ -140,6 +142,72 @@ def test_a_streamer_in_a_thread_gets_every_token_and_an_end():
     thread.start()
     assert "".join(streamer).split() == [str(i) for i in expected.tolist()]
     thread.join()
+
+
+class Adapted(torch.nn.Module):
+    """PEFT's wrapper as far as it counts here: it is no `PreTrainedModel`, and its layers are in the model."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+WRAPPERS = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "adapted": Adapted,
+    "both": lambda model: torch.compile(Adapted(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_models_that_something_is_put_around(wrapper: str):
+    """A target that is compiled, and drafts; an adapter of a target is its own model to PEFT's `generate`."""
+    target = tiny()
+    draft, wrap, settings = near(target, 0.05), WRAPPERS[wrapper], {"do_sample": False, "max_new_tokens": 9}
+    expected = target.generate(**prompts(2), **settings)
+    around = wrap(target) if wrapper == "compiled" else target
+    strategy = SpeculativeDecoding(wrap(draft), num_draft_tokens=2)
+    pair = DraftTargetPair(around, wrap(draft))
+    calls = [
+        lambda: around.generate(**prompts(2), **settings, custom_generate=strategy),
+        lambda: generate(**prompts(2), **settings, model=around, draft_model=wrap(draft), num_draft_tokens=2),
+        lambda: pair.generate(**prompts(2), **settings, num_draft_tokens=2),
+    ]
+    assert all(torch.equal(call(), expected) for call in calls)
+    strategy.calibrate(around, prompts(2)["input_ids"])
+    assert strategy.report.accepted > 0
+    assert strategy.draft_model is pair.draft is draft
+    assert pair.target is target
+    assert list(LEARNED[draft]) == [target]
+
+
+@dataclass
+class Copycat(CandidateGenerator):
+    """Proposes the last tokens again; it has no hash, as it can be compared."""
+
+    number: int = 2
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.cat([input_ids, input_ids[:, -self.number :]], 1), None
+
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_a_generator_without_a_hash():
+    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 9}
+    expected = target.generate(**prompts(1), **settings)
+    for _ in range(2):
+        assert torch.equal(generate(**prompts(1), **settings, model=target, draft_model=Copycat()), expected)
+
+
+def test_costs_say_what_they_know():
+    costs = Costs({4: {}, 1: {}}, {"block": 0.81249})
+    assert repr(costs) == "Costs(batch sizes [1, 4], acceptance {block: 0.812})"
+    assert repr(Costs()) == "Costs(batch sizes [], acceptance {})"
 
 
 def test_num_return_sequences():

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import zoo
 from test_law import PROMPT, draw, exact_law, models, p_values
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.guidance import NOT_BY_COLUMN
 
 
 NEW_TOKENS = 20
@@ -44,6 +46,15 @@ def test_equals_stock(model_type: str, do_sample: bool, prompt: str):
         assert torch.equal(output, expected)
         assert torch.equal(left, state)
         assert "once, in order" not in report.layout_reason or (model_type, prompt) == ("opt", "padded")
+
+
+@pytest.mark.parametrize("model_type", [*NOT_BY_COLUMN, "biogpt"])
+def test_types_that_number_tokens_otherwise(model_type: str):
+    target = zoo.build("causal", model_type)
+    settings = {"do_sample": False} | PROMPTS["padded"]
+    (expected, _), (output, _), report = both(target, near(target, 0.05), settings)
+    assert torch.equal(output, expected)
+    assert "once, in order" in report.layout_reason
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])

@@ -14,7 +14,7 @@ import hf_specx
 
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
-    "threads refusals",
+    "threads refusals wrappers",
     "verify sequences cache lookahead drafting abilities attention past tables inputs",
     "seen",
     "noise processors stopping report decoders states",

@@ -8,6 +8,7 @@ import zoo
 from test_law import END, NUM_DRAFT_TOKENS, PAD, draw, exact_law, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
@@ -72,6 +73,14 @@ class Together(StoppingCriteria):
         return (last[:, None] == last).sum(1) > 1
 
 
+class MeanUnsure(StoppingCriteria):
+    """Reads the scores of all rows, those that are finished among them."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        done = scores[-1].softmax(-1).amax(-1).mean() < 0.17
+        return torch.full((len(input_ids),), bool(done))
+
+
 class Unsure(StoppingCriteria):
     """Reads the scores, as transformers' own `ConfidenceCriteria`."""
 
@@ -92,6 +101,7 @@ CRITERIA = {
     "mates": lambda: {"stopping_criteria": [Together()]},
     "scores": lambda: {"stopping_criteria": [Unsure()], "output_scores": True, "return_dict_in_generate": True},
 }
+CRITERIA["scores of all"] = lambda: CRITERIA["scores"]() | {"stopping_criteria": [MeanUnsure()]}
 CASES = {f"processor: {k}": v for k, v in PROCESSORS.items()} | {f"criterion: {k}": v for k, v in CRITERIA.items()}
 
 
@@ -166,6 +176,38 @@ def test_law_of_sampled_drafts(end: int | None):
     """Token verification position by position. False alarms with probability 1e-4 over both; see test_law.py."""
     tokens = draw(None, batches=80, rows=64, eos_token_id=end, pad_token_id=PAD, logits_processor=[AsBefore()])
     assert min(p_values(tokens, exact_law([], end))) > 1e-4 / 4
+
+
+class Gumbel(LogitsProcessor):
+    """Draws from the default generator, as a careless watermark might."""
+
+    def __call__(self, input_ids, scores):
+        return scores - torch.empty_like(scores).exponential_().log()
+
+
+def test_noise_that_would_be_used_twice_is_an_error():
+    target = tiny()
+    settings = {"do_sample": True, "max_new_tokens": 4, "logits_processor": [Gumbel()]}
+    with pytest.raises(RuntimeError, match="draws from torch's default generator.*verification='token'"):
+        run(target, prompts(2), settings, custom_generate=SpeculativeDecoding(target, verification="coupled"))
+    output, _ = run(target, prompts(2), settings, custom_generate=SpeculativeDecoding(target))
+    assert output.shape == (2, 15)
+
+
+def test_finished_rows_do_not_ask_a_generator():
+    """Their pads would match anything, and set how many candidates the others draft."""
+    target = tiny()
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": [2, 7, 11, 19], "pad_token_id": 3}
+    settings["logits_processor"] = [AsBefore()]
+    expected, _ = run(target, prompts(4), settings)
+    asked = []
+    ask = lookup.get_candidates
+    lookup.get_candidates = lambda ids: asked.append(ids) or ask(ids)
+    output, _ = run(target, prompts(4), settings, custom_generate=SpeculativeDecoding(lookup))
+    assert torch.equal(output, expected)
+    assert asked
+    assert not any(torch.isin(ids[0, -1], torch.tensor([2, 7, 11, 19])) for ids in asked if ids.shape[1] > 11)
 
 
 def test_the_report_counts_what_was_judged():

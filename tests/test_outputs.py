@@ -106,12 +106,24 @@ def test_decoders(model_type: str, layout: str, mode: str, ends: bool):
 def test_encoder_decoders(model_type: str, layout: str, mode: str, ends: bool):
     target = model(model_type)
     call, counts = calls(target, mode, ends)
-    call |= EVERYTHING
+    assert_both_sides_like_stock(target, call | EVERYTHING, layout, counts)
+
+
+def assert_both_sides_like_stock(target: PreTrainedModel, call: dict, layout: str, counts: list[int]) -> None:
     output, expected = generate(target, call, layout, noise=0.1), generate(target, call)
     assert_like_stock(output, expected, counts)
     for name in ("encoder_attentions", "encoder_hidden_states"):
         for layer, wanted in zip(output[name], expected[name], strict=True):
             torch.testing.assert_close(layer, wanted)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), PAIRS)
+def test_several_texts_of_each_prompt(model_type: str, layout: str):
+    """Of an encoder's states stock repeats the last ones only, so that the others have fewer rows than texts."""
+    target = model(model_type)
+    call, counts = calls(target, "coupled", ends=True, num_return_sequences=2)
+    assert len(counts) == 2 * ROWS
+    assert_both_sides_like_stock(target, call | EVERYTHING, layout, counts)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)

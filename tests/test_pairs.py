@@ -10,7 +10,7 @@ import torch
 from tiny import near, prompts, tiny
 from transformers import GenerationConfig
 
-from hf_specx import DraftTargetPair, generate
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,38 @@ def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypat
     assert torch.equal(output, target.generate(**prompts(2), do_sample=False, max_new_tokens=5))
     assert loaded.report.num_draft_tokens == 2
     assert loaded.strategy.num_draft_tokens == "auto"
+
+
+def test_a_pair_goes_on_where_it_left_off():
+    """Also with options for one call, and with a strategy that its user has put there."""
+    target = tiny()
+    pair = DraftTargetPair(target, near(target, 0))
+    asked = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic", "do_sample": False}
+    for strategy in (pair.strategy, SpeculativeDecoding(pair.draft, verification="token")):
+        pair.strategy, firsts = strategy, []
+        for options in ({}, {"layout": "padded"}, {}):
+            pair.generate(**prompts(2), **asked, **options, max_new_tokens=20)
+            firsts.append(pair.report.history[0][1].drafted)
+            assert pair.report.layout == options.get("layout", "ragged")
+        assert firsts[0] == 2
+        assert firsts == sorted(set(firsts))
+        assert pair.strategy is strategy
+
+
+def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypatch: pytest.MonkeyPatch):
+    target, measured = tiny(), []
+
+    def measure(costs: Costs, batch: int, *forwards: object) -> None:
+        measured.append(batch)
+        costs.table[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
+
+    monkeypatch.setattr(Costs, "measure", measure)
+    pair, settings = DraftTargetPair(target, near(target, 0.1)), {"do_sample": False, "max_new_tokens": 4}
+    tiny(seed=4).generate(**prompts(2), **settings, custom_generate=pair.strategy)
+    for options in ({}, {}, {"layout": "padded"}):
+        pair.generate(**prompts(2), **settings, **options)
+    assert measured == [2, 2]
+    assert list(pair.strategy.costs.table) == [2]
 
 
 def test_the_wheel_carries_the_pair(tmp_path: Path):

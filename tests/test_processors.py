@@ -8,6 +8,7 @@ import torch
 from tiny import near, prompts, tiny
 from transformers import GenerationMixin, SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as host
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from hf_specx import SpeculativeDecoding
@@ -134,3 +135,49 @@ def test_warpers_act_once_on_the_draft():
     )
     assert strategy.report.alpha > 1 - 1e-5
     assert strategy.report.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
+    class Precise(LogitsProcessor):
+        stateless = True
+
+        def __call__(self, input_ids, scores):
+            return scores.to(dtype)
+
+    target = tiny()
+    settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": [Precise()]}
+    torch.manual_seed(1)
+    expected = target.generate(**prompts(3), **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
+    torch.manual_seed(1)
+    assert torch.equal(target.generate(**prompts(3), **settings, custom_generate=strategy), expected)
+
+
+def prefix_of(texts: torch.Tensor, tolerant: bool):
+    """Allows what follows in one of the texts; behind any other prefix nothing, or an error."""
+    known = {(row, tuple(t[:n])): [t[n]] for row, t in enumerate(texts.tolist()) for n in range(11, len(t))}
+    return lambda row, ids: known.get((row, tuple(ids.tolist())), []) if tolerant else known[row, tuple(ids.tolist())]
+
+
+@pytest.mark.parametrize("tolerant", [False, True])
+def test_texts_that_are_allowed_nothing_may_be_candidates(tolerant: bool):
+    """A row that does not get there is not concerned, also if it is as long with another text later."""
+    target = tiny()
+    settings = {"do_sample": False, "max_new_tokens": 24}
+    settings["prefix_allowed_tokens_fn"] = prefix_of(target.generate(**prompts(4), **settings), tolerant)
+    expected = target.generate(**prompts(4), **settings)
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
+    for draft in (near(target, 0.3), lookup):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
+        assert torch.equal(target.generate(**prompts(4), **settings, custom_generate=strategy), expected)
+
+
+def test_a_text_that_is_allowed_nothing_is_an_error_as_in_stock():
+    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 9}
+    settings["prefix_allowed_tokens_fn"] = lambda row, ids: [] if len(ids) == 14 and row == 1 else [5, 6]
+    with pytest.raises(ValueError, match="empty list"):
+        target.generate(**prompts(2), **settings)
+    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4)
+    with pytest.raises(ValueError, match="allows no token in row 1 after 3 new ones"):
+        target.generate(**prompts(2), **settings, custom_generate=strategy)

@@ -50,8 +50,17 @@ def test_ratios():
 
 def test_history_is_kept_by_row():
     first, second = three_rounds().history
-    assert first == [(0, 0, 1, 0), (3, 3, 4, 3), (3, 0, 1, 1), (1, 1, 2, 1)]
-    assert second == [(0, 0, 1, 0), (3, 1, 2, 2), (3, 2, 2, 3)]
+    assert first == [(0, 0, 1, 0, 1), (3, 3, 4, 3, 4), (3, 0, 1, 1, 1), (1, 1, 2, 1, 2)]
+    assert second == [(0, 0, 1, 0, 1), (3, 1, 2, 2, 2), (3, 2, 2, 3, 3)]
+
+
+def test_lockstep_gains_what_the_least_row_accepted():
+    costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
+    made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
+    made.observe([0, 1], 3, [3, 1], [2, 2], torch.tensor(3.5), gained=[2, 2])
+    assert made.mean_acceptance_length == 3
+    assert made.tokens_per_round == 2
+    assert made.forward_limited_speedup == pytest.approx(2)
 
 
 def test_tokens_behind_the_last_column_are_not_emitted():
@@ -131,10 +140,10 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     made = SpeculationReport("block", "ragged", "chosen", rows=1)
 
-    def _draft(number: int) -> int:
+    def more(number: int) -> int:
         return number + 1
 
-    draft = made.timed(_draft)
+    draft = made.timed("draft", more)
     assert (draft(1), draft(2)) == (2, 3)
     assert made.seconds == {"draft": 2.5}
 

@@ -1,6 +1,7 @@
 """`seeds=`: what a row becomes depends on its own text and seed, whoever its batch mates are."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from test_law import models as law_models
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import SpeculativeDecoding, generate
 from hf_specx.noise import NoiseStream, SeededNoise
 from hf_specx.rules import Draft, Judgement, RejectionRule
 from hf_specx.sequences import Sequences
@@ -167,6 +168,35 @@ def test_one_seed_for_each_returned_sequence(verification: str):
     repeated = {name: value.repeat_interleave(3, 0) for name, value in inputs.items()}
     assert several == ours("llama", verification, repeated, seeds)
     assert len({tuple(row) for row in several}) == 6
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3, 9), torch.arange(3, 9), torch.arange(3, 9).numpy(), tuple(range(3, 9)), [*torch.arange(3, 9)]]
+)
+def test_seeds_of_each_kind(seeds: Any):
+    expected = ours("llama", "coupled", prompts(3), [3, 4, 5, 6, 7, 8], num_return_sequences=2)
+    assert ours("llama", "coupled", prompts(3), seeds, num_return_sequences=2) == expected
+    target, draft = models("llama")
+    settings = SAMPLED | {"num_return_sequences": 2, "verification": "coupled", "num_draft_tokens": 3}
+    output = generate(**prompts(3), **settings, model=target, draft_model=draft, seeds=seeds)
+    assert output[:, 11:].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor(1),
+        torch.ones(2, 1).long(),
+        [True, 1],
+        "12",
+        {1, 2},
+    ],
+)
+def test_seeds_that_are_no_ints(seeds: Any):
+    with pytest.raises(ValueError, match="is not a list of ints"):
+        ours("llama", "coupled", prompts(2), seeds)
 
 
 ROWS = 1024

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from tiny import near, prompts, tiny
+from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_specx import SpeculativeDecoding
@@ -38,6 +39,60 @@ def test_criteria_are_evaluated_at_every_token(do_sample: bool, eos_token_id: in
         stops = torch.stack(ends).int().argmax(0) + 1
         assert eos_token_id is not None or max(stops) == expected.shape[1] - 11
         assert max(strategy.report.emitted_per_row) == expected.shape[1] - 11
+
+
+class Broad(StoppingCriteria):
+    """One answer for all rows, as a number or as a tensor without dimensions."""
+
+    stateless = True
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return self.kind(bool(input_ids.shape[1] > 17))
+
+
+@pytest.mark.parametrize("kind", [bool, torch.tensor])
+def test_a_criterion_with_one_answer_for_all(kind):
+    target, criteria = tiny(), [Broad(kind)]
+    settings = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": criteria}
+    expected = target.generate(**prompts(3), **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
+    assert torch.equal(target.generate(**prompts(3), **settings, custom_generate=strategy), expected)
+
+
+class StopAt(StoppingCriteria):
+    stateless = True
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], torch.arange(5, 12))
+
+
+class NothingBehind(LogitsProcessor):
+    """Excludes every token behind those that stop a row."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        dead = torch.isin(input_ids[:, -1], torch.arange(5, 12)) & (input_ids.shape[1] > 11)
+        return scores.masked_fill(dead[:, None], -torch.inf)
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_behind_a_stop_matters(seed: int, eos_token_id: int | None):
+    """No law there is an error only where the text gets there; a row alone does not, with or without an end token."""
+    target = tiny()
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "eos_token_id": eos_token_id, "pad_token_id": 0}
+    settings |= {"stopping_criteria": [StopAt()], "logits_processor": [NothingBehind()]}
+    torch.manual_seed(seed)
+    expected = target.generate(**prompts(1), **settings)
+    for verification in ("coupled", "block"):
+        strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4, verification=verification)
+        torch.manual_seed(seed)
+        output = target.generate(**prompts(1), **settings, custom_generate=strategy)
+        assert verification == "block" or torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("max_length", [5, 11, 12, 15])

@@ -15,7 +15,7 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.attention import GroupedAttention
 from hf_specx.tables import by_column
 from hf_specx.threads import in_this_thread, usually
@@ -156,6 +156,35 @@ def test_threads_side_by_side(name: str):
     assert all(output.shape == outputs["stock"][0].shape for output in outputs["sampled"])
     assert len({tuple(output.flatten().tolist()) for output in outputs["sampled"]}) > 1
     assert all(output.min() >= 0 and output.max() < target.config.vocab_size for output in outputs["sampled"])
+
+
+@pytest.mark.parametrize("form", ["strategy", "pair", "pair with options"])
+def test_one_strategy_in_several_threads(form: str):
+    """A call begins and ends in the middle of another one: numbers of candidates and reports do not mix."""
+    (target, draft), found, here = models("llama"), [], threading.get_ident()
+    pair, strategy = DraftTargetPair(target, draft), SpeculativeDecoding(draft)
+    options = {"strategy": {"custom_generate": strategy}, "pair": {}, "pair with options": {"verification": "token"}}
+    generate = target.generate if form == "strategy" else pair.generate
+
+    def call(rows: int, number: int) -> Any:
+        settings = GREEDY | {"num_assistant_tokens": number, "return_dict_in_generate": True}
+        return generate(**inputs("llama", rows), **settings, **options[form])
+
+    def hook(module, args):
+        if threading.get_ident() == here:
+            found.append(None)
+            if len(found) == 3:
+                found[:1] = [in_another_thread(lambda: call(4, 5))]
+
+    handle = target.register_forward_pre_hook(hook)
+    output = call(3, 2)
+    handle.remove()
+    for result, rows, number in ((output, 3, 2), (found[0], 4, 5)):
+        report = result.speculation_report
+        assert torch.equal(result.sequences, stock("llama", rows))
+        assert report.emitted_per_row == [18] * rows
+        assert max(r.drafted for row in report.history for r in row) == number
+    assert (strategy if form == "strategy" else pair).report is output.speculation_report
 
 
 def test_the_draft_keeps_its_own_settings_while_it_is_prepared(monkeypatch: pytest.MonkeyPatch):
