@@ -145,8 +145,8 @@ def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkey
     assert torch.equal(left, state)
 
 
-def mask_off_by_one(self: Masks, slots: torch.Tensor, pads: torch.Tensor, extent: int):
-    return MASK(self, slots - 1, pads, extent)
+def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
+    return MASK(self, slots - 1, *others)
 
 
 def positions_off_by_one(self: RaggedDecoder, sequences: Sequences, emitted: torch.Tensor):

@@ -125,8 +125,7 @@ def compare(name: str, rank: int, synced_gpus: bool) -> None:
     rounds[rank] = output.speculation_report.rounds
     distributed.all_reduce(rounds)
     assert rounds.max() >= 2 * rounds.min(), (name, rounds)
-    if not target.config.is_encoder_decoder and name != "lockstep":
-        assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
+    assert output.past_key_values is None  # putting it together takes forwards, on some ranks more than on others
 
 
 def compare_sharded(rank: int) -> None:
