@@ -250,9 +250,8 @@ FOLDER = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path) -> Path:
     """A model's folder with a `custom_generate` of its own."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tiny().save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "custom_generate").mkdir()
     for name, text in FOLDER.items():
