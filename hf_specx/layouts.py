@@ -1,8 +1,9 @@
 """Which layout a model is decoded in: the best one that has been shown to be exact for its architecture."""
 
+import transformers
 from transformers import PreTrainedModel
 
-from .abilities import BY_MASK, INEXACT, LAYOUTS_OF, MASKED, REFUSED, UNKNOWN, WHOLE
+from .abilities import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN, WHOLE
 from .decoders import Decoder, Prompt
 from .lockstep import LockstepDecoder
 from .packed import PackedDecoder
@@ -39,6 +40,17 @@ def type_that_is_not_exact(model: PreTrainedModel, drafts: bool) -> str | None:
 
 
 @refusal
+def type_of_a_later_version(model: PreTrainedModel, version: str) -> str | None:
+    name = model.config.model_type
+    if name not in LATER or tuple(map(int, version.split(".")[:2])) >= SINCE:
+        return None
+    return (
+        f"model type {name!r} has been shown to be exact on transformers {SINCE[0]}.{SINCE[1]} and later, not on "
+        f"{version}; upgrade transformers."
+    )
+
+
+@refusal
 def attention_without_layout(model: PreTrainedModel, able: list[str]) -> str | None:
     if able:
         return None
@@ -72,6 +84,8 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     """
     config = model.config.get_text_config(decoder=True)
     type_that_is_not_exact(model, drafts)
+    if not drafts:
+        type_of_a_later_version(model, transformers.__version__)
     able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
     # linear biases are made from a 2D mask, so that Falcon with them takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)

@@ -8,6 +8,8 @@ if [ ! -d "$folder" ]; then
     python -m pip install --quiet --disable-pip-version-check --upgrade --target "$folder.part" "transformers==$oldest"
     mv "$folder.part" "$folder"
 fi
-PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 "$@" tests/test_host_contract*.py \
+# without tests of types that are refused on it (LATER in abilities.py)
+PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
+    -k "not single_steps and not without_a_cache and not fsmt" "$@" tests/test_host_contract*.py \
     tests/test_equality.py tests/test_processors.py tests/test_stopping.py tests/test_candidates.py \
     tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import SpeculativeDecoding, generate, peers
+from hf_specx import SpeculativeDecoding, generate, layouts, peers
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -78,6 +78,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "learned": lambda: tiny("gpt2"),
     "unknown": lambda: called("never_heard_of"),
     "falcon": lambda: called("falcon"),
+    "doge": lambda: called("doge"),
     "own cache": lambda: called("rwkv"),
     "by mask": lambda: called("moshi", "flash_attention_2"),
     "no cache": lambda: zoo.build("causal", "openai-gpt"),
@@ -184,6 +185,12 @@ def spread(**settings):
     """As one of two ranks."""
     with patch.object(peers, "world_size", return_value=2):
         return function(synced_gpus=True, **settings)
+
+
+def on_the_oldest(target: str):
+    """As if this were the last version before the one that is needed."""
+    with patch.object(layouts, "SINCE", (99, 0)):
+        return call(target=target)
 
 
 def encoded(width: int = 32):

@@ -30,6 +30,7 @@ from misuse import (
     masked,
     negative,
     of_one_text,
+    on_the_oldest,
     only_encoded,
     put,
     spread,
@@ -133,6 +134,7 @@ CASES = {
         "layout='padded' has not been shown .*'never_heard_of'.*use 'lockstep' or 'auto'",
         partial(call, {"layout": "padded"}, target="unknown"),
     ),
+    "type_of_a_later_version": ("'doge' has been shown .* 99.0 and later, not on", lambda: on_the_oldest("doge")),
     # What a call asks for
     "beam_search": ("num_beams=3 is beam search; set num_beams=1", partial(call, num_beams=3)),
     "groups_of_beams": ("num_beam_groups=2 is beam search; leave", partial(call, num_beam_groups=2)),
