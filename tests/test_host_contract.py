@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from collectors import Collector
 from tiny import VOCAB_SIZE, prompts, tiny
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, GenerationConfig, GenerationMixin
 from transformers.distributed.fsdp import is_fsdp_managed_module
@@ -104,17 +105,6 @@ class Arrival:
         return input_ids
 
 
-class Stream(BaseStreamer):
-    def __init__(self):
-        self.got: list[Any] = []
-
-    def put(self, value):
-        self.got.append(tuple(value.shape))
-
-    def end(self):
-        self.got.append("end")
-
-
 def test_what_a_callable_receives():
     model, arrival, inputs = tiny(), Arrival(), prompts(2)
     model.generate(**inputs, max_new_tokens=5, eos_token_id=[3, 4], seeds=[7], custom_generate=arrival)
@@ -162,13 +152,15 @@ def test_a_mask_without_pads_is_dropped_or_left():
 
 def test_what_is_withheld_from_a_callable():
     """If one of these arrives by now, the check that refuses it can go."""
-    model, stream = tiny(), Stream()
+    model, stream = tiny(), Collector()
     names = {"streamer": stream, "assistant_model": model, "tokenizer": "t", "assistant_tokenizer": "a"}
     arrival = Arrival()
     model.generate(**prompts(1), **names, synced_gpus=True, max_new_tokens=5, custom_generate=arrival)
     for name in (*names, "synced_gpus"):
         assert getattr(arrival, name) is None, f"hf_specx.checks: {name} is no longer withheld from callables"
-    assert stream.got == [(1, 11)], "hf_specx.checks: a streamer that is withheld was not given the prompt"
+    assert [value.shape for value in stream.puts] == [(1, 11)], (
+        "hf_specx.checks: a streamer that is withheld was not given the prompt"
+    )
     message = "hf_specx.checks: the frame of generate is not where check_withheld looks"
     assert arrival.frame.f_code.co_name == "generate", message
     found = arrival.frame.f_locals

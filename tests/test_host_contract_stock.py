@@ -1,16 +1,15 @@
 """The host's contract, as in test_host_contract.py: how stock stops, samples and returns, its caches and masks."""
 
 from inspect import signature
-from typing import Any
 
 import pytest
 import torch
+from collectors import Collector
 from tiny import VOCAB_SIZE, WINDOW, Forwards, prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, logits_process, utils
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache import SlotCache
 
@@ -82,21 +81,12 @@ def test_stock_draws_once_a_step_for_all_rows():
     assert torch.equal(state, torch.get_rng_state()), "hf_specx.noise: stock draws otherwise than [B, V] once a step"
 
 
-class Stream(BaseStreamer):
-    def __init__(self):
-        self.got: list[Any] = []
-
-    def put(self, value):
-        self.got.append(tuple(value.shape))
-
-    def end(self):
-        self.got.append("end")
-
-
 def test_what_stock_streams():
-    stream = Stream()
+    stream = Collector()
     tiny().generate(**prompts(1), do_sample=False, max_new_tokens=3, streamer=stream)
-    assert stream.got == [(1, 11), (1,), (1,), (1,), "end"], "hf_specx.streaming: stock streams in other shapes"
+    shapes = [tuple(value.shape) for value in stream.puts]
+    assert shapes == [(1, 11), (1,), (1,), (1,)], "hf_specx.streaming: stock streams in other shapes"
+    assert stream.ends == 1, "hf_specx.streaming: stock does not end a stream once"
 
 
 OUTPUTS = {
