@@ -12,6 +12,7 @@ from transformers.generation import utils
 
 from .abilities import BLIND_STEPS
 from .cache import select_rows, self_attention
+from .devices import execution_device, last_device, synchronize
 from .inputs import has_rows, select
 from .past import Columns, assemble, columns_of
 from .seen import EXTRAS, Notes
@@ -84,9 +85,7 @@ class Decoder:
         if self.max_positions is not None and positions is not None:  # a draft may have fewer than its prompt
             self.kwargs[self.position_name] = positions.clamp(max=self.max_positions - 1)
         self.parameters = inspect.signature(self.model.forward).parameters
-        hook = getattr(self.model, "_hf_hook", None)
-        execution_device = getattr(hook, "execution_device", None)
-        self.device = torch.device(execution_device if execution_device is not None else self.model.device)
+        self.device, self.last_device = execution_device(self.model), last_device(self.model)
 
     def read(self) -> None:
         """Read the prompts of all rows."""
@@ -169,7 +168,8 @@ class Decoder:
         self._forward(sequences, tokens, count, count)
         self.notes.seen = None
         self.held = [count] * len(self.held)
-        synchronize(self.device)
+        for device in {self.device, self.last_device}:
+            synchronize(device)
 
     def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         """Logits [R, keep, V] of tokens [R, q] that end `ahead` behind the ends of the rows."""
@@ -283,9 +283,3 @@ def vocabulary(model: PreTrainedModel) -> int:
     if isinstance(head, torch.nn.Linear):
         return head.out_features
     return int(model.config.get_text_config(decoder=True).vocab_size)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
