@@ -6,7 +6,7 @@ Each of these runs its checks in order, and raises a ValueError by the first tha
 from .checks_calls import check_call, check_outputs, check_past
 from .checks_entry import (
     check_arguments,
-    check_draft_given,
+    check_draft_found,
     check_entry,
     check_healing,
     check_one_name,
@@ -25,7 +25,7 @@ __all__ = [
     "check_calibration",
     "check_call",
     "check_choices",
-    "check_draft_given",
+    "check_draft_found",
     "check_entry",
     "check_fixed",
     "check_guidance",

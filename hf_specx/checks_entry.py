@@ -39,8 +39,14 @@ WITHHELD = {
 
 
 @refusal
-def no_draft(draft_model: Any) -> str | None:
-    return "no draft: pass draft_model= or assistant_model=." if draft_model is None else None
+def no_draft(found: bool, published: str | None, target: str) -> str | None:
+    if found:
+        return None
+    source = "names no pair" if published is None else f"names {published!r}, which is not there"
+    return (
+        f"no draft: pass draft_model= or assistant_model=; else it is that of the pair in pair_source.py, which "
+        f"{source} (specx publish writes it), or of the pair that the target was loaded from, and {target!r} is none."
+    )
 
 
 @refusal
@@ -144,9 +150,9 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
     misspelt_option(kwargs.keys() - set(options), options, model)
 
 
-def check_draft_given(draft_model: Any) -> None:
-    """Whether there is a draft."""
-    no_draft(draft_model)
+def check_draft_found(found: bool, published: str | None, target: str) -> None:
+    """Whether there is a draft for callers who name none."""
+    no_draft(found, published, target)
 
 
 def check_one_name(ours: str, stocks: str, given: Collection[str]) -> None:

@@ -15,7 +15,6 @@ from transformers.modeling_outputs import ModelOutput
 
 from .checks import (
     check_arguments,
-    check_draft_given,
     check_entry,
     check_healing,
     check_lifted,
@@ -25,6 +24,7 @@ from .checks import (
 from .drafting import Schedule, given_drafting
 from .lookahead import Costs
 from .prompts import shallow_copy
+from .resolve import find_draft
 from .strategy import SpeculativeDecoding
 from .wrappers import unwrapped
 
@@ -68,13 +68,14 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding` by keyword; the draft as
-            `draft_model` or `assistant_model`. With `custom_generate`, that is called in our place.
+            `draft_model` or `assistant_model`, else it is found as `find_draft` says, with the options that its pair
+            recommends. With `custom_generate`, that is called in our place.
 
     Returns:
         As `generate`.
 
     Raises:
-        ValueError: where no draft is given, and as `SpeculativeDecoding`.
+        ValueError: where no draft is given or found, and as `SpeculativeDecoding`.
     """
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
@@ -89,13 +90,15 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         if kwargs.get("assistant_model") is not None and host is not type(model):
             check_lifted(model)
         draft = either(kwargs, "draft_model", "assistant_model")
-        check_draft_given(draft)
-        options = take_options(kwargs)
+        options, measured = take_options(kwargs), Costs()
+        if draft is None:
+            draft, recommended, measured = find_draft(model, kwargs)
+            options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
         learned: MutableMapping[Any, tuple[Costs, Schedule]] = {}
         if isinstance(strategy.draft_model, PreTrainedModel):  # a generator may have no hash
             learned = LEARNED.setdefault(strategy.draft_model, WeakKeyDictionary())
-        costs, schedule = learned.setdefault(model, (Costs(), Schedule()))
+        costs, schedule = learned.setdefault(model, (measured, Schedule()))
         if "costs" not in options:
             strategy.costs.table = costs.table
         strategy.schedule = copy.copy(schedule)  # another thread may use the same models
@@ -138,6 +141,8 @@ def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `SpeculativeDecoding` out of the arguments of a call; None is as good as none."""
     kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
+    if options["num_draft_tokens"] is None and kwargs.get("num_assistant_tokens") is not None:
+        options["num_draft_tokens"] = "auto"  # in place of what a pair recommends, which would count more
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,22 +1,26 @@
-"""Draft-target pairs: two models and their one tokenizer, loaded and used together."""
+"""Draft-target pairs: two models and their one tokenizer, loaded, used and saved together."""
 
 import copy
-import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .card_usage import EMBEDDED
 from .checks import check_entry
-from .generate import LOADER_OPTIONS, add_positional, ending, run, take_options
+from .devices import execution_device, hardware
+from .generate import add_positional, ending, run, take_options
+from .hub import publish
+from .pair_config import ModelSource, PairConfig
+from .pair_loading import LoadedPair, load_pair
 from .report import SpeculationReport
+from .saving import save
+from .shares import complete
 from .strategy import SpeculativeDecoding
 from .wrappers import unwrapped
-
-
-EMBEDDED = "embedded"
 
 
 class DraftTargetPair:
@@ -26,13 +30,14 @@ class DraftTargetPair:
         target: the model whose text is wanted.
         draft: a smaller model with the same vocabulary.
         tokenizer: of both; None if texts are tokenized elsewhere.
-        config: facts about the pair, kept as given.
+        config: facts about the pair, its recommended options and measurements.
 
     Attributes:
         strategy: the `SpeculativeDecoding` whose options `generate` uses, by a copy for each call, so that several
             threads may call it; it remembers costs and acceptance.
         report: what the last `generate` to end did, None before the first.
-        prompts: texts to try the pair with, [] if it came with none.
+        draft_tokenizer: the draft's own, if it was loaded from elsewhere.
+        sources: where each model was loaded from on the Hub, by role.
 
     Example:
         >>> pair = DraftTargetPair.embedded()
@@ -45,70 +50,125 @@ class DraftTargetPair:
         target: PreTrainedModel,
         draft: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        config: dict[str, Any] | None = None,
+        config: PairConfig | None = None,
     ):
         self.target: PreTrainedModel = unwrapped(target)
         self.draft: PreTrainedModel = unwrapped(draft, adapters=True)
         check_entry(self.target, None)
-        self.tokenizer, self.config = tokenizer, config or {}
-        self.prompts: list[str] = self.config.get("prompts", [])
+        self.tokenizer = self.draft_tokenizer = tokenizer
+        self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
+        self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
 
+    @property
+    def prompts(self) -> list[str]:
+        """Texts to try the pair with, [] if it came with none."""
+        return self.config.prompts
+
     def _strategy(self, **options: Any) -> SpeculativeDecoding:
-        return SpeculativeDecoding(
-            self.draft, **{"tokenizer": self.tokenizer, "draft_tokenizer": self.tokenizer, **options}
-        )
+        config, dtype = self.config, str(self.target.dtype).removeprefix("torch.")
+        own = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+        own |= {"costs": config.costs_on(hardware(execution_device(self.target)), dtype)}
+        tokenizers = {"tokenizer": self.tokenizer, "draft_tokenizer": self.draft_tokenizer}
+        return SpeculativeDecoding(self.draft, **tokenizers | own | options)
 
     @classmethod
-    def from_pretrained(cls, name_or_path: str | Path, *, dtype: Any = "auto", **kwargs: Any) -> "DraftTargetPair":
-        """Load a pair from a folder or repository with the subfolders `target` (tokenizer included) and `draft`.
+    def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
+        """A pair of parts that were loaded already."""
+        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config)
+        pair.sources = loaded.sources
+        if loaded.draft_tokenizer is not None:
+            pair.draft_tokenizer = loaded.draft_tokenizer
+            pair.strategy = pair._strategy()
+        return pair
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **kwargs: Any) -> "DraftTargetPair":
+        """Load a pair: `from_pretrained("org/pair", device_map="auto", dtype="auto", revision=..., token=...)`.
 
         Args:
-            name_or_path: a folder, a repository, or "embedded"; a local folder of that name comes first.
-            dtype: of both models; "auto" is as they were saved.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`.
+            name_or_path: a folder, an id on the Hub, or "embedded"; a local folder of that name comes first.
+            **kwargs: of `load_pair`, where they are described.
+
+        Raises:
+            ValueError: for anything in the pair's files that is not as it should be, before it is loaded.
         """
         if str(name_or_path) == EMBEDDED and not Path(EMBEDDED).is_dir():
-            return cls.embedded(dtype=None if dtype == "auto" else dtype, **kwargs)
-        shared = {name: kwargs[name] for name in LOADER_OPTIONS if name in kwargs}
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, subfolder="target", **shared)
-        load = AutoModelForCausalLM.from_pretrained
-        target, draft = (load(name_or_path, subfolder=part, dtype=dtype, **kwargs) for part in ("target", "draft"))
-        return cls(target, draft, tokenizer)
+            return cls.embedded(**kwargs)
+        return cls.from_loaded(load_pair(name_or_path, **kwargs))
 
     @classmethod
     def embedded(cls, dtype: torch.dtype | str | None = None, **kwargs: Any) -> "DraftTargetPair":
         """The pair in the package: 13.9M and 2.7M parameters, trained on the Python standard library's source.
 
         Args:
-            dtype: float32 on the CPU and as saved (bfloat16) elsewhere, unless given.
-            **kwargs: for `AutoModelForCausalLM.from_pretrained`.
+            dtype: unless given, or "auto": float32 on the CPU, and as saved (bfloat16) on an accelerator.
+            **kwargs: of `load_pair`.
         """
-        folder = Path(str(files("hf_specx") / EMBEDDED))
-        pair = cls.from_pretrained(folder, dtype="auto" if dtype is None else dtype, **kwargs)
-        if dtype is None and pair.target.device.type == "cpu":
-            pair.target.float()
-            pair.draft.float()
-        pair.prompts = json.loads((folder / "prompts.json").read_text())
-        return pair
+        if dtype in (None, "auto"):
+            spread = kwargs.get("device_map") not in (None, "cpu") and torch.accelerator.is_available()
+            dtype = "auto" if spread else torch.float32
+        return cls.from_loaded(load_pair(Path(str(files("hf_specx") / EMBEDDED)), dtype=dtype, **kwargs))
+
+    def complete(self, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
+        """Continue texts in batches; under `accelerate launch` each process takes a share, as `shares.complete` says.
+
+        Args:
+            texts: prompts.
+            batch_size: rows of a batch.
+            seed: the prompt at place i samples under `seed + i`.
+            **options: for `generate`.
+
+        Returns:
+            What was generated for each text, in order, on every process.
+        """
+        return complete(self, texts, batch_size=batch_size, seed=seed, **options)
+
+    def save_pretrained(
+        self, folder: str | Path, *, target: str = "inside", draft: str = "inside", overwrite: bool = False
+    ) -> None:
+        """Write the pair into a folder, whole or not at all; in safetensors, with the target at its root.
+
+        Args:
+            folder: not there yet, or empty.
+            target, draft: "inside", or "reference" to where on the Hub it was loaded from, at that commit.
+            overwrite: whether to replace a folder, with all that is in it.
+
+        Raises:
+            ValueError: for a folder that is in use, and for a reference to a model that is not from the Hub.
+        """
+        save(self, folder, target=target, draft=draft, overwrite=overwrite)
+
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Publish the pair with its card and the code to use it without this package; see `hub.publish`.
+
+        Args:
+            repo_id: "owner/name".
+            **kwargs: of `publish`.
+
+        Returns:
+            The commit.
+        """
+        return publish(self, repo_id, **kwargs)
 
     def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any:
         """The target's `generate` with speculative sampling.
 
         Args:
-            inputs: as in `generate`.
+            inputs: as in `generate`; tensors are moved to where the target takes them.
             *more: further positional arguments of the target's own `generate`.
             **kwargs: everything that `generate` takes, and the options of `SpeculativeDecoding` by keyword, for this
                 call; what was learned of costs and acceptance is the pair's own all the same.
         """
-        host = type(self.target)
+        host, device = type(self.target), execution_device(self.target)
         with ending(kwargs.get("streamer")) as reached:
-            kwargs = add_positional(host, more, kwargs)
+            kwargs = add_positional(host, more, kwargs | {"inputs": inputs})
+            kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             own, options = self.strategy, take_options(kwargs)
             own.meet(self.target)
             strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
             strategy.schedule = copy.copy(own.schedule)
-            output = run(strategy, host, self.target, inputs, kwargs, reached)
+            output = run(strategy, host, self.target, kwargs.pop("inputs"), kwargs, reached)
         own.schedule, self.report = strategy.schedule, strategy.report
         return output

@@ -1,16 +1,16 @@
 """The four ways to call hf_specx, around the same two models."""
 
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_imports import CORE, PACKAGE
+from test_imports import PACKAGE
 from tiny import Forwards, near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_specx import DraftTargetPair, generate
+from hf_specx.hub import write_code
 
 
 FORMS = ("function", "folder", "override", "pair")
@@ -21,14 +21,12 @@ OURS = {"verification": "coupled", "num_draft_tokens": 3}
 
 def make_world(folder: Path) -> SimpleNamespace:
     """A target, a draft and their tokenizer, with the four ways to call them in `call`: {form: function}."""
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded" / "target")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
     tokenizer.bos_token = tokenizer.eos_token
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     draft = near(target, 0.05)
     target.save_pretrained(folder)
-    (folder / "custom_generate").mkdir()
-    for name in CORE:
-        shutil.copy(PACKAGE / f"{name}.py", folder / "custom_generate")
+    write_code(folder, str(folder))
     own = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     pair = DraftTargetPair(target, draft, tokenizer)
 

@@ -1,35 +1,42 @@
 """The house: imports go one way, and what is published needs nothing but torch and transformers."""
 
 import ast
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from tiny import near, prompts, tiny
 
 import hf_specx
+from hf_specx.hub import core_modules
 
 
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
-    "threads refusals wrappers",
-    "verify sequences cache lookahead drafting abilities attention past tables inputs",
-    "seen",
+    "threads refusals wrappers devices pair_source",
+    "verify sequences cache lookahead drafting abilities attention past tables inputs checks_files",
+    "seen checks_weights",
     "noise processors stopping report decoders states",
     "rules prompts streaming outputs ragged hosted whole",
     "packed padded lockstep",
     "layouts",
     "candidates guidance",
     "checks_options checks_models checks_calls checks_inputs checks_rows peers settle",
-    "checks_entry",
-    "checks",
-    "plan decode",
-    "prefill",
-    "strategy",
+    "checks_entry checks_pairs",
+    "checks pair_config",
+    "plan decode facts fetch",
+    "prefill loading",
+    "strategy resolve",
     "generate",
-    "pairs bench",
+    "checks_saving checks_tune markdown known_pairs placement compatibility bench shares",
+    "card_usage saving pair_loading",
+    "cards export",
+    "hub",
+    "pairs",
+    "study console",
+    "tune",
+    "cli_options",
+    "cli_generate cli_tune",
+    "cli_pairs",
     "cli",
 )
 RANK = {name: rank for rank, floor in enumerate(FLOORS) for name in floor.split()}
@@ -71,17 +78,6 @@ def test_files_and_functions_stay_small(name: str):
             assert node.end_lineno - node.lineno < 50, node.name
 
 
-def test_the_core_runs_as_a_published_folder(tmp_path: Path):
-    """Copied flat into custom_generate/, loaded by transformers' own loader, it gives the tokens of the package."""
-    folder = tmp_path / "custom_generate"
-    folder.mkdir()
-    for name in CORE:
-        shutil.copy(PACKAGE / f"{name}.py", folder)
-    target = tiny()
-    draft, inputs = near(target, 0.05), prompts(4)
-    settings = {"do_sample": True, "max_new_tokens": 20, "num_draft_tokens": 3, "assistant_model": draft}
-    torch.manual_seed(0)
-    expected = hf_specx.generate(**inputs, **settings, model=target)
-    torch.manual_seed(0)
-    output = target.generate(**inputs, **settings, custom_generate=str(tmp_path), trust_remote_code=True)
-    assert torch.equal(output, expected)
+def test_what_is_published_is_the_core():
+    """Everything up to the entry, since the entry needs all of it."""
+    assert set(core_modules()) == CORE

@@ -77,11 +77,8 @@ def test_other_dtypes_and_the_alias():
 
 def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch):
     """A local folder named like the alias comes first."""
-    folder = tmp_path / "embedded"
     target = tiny(vocab_size=pair.target.config.vocab_size)
-    target.save_pretrained(folder / "target")
-    near(target, 0.1).save_pretrained(folder / "draft")
-    pair.tokenizer.save_pretrained(folder / "target")
+    DraftTargetPair(target, near(target, 0.1), pair.tokenizer).save_pretrained(tmp_path / "embedded")
     monkeypatch.chdir(tmp_path)
     loaded = DraftTargetPair.from_pretrained("embedded")
     assert loaded.target.config.hidden_size == 32

@@ -1,21 +1,19 @@
 """Speech: Whisper, whose own `generate` calls ours once for each window of sound, in the three forms of a call."""
 
 import copy
-import shutil
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
 import torch
 import zoo
 from test_encoder_decoder import LAYOUTS, assert_equals_stock, counted
-from test_imports import CORE, PACKAGE
 from tiny import near
 from transformers import PreTrainedModel, WhisperConfig, WhisperForCausalLM, WhisperForConditionalGeneration
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
+from hf_specx.hub import write_code
 
 
 VOCAB_SIZE, WINDOW = 64, 32  # frames of a window
@@ -73,9 +71,7 @@ def drafts() -> dict[str, PreTrainedModel]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The core as it is published."""
     path = tmp_path_factory.mktemp("published")
-    (path / "custom_generate").mkdir()
-    for name in CORE:
-        shutil.copy(PACKAGE / f"{name}.py", Path(path) / "custom_generate")
+    write_code(path, str(path))
     return str(path)
 
 

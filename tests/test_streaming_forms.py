@@ -1,6 +1,5 @@
 """Every way to generate streams its text to a reader in another thread, and ends the stream once."""
 
-import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -10,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from collectors import Collector, Words
-from test_imports import CORE, PACKAGE
+from test_imports import PACKAGE
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx import BatchStreamer, DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx.hub import write_code
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -26,7 +26,7 @@ TIMEOUT = 60
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PACKAGE / "embedded" / "target")
+    return AutoTokenizer.from_pretrained(PACKAGE / "embedded")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,7 @@ def world(tokenizer: PreTrainedTokenizerBase, tmp_path_factory: pytest.TempPathF
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     draft, folder = near(target, 0.05), tmp_path_factory.mktemp("streaming")
     target.save_pretrained(folder)
-    (folder / "custom_generate").mkdir()
-    for name in CORE:
-        shutil.copy(PACKAGE / f"{name}.py", folder / "custom_generate")
+    write_code(folder, str(folder))
     own = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
     def by_strategy(streamer: BaseStreamer, num_draft_tokens: int = 3, **kwargs: Any) -> Any:

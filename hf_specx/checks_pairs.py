@@ -1,0 +1,231 @@
+"""Checks of a pair's `specx_config.json`: it is data from elsewhere, so that nothing in it is believed."""
+
+import json
+import math
+import re
+from collections.abc import Collection
+from types import GenericAlias
+from typing import Any, get_origin
+
+from .checks_options import VERIFICATIONS
+from .layouts import LAYOUTS
+from .refusals import refusal
+
+
+MAX_CONFIG_BYTES = 2**22
+MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
+MAX_INTEGER = 2**63  # what is beyond is no number of anything
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+REVISION = re.compile(r"\w[\w./-]{0,254}")
+SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+
+
+@refusal
+def config_too_large(text: bytes, where: str) -> str | None:
+    if len(text) <= MAX_CONFIG_BYTES:
+        return None
+    return f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or save the pair anew."
+
+
+@refusal
+def config_that_is_no_json(where: str, error: Exception) -> str | None:
+    return f"{where} is not JSON ({error}); it may be cut off: get it again, or save the pair anew."
+
+
+@refusal
+def config_without_schema(values: Any, where: str) -> str | None:
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if isinstance(schema, int) and not isinstance(schema, bool) and schema >= 1:
+        return None
+    return f"{where} does not say its schema (it has {schema!r}), so it is no config of a pair; save the pair anew."
+
+
+@refusal
+def config_of_newer_schema(values: dict[str, Any], known: int, where: str) -> str | None:
+    if values["schema"] <= known:
+        return None
+    return f"{where} has schema {values['schema']} and this version reads up to {known}; install a newer hf_specx."
+
+
+@refusal
+def config_part_that_is_no_object(value: Any, where: str) -> str | None:
+    if isinstance(value, dict):
+        return None
+    return f"{where} is {_brief(value)}, not an object; save the pair anew."
+
+
+@refusal
+def config_with_unknown_field(given: Collection[str], known: Collection[str], where: str) -> str | None:
+    unknown = sorted(set(given) - set(known))
+    if not unknown:
+        return None
+    return f"{where} has a field {_brief(unknown[0])} that its schema does not know; take it out."
+
+
+@refusal
+def config_without_field(given: Collection[str], needed: Collection[str], where: str) -> str | None:
+    missing = sorted(set(needed) - set(given))
+    if not missing:
+        return None
+    return f"{where} has no {missing[0]!r}; save the pair anew."
+
+
+@refusal
+def config_value_of_another_type(value: Any, options: tuple[Any, ...], where: str) -> str | None:
+    types = tuple(get_origin(option) or option for option in options)
+    widened = (*types, int) if float in types else types
+    too_large = isinstance(value, int) and abs(value) >= MAX_INTEGER
+    if Any in options or (isinstance(value, widened) and not isinstance(value, bool) and not too_large):
+        return None
+    names = " or ".join(str(t) if isinstance(t, GenericAlias) else getattr(t, "__name__", str(t)) for t in options)
+    return f"{where} is {_brief(value)}, not {names.replace('NoneType', 'null')}; save the pair anew."
+
+
+@refusal
+def model_by_path(name: str | None, where: str) -> str | None:
+    if name is None or HUB_ID.fullmatch(name):
+        return None
+    return (
+        f"{where}: name is {_brief(name)}, no id on the Hub; a config may name repositories only, so pass the model "
+        "yourself, as target= or draft=, or save the pair with it inside."
+    )
+
+
+@refusal
+def model_of_strange_revision(revision: str | None, where: str) -> str | None:
+    if revision is None or (REVISION.fullmatch(revision) and ".." not in revision):
+        return None
+    return f"{where}: revision is {_brief(revision)}, no name of a commit, branch or tag; save the pair anew."
+
+
+@refusal
+def model_outside_the_folder(subfolder: str, where: str) -> str | None:
+    if subfolder == "" or SUBFOLDER.fullmatch(subfolder):
+        return None
+    return f"{where}: subfolder is {_brief(subfolder)}, no plain name of a folder inside the pair's; save it anew."
+
+
+@refusal
+def models_in_one_place(target: Any, draft: Any, where: str) -> str | None:
+    if (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder):
+        return None
+    place = target.name or "the pair's folder"
+    return f"{where}: target and draft are both in {place} under {target.subfolder!r}; a draft needs its own place."
+
+
+@refusal
+def recommended_number_of_drafts(number: str | int, where: str) -> str | None:
+    if number == "auto" or (isinstance(number, int) and 1 <= number <= MAX_RECOMMENDED):
+        return None
+    return f"{where}: num_draft_tokens is {_brief(number)}; give 'auto' or a number from 1 to {MAX_RECOMMENDED}."
+
+
+@refusal
+def recommended_verification(verification: str | None, where: str) -> str | None:
+    if verification is None or verification in VERIFICATIONS:
+        return None
+    return f"{where}: verification is {_brief(verification)}; give null or one of {', '.join(VERIFICATIONS)}."
+
+
+@refusal
+def recommended_layout(layout: str, where: str) -> str | None:
+    if layout in LAYOUTS:
+        return None
+    return f"{where}: layout is {_brief(layout)}; give one of {', '.join(LAYOUTS)}."
+
+
+@refusal
+def costs_that_are_no_times(costs: Any, where: str) -> str | None:
+    if costs is None or all(_is_row(batch, row) for batch, row in costs.table.items()):
+        return None
+    return (
+        f"{where}: costs has a row that is not {{'target': {{tokens: seconds}}, 'draft': seconds}} for 1 and at least "
+        "one more number of tokens; measure it anew with specx tune."
+    )
+
+
+@refusal
+def acceptance_that_is_no_probability(config: Any, where: str) -> str | None:
+    saved = {} if config.costs is None else config.costs.alpha
+    measured = {f"measurements[{i}]": m.alpha for i, m in enumerate(config.measurements)}
+    for name, alpha in {**saved, **measured}.items():
+        if not 0 <= alpha <= 1:
+            return f"{where}: alpha of {name} is {alpha}, no probability; measure it anew with specx tune."
+    return None
+
+
+@refusal
+def measurement_that_is_no_measurement(measurements: Collection[Any], where: str) -> str | None:
+    for place, measurement in enumerate(measurements):
+        for name, value in vars(measurement).items():
+            if name != "alpha" and isinstance(value, int | float) and not (math.isfinite(value) and value > 0):
+                return f"{where}: {name} of measurements[{place}] is {value}, which nothing measures; see specx tune."
+    return None
+
+
+def check_text(text: bytes, where: str) -> Any:
+    """The values in a config's text."""
+    config_too_large(text, where)
+    try:
+        values = json.loads(text.decode("utf-8"))
+        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
+        return values
+    except (ValueError, RecursionError) as error:
+        config_that_is_no_json(where, error)
+
+
+def check_schema(values: Any, known: int, where: str) -> None:
+    """Whether this version knows what the fields of a config mean."""
+    config_without_schema(values, where)
+    config_of_newer_schema(values, known, where)
+
+
+def check_object(value: Any, where: str) -> None:
+    """Whether a part of a config has fields."""
+    config_part_that_is_no_object(value, where)
+
+
+def check_no_other(given: Collection[str], known: Collection[str], needed: Collection[str], where: str) -> None:
+    """Whether a part of a config has the fields of its schema."""
+    config_with_unknown_field(given, known, where)
+    config_without_field(given, needed, where)
+
+
+def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
+    """Whether a value of a config is of one of these types."""
+    config_value_of_another_type(value, options, where)
+
+
+def check_known_values(config: Any, where: str) -> None:
+    """Whether a config says what can be done, and names nothing outside the pair's folder and the Hub."""
+    for role in ("target", "draft"):
+        source, place = getattr(config, role), f"{where}: {role}"
+        model_by_path(source.name, place)
+        model_of_strange_revision(source.revision, place)
+        model_outside_the_folder(source.subfolder, place)
+    models_in_one_place(config.target, config.draft, where)
+    recommended_number_of_drafts(config.num_draft_tokens, where)
+    recommended_verification(config.verification, where)
+    recommended_layout(config.layout, where)
+    costs_that_are_no_times(config.costs, where)
+    acceptance_that_is_no_probability(config, where)
+    measurement_that_is_no_measurement(config.measurements, where)
+
+
+def _is_row(batch: str, row: Any) -> bool:
+    if not (NUMBER.fullmatch(batch) and isinstance(row, dict) and row.keys() == {"target", "draft"}):
+        return False
+    times = row["target"]
+    if not isinstance(times, dict) or len(times) < 2 or "1" not in times or not all(map(NUMBER.fullmatch, times)):
+        return False
+    return all(isinstance(t, float) and math.isfinite(t) and t > 0 for t in (*times.values(), row["draft"]))
+
+
+def _brief(value: Any) -> str:
+    """A value as errors show it."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "many levels deep"
+    return text if len(text) <= 80 else f"{text[:77]}..."

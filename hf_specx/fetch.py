@@ -1,0 +1,161 @@
+"""Files of models and pairs, in a folder or from the Hub into its cache: checked before any of them is loaded."""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils.hub import snapshot_download
+
+from .checks_files import (
+    check_is_pair,
+    check_links,
+    check_model,
+    check_reference,
+    check_tokenizer,
+    check_tokenizer_read,
+    check_tokens,
+)
+from .checks_weights import check_shards, check_weights, shards
+from .pair_config import CONFIG_NAME, ModelSource, PairConfig, TokenizerFacts
+
+
+HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
+SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but weights and code
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file, for its fingerprint
+
+
+class Files(NamedTuple):
+    """A folder or repository whose files are on this machine.
+
+    Attributes:
+        name: what `from_pretrained` takes.
+        revision: the commit, None for a folder.
+        root: where the files are.
+    """
+
+    name: str
+    revision: str | None
+    root: Path
+
+    def loading(self, subfolder: str = "") -> dict[str, Any]:
+        """What makes `from_pretrained(self.name, ...)` load these very files, without a request."""
+        if self.revision is None:
+            return {"subfolder": subfolder}
+        cache = self.root.parents[2]  # <cache>/models--org--name/snapshots/<commit>
+        return {"subfolder": subfolder, "revision": self.revision, "local_files_only": True, "cache_dir": str(cache)}
+
+
+def get_files(
+    name: str | Path, revision: str | None, patterns: Sequence[str], subfolder: str = "", **hub: Any
+) -> Files:
+    """The files in one folder of a repository, or a folder as it is.
+
+    Args:
+        name: a folder, or an id on the Hub.
+        revision: commit, branch or tag on the Hub.
+        patterns: names of the files that are needed.
+        subfolder: where in the repository.
+        **hub: those of `HUB_OPTIONS` that were given.
+    """
+    if Path(name).is_dir():
+        return Files(str(name), None, Path(name))
+    prefix = f"{subfolder}/" if subfolder else ""
+    wanted = [prefix + pattern for pattern in patterns]
+    root = snapshot_download(
+        str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[f"{prefix}*/*"], **hub
+    )
+    return Files(str(name), Path(root).name, Path(root))
+
+
+def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
+    """The config of a pair, with the small files beside it.
+
+    Raises:
+        ValueError: if it is no pair, or its config is not as it should be.
+    """
+    files = get_files(name, revision, SMALL_FILES, **hub)
+    path = files.root / CONFIG_NAME
+    check_links(files.root, path)
+    check_is_pair(str(name), CONFIG_NAME, path.is_file())
+    return files, PairConfig.from_file(path)
+
+
+def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
+    """All files of a model of a pair.
+
+    Args:
+        pair: the pair's own files.
+        source: where the model is.
+        trust_remote_code: whether it may be a class of its own.
+        use_safetensors: False lets other weights through.
+        **hub: as for `get_files`.
+    """
+    name, revision = pair.name, pair.revision
+    if source.name is not None:
+        check_reference(source.name)
+        name, revision = source.name, source.revision
+    patterns = (*SMALL_FILES, "*.py") if trust_remote_code else SMALL_FILES
+    files = get_files(name, revision, patterns, source.subfolder, **hub)
+    folder = files.root / source.subfolder
+    check_links(files.root, folder)
+    check_model(folder, trust_remote_code)
+    if not use_safetensors:
+        return get_files(name, files.revision, ["*"], source.subfolder, **hub)
+    check_shards(folder)
+    get_files(name, files.revision, [SAFE_WEIGHTS_NAME, *shards(folder)], source.subfolder, **hub)
+    check_weights(folder)
+    if source.fingerprint is not None and fingerprint(folder) != source.fingerprint:
+        warnings.warn(
+            f"the weights in {folder} are not those that the pair was measured with; measure it anew with specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return files
+
+
+def get_tokenizer(
+    files: Files, subfolder: str, facts: TokenizerFacts | None, trust_remote_code: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer in a folder; None if there is none and none is expected.
+
+    Args:
+        files, subfolder: where.
+        facts: what its pair was saved with.
+        trust_remote_code: whether it may be a class of its own.
+    """
+    folder = files.root / subfolder
+    check_links(files.root, folder)
+    check_tokenizer(folder, facts is not None, trust_remote_code)
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    place = files.loading(subfolder)
+    if not (folder / "config.json").exists():  # of a pair whose target is elsewhere; AutoTokenizer asks for it
+        place["config"] = PreTrainedConfig()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(files.name, trust_remote_code=trust_remote_code, **place)
+    except Exception as error:  # of many kinds, for a file that is not as it should be
+        check_tokenizer_read(str(folder), error)
+        raise
+    if facts is not None:
+        check_tokens(tokenizer, facts.tokens, files.name)
+    return tokenizer
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells weights from others: a hash of the sizes, headers and some parts of the files of a model.
+
+    Weights that were trained further differ nearly everywhere, so that a part of a file is enough.
+    """
+    total = hashlib.sha256()
+    for name in shards(folder):
+        size = (folder / name).stat().st_size
+        total.update(f"{name} {size} ".encode())
+        with (folder / name).open("rb") as file:
+            for part in range(SAMPLES):
+                file.seek(part * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+                total.update(file.read(SAMPLE_BYTES))
+    return total.hexdigest()

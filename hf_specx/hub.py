@@ -1,0 +1,142 @@
+"""Publish a pair: a model repository whose `custom_generate` folder needs nothing of ours installed."""
+
+import ast
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from packaging.requirements import Requirement
+
+from .cards import render
+from .checks_saving import check_repository
+from .loading import auto_class
+from .pair_config import PairConfig
+from .saving import INSIDE, save
+
+
+CODE = "custom_generate"
+ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
+SOURCE = "pair_source"  # the module that says where the pair is
+NEEDS = ("torch", "transformers")
+HERE = Path(__file__).parent
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "draft/*")  # of an earlier pair, to be deleted
+
+
+def core_modules() -> list[str]:
+    """The names of the modules that the entry needs, itself among them."""
+    found, waiting = set(), [ENTRY]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(_siblings(HERE / f"{name}.py"))
+    return sorted(found)
+
+
+def _siblings(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level and node.module:
+            yield node.module
+
+
+def write_code(folder: Path, name: str, revision: str | None = None) -> None:
+    """Write the `custom_generate` folder of a pair.
+
+    Args:
+        folder: the pair's, where it is made.
+        name: where the pair will be: an id on the Hub, or a folder.
+        revision: the commit of its models.
+    """
+    code = folder / CODE
+    code.mkdir()
+    for module in core_modules():
+        shutil.copy(HERE / f"{module}.py", code)
+    doc = ast.get_docstring(ast.parse((HERE / f"{SOURCE}.py").read_text(encoding="utf-8")))
+    (code / f"{SOURCE}.py").write_text(f'"""{doc}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n', encoding="utf-8")
+    (code / "requirements.txt").write_text("".join(f"{line}\n" for line in requirements()), encoding="utf-8")
+
+
+def requirements() -> list[str]:
+    """What the code needs, in the form that transformers' checker reads: a name and its lowest version."""
+    lines = []
+    for requirement in map(Requirement, requires("hf_specx") or []):
+        if requirement.name in NEEDS:
+            (lowest,) = (s.version for s in requirement.specifier if s.operator == ">=")
+            lines.append(f"{requirement.name}>={lowest}")
+    return sorted(lines)
+
+
+def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
+    """Write all that `publish` would upload into a folder, for use from there.
+
+    Args:
+        pair: a `DraftTargetPair`.
+        folder: where; its path is in its code, so that it is not found again if it is moved.
+        **options: as for `save`.
+    """
+    path = Path(folder).absolute()
+
+    def finish(new: Path, config: PairConfig) -> None:
+        _write_card(new, config, path.name, pair)
+        write_code(new, str(path))
+
+    return save(pair, path, finish=finish, **options)
+
+
+def _write_card(folder: Path, config: PairConfig, name: str, pair: Any) -> None:
+    card = render(config, name, auto_class(pair.target.config).__name__)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def publish(
+    pair: Any,
+    repo_id: str,
+    *,
+    target: str = INSIDE,
+    draft: str = INSIDE,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str = "Draft-target pair",
+) -> str:
+    """Upload a pair with the code to use it, in two commits: the code names the commit of the models.
+
+    Args:
+        pair: a `DraftTargetPair`.
+        repo_id: "owner/name"; made if it is not there.
+        target, draft: "inside" or "reference", as for `save`.
+        private, token: as in `HfApi.create_repo`.
+        revision: a branch, made if it is not there; None is the main one.
+        commit_message: of the first commit.
+
+    Returns:
+        The last commit.
+
+    Raises:
+        ValueError: as `save`, and for what is no name of a repository.
+    """
+    check_repository(repo_id)
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work) / "pair"
+        config = save(pair, folder, target=target, draft=draft)
+        _write_card(folder, config, repo_id, pair)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        to: dict[str, Any] = {"repo_id": repo_id, "revision": revision}
+        models = api.upload_folder(
+            folder_path=folder, commit_message=commit_message, delete_patterns=list(MODEL_FILES), **to
+        )
+        write_code(folder, repo_id, models.oid)
+        return api.upload_folder(
+            folder_path=folder / CODE,
+            path_in_repo=CODE,
+            commit_message=f"Code for the models of {models.oid[:7]}",
+            delete_patterns=["*.py"],
+            **to,
+        ).oid

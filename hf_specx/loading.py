@@ -1,0 +1,93 @@
+"""Load a model as what its files say it is; nothing is filled up with random weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from .checks_files import check_config_read
+from .checks_weights import check_loaded, check_size
+from .facts import COMMIT
+from .fetch import Files
+
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class that loads a model: the one whose class for this config the model was saved with.
+
+    Args:
+        config: of the model; with code of its own, `auto_map` says which class it is for.
+    """
+    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
+    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
+    for each in known:
+        if each._model_mapping[type(config)].__name__ in (config.architectures or []):
+            return each
+    return next(iter([*known, *named]), AutoModelForCausalLM)
+
+
+def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """A model's config."""
+    place = files.loading(subfolder)
+    with _reading(files.root / subfolder):
+        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **place)
+    assert isinstance(config, transformers.PreTrainedConfig)
+    return config
+
+
+def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
+    """A model, in evaluation mode, with `generate` of its class.
+
+    Args:
+        files: where it is, checked.
+        subfolder: of these.
+        trust_remote_code: whether it may be a class of its own.
+        **kwargs: for `from_pretrained`.
+
+    Raises:
+        ValueError: if weights are missing, of another shape, or of more layers than the model has.
+    """
+    config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
+    loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
+    if not quantised and kwargs.get("use_safetensors", True):
+        with _reading(files.root / subfolder), torch.device("meta"):
+            empty = loader.from_config(config, attn_implementation="eager", **trust)
+        check_size(files.root / subfolder, empty.num_parameters())
+    model, seen = loader.from_pretrained(
+        files.name,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # so that we see them
+        **{"use_safetensors": True} | trust | files.loading(subfolder) | kwargs,
+    )
+    unused = [] if "num_hidden_layers" in kwargs else seen["unexpected_keys"]
+    missing, mismatched = seen["missing_keys"], seen["mismatched_keys"]
+    check_loaded(f"{files.name} {subfolder}".strip(), missing, mismatched, unused, list(model.state_dict()))
+    vars(model).pop("generate", None)  # a repository's own, bound where its code is trusted, would call us again
+    if files.revision is not None:
+        setattr(model.config, COMMIT, files.revision)
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """Say whose config it was that raised an error."""
+    try:
+        yield
+    except Exception as error:  # of many kinds, for values that are not as they should be
+        check_config_read(str(folder), error)
+        raise
