@@ -3,7 +3,7 @@
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +13,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .decoders import synchronize
+from .devices import execution_device, hardware
 from .report import SpeculationReport
 from .strategy import SpeculativeDecoding
 
@@ -118,7 +119,7 @@ class Comparison:
 def compare(
     target: PreTrainedModel,
     strategy: SpeculativeDecoding,
-    inputs: dict[str, torch.Tensor],
+    inputs: dict[str, torch.Tensor] | Sequence[dict[str, torch.Tensor]],
     options: dict[str, Any],
     repeats: int = 5,
     seed: int = 0,
@@ -129,29 +130,32 @@ def compare(
     Args:
         target: the model whose `generate` is timed.
         strategy: ours; gets a row of costs for this batch where it has none, so that predictions exist.
-        inputs: input_ids and attention_mask [B, L].
+        inputs: input_ids and attention_mask [B, L]; of several, all of B rows, the runs take one after another.
         options: what `generate` takes besides, the same for both.
         repeats: timed runs of each.
         seed: run i of both starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `2 * (repeats + 1)` times.
     """
-    input_ids = inputs["input_ids"]
-    if len(input_ids) not in strategy.costs.table:
-        strategy.calibrate(target, input_ids)
+    batches = [inputs] if isinstance(inputs, dict) else inputs
+    if len(batches[0]["input_ids"]) not in strategy.costs.table:
+        strategy.calibrate(target, batches[0]["input_ids"])
+    device, encodes = execution_device(target), target.config.is_encoder_decoder
     eos_token_id = options.get("eos_token_id", target.generation_config.eos_token_id)
     comparison = Comparison()
     for run in range(-1, repeats):
+        batch = batches[max(run, 0) % len(batches)]
         for timing, extra in ((comparison.plain, {}), (comparison.ours, {"custom_generate": strategy})):
             torch.manual_seed(seed + max(run, 0))
-            synchronize(target.device)
+            synchronize(device)
             started = time.perf_counter()
-            output = target.generate(**inputs, **options, **extra)  # type: ignore[operator]
-            synchronize(target.device)
+            output = target.generate(**batch, **options, **extra)  # type: ignore[operator]
+            synchronize(device)
             seconds = time.perf_counter() - started
             advance()
             if run >= 0:
                 timing.seconds.append(seconds)
-                timing.tokens.append(sum(emitted_per_row(output, input_ids.shape[1], eos_token_id)))
+                width = 1 if encodes else batch["input_ids"].shape[1]  # a decoder starts from one token
+                timing.tokens.append(sum(emitted_per_row(output, width, eos_token_id)))
         if run >= 0:
             assert strategy.report is not None
             comparison.reports.append(strategy.report)
@@ -161,24 +165,32 @@ def compare(
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [B, L] of a batch of prompts, padded on the left, on the target's device.
+    """input_ids and attention_mask [B, L] of a batch of prompts, where the target takes them.
+
+    They are padded on the left, for an encoder on the right, also where the tokenizer has no pad token.
 
     Raises:
         ValueError: for a prompt without tokens, or one that leaves no room for `max_new_tokens`.
     """
-    encoded = tokenizer(prompts, return_tensors="pt", padding=len(prompts) > 1, padding_side="left")
-    inputs = {name: encoded[name].to(target.device) for name in ("input_ids", "attention_mask")}
-    for number, mask in enumerate(inputs["attention_mask"], 1):
-        if not mask.any():
+    device, encodes = execution_device(target), target.config.is_encoder_decoder
+    rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for number, row in enumerate(rows, 1):
+        if not row:
             raise ValueError(f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
+    width = max(map(len, rows))
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    width = inputs["input_ids"].shape[1]
-    if limit is not None and width + max_new_tokens > limit:
+    if limit is not None and width + (0 if encodes else max_new_tokens) > limit:
         raise ValueError(
             f"{width} prompt tokens and {max_new_tokens} new ones are more than the {limit} positions of the model; "
             "give fewer new tokens or shorter prompts."
         )
-    return inputs
+    pad_token_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    ids = torch.full((len(rows), width), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for place, row in enumerate(rows):
+        columns = slice(0, len(row)) if encodes else slice(width - len(row), width)
+        ids[place, columns], mask[place, columns] = torch.tensor(row), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 def emitted_per_row(output: torch.Tensor, width: int, eos_token_id: int | list[int] | None) -> list[int]:
@@ -192,14 +204,13 @@ def emitted_per_row(output: torch.Tensor, width: int, eos_token_id: int | list[i
 
 def provenance(model: PreTrainedModel) -> dict[str, Any]:
     """Where a number was made: versions, device, precision."""
-    device = model.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    device = execution_device(model)
     return {
         "hf_specx": version("hf_specx"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({hardware(device)})",
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
     }

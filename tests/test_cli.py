@@ -6,29 +6,22 @@ import pytest
 import torch
 from rich.text import Text
 from tiny import near, tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, bench, cli
+from hf_specx import DraftTargetPair, bench, cli, console
+from hf_specx.pair_config import ModelSource, PairConfig
 from hf_specx.report import RoundRecord
 
 
-END, PAD = "<end>", "<pad>"
-PROMPTS = ["the cat", "a dog [bold]sat[/bold] on", "on the mat"]
+PROMPTS = list(TEXTS)
 FAST = ["--max-new-tokens", "12", "--seed", "3", "--no-compare"]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=280, special_tokens=[END, PAD], initial_alphabet=alphabet)
-    bpe.train_from_iterator(PROMPTS * 9, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, padding_side="left")
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +33,8 @@ def models_of_pair(tokenizer):
 @pytest.fixture
 def pair(models_of_pair, tokenizer, monkeypatch):
     """A fresh pair that every id loads."""
-    fresh = DraftTargetPair(*models_of_pair, tokenizer, {"prompts": PROMPTS})
+    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), prompts=list(PROMPTS))
+    fresh = DraftTargetPair(*models_of_pair, tokenizer, config)
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: fresh)
     return fresh
 
@@ -147,6 +141,14 @@ def test_errors_are_one_line(pair, arguments, message):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_loading_is_told_no_more_than_was_given(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+    assert specx("the cat", *FAST).exit_code == 0
+    assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
+    assert seen == [{"dtype": "auto"}, {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}]
+
+
 def test_pair_that_is_not_there(tmp_path):
     result = specx("a", "--pair", str(tmp_path / "none"))
     assert result.exit_code == 2
@@ -155,7 +157,7 @@ def test_pair_that_is_not_there(tmp_path):
 
 
 def test_demo_without_prompts(pair):
-    pair.prompts = []
+    pair.config.prompts = []
     result = specx("--demo")
     assert result.exit_code == 2
     assert "has no prompts of its own" in result.stderr
@@ -171,13 +173,13 @@ def test_text_is_shown_literally(pair, prompts):
 
 def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
     shown = []
-    plain_coloured = cli.coloured
-    monkeypatch.setattr(cli, "coloured", lambda *a, **k: shown.append(plain_coloured(*a, **k)) or shown[-1])
+    plain_coloured = console.coloured
+    monkeypatch.setattr(console, "coloured", lambda *a, **k: shown.append(plain_coloured(*a, **k)) or shown[-1])
     result = specx("the cat", *FAST, colour=True)
     report = pair.strategy.report
     assert len(shown) == len(report.history[0]) > 3
     for text, record in zip(shown, report.history[0], strict=True):
-        assert {span.style for span in text.spans} <= {cli.STYLES[o] for o in cli.round_origins(record)}
+        assert {span.style for span in text.spans} <= {console.STYLES[o] for o in console.round_origins(record)}
     assert "\x1b[32m" in result.stdout
     assert pair.strategy.streamer is None
 
@@ -201,23 +203,23 @@ def test_piped_output_is_bare(pair):
     ],
 )
 def test_origins_of_a_round(record, origins):
-    assert cli.round_origins(record) == origins
+    assert console.round_origins(record) == origins
 
 
 def test_colours_by_origin(tokenizer):
     history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
     tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
-    text = cli.coloured(tokens, history, cli.TokenDecoder(tokenizer, []))
+    text = console.coloured(tokens, history, console.TokenDecoder(tokenizer, []))
     assert text.plain == "bdoganc"
     origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
-    assert [(s.start, s.style) for s in text.spans] == [(i, cli.STYLES[o]) for i, o in enumerate(origins)]
-    assert cli.coloured(tokens[:2], history, cli.TokenDecoder(tokenizer, [])).plain == "bd"
+    assert [(s.start, s.style) for s in text.spans] == [(i, console.STYLES[o]) for i, o in enumerate(origins)]
+    assert console.coloured(tokens[:2], history, console.TokenDecoder(tokenizer, [])).plain == "bd"
 
 
 @pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
 def test_characters_split_across_tokens(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
-    decoder = cli.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
+    decoder = console.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
     pieces = [decoder.push(i) for i in ids]
     assert "".join(pieces) == text
     assert decoder.rest() == ""
@@ -226,15 +228,7 @@ def test_characters_split_across_tokens(tokenizer, text):
 
 def test_unfinished_and_broken_characters(tokenizer):
     ids = tokenizer("é🙂")["input_ids"]
-    decoder = cli.TokenDecoder(tokenizer, [])
+    decoder = console.TokenDecoder(tokenizer, [])
     broken = [ids[0], *tokenizer("a")["input_ids"], *ids[2:4]]  # half an é, a letter, half a face
     assert [decoder.push(i) for i in broken] == ["", "\ufffda", "", ""]
     assert set(decoder.rest()) == {"\ufffd"}
-
-
-def test_emitted_per_row():
-    output = torch.tensor([[9, 9, 5, 1, 1], [9, 1, 5, 6, 7], [9, 9, 2, 5, 1]])
-    assert bench.emitted_per_row(output, 2, 1) == [2, 3, 3]
-    assert bench.emitted_per_row(output, 2, [1, 2]) == [2, 3, 1]
-    assert bench.emitted_per_row(output, 2, None) == [3, 3, 3]
-    assert bench.emitted_per_row(output[:, :2], 2, 1) == [0, 0, 0]

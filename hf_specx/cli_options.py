@@ -1,0 +1,113 @@
+"""Options that several commands have, and what they mean."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from .checks import check_choices
+from .pairs import DraftTargetPair
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_SEED = 2**32 - 1
+
+PromptFile = Annotated[
+    Path | None, typer.Option("--file", "--prompts", help="Prompts, one a line.", exists=True, dir_okay=False)
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens a row, at most.")]
+Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
+TopP = Annotated[float, typer.Option(help="Nucleus; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="The k likeliest tokens; 0 is off.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")]
+Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")]
+Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
+Token = Annotated[
+    str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that models and tokenizers bring; read it before.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
+
+
+def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str]:
+    """The prompts of the caller's one source; none for the demo, which has its own.
+
+    Args:
+        others: the ways to give them, as an error names them.
+    """
+    if (bool(prompts) + demo + (file is not None)) > 1:
+        raise ValueError("prompts were given in more than one way; use arguments, --file or --demo.")
+    if prompts or demo:
+        return prompts
+    text = ""
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    elif not sys.stdin.isatty():
+        text = sys.stdin.read()
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"no prompts; give them {others}.")
+    return lines
+
+
+def sampling_options(greedy: bool, temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
+    """What `generate` is told about drawing tokens; "off" is told too, since a model's own settings may differ."""
+    if not greedy:
+        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    if temperature != 1 or top_p != 1 or top_k != 0:
+        raise ValueError("--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
+    return {"do_sample": False}
+
+
+def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
+    """The strategy's options among what was given; checked here, since loading a pair may take minutes."""
+    number: str | int | None = num_draft_tokens
+    if isinstance(number, str) and number.removeprefix("-").isdecimal():
+        number = int(number)
+    check_choices("auto" if number is None else number, verification)
+    given = {"num_draft_tokens": number, "verification": verification}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_dtype(dtype: str) -> None:
+    """Whether --dtype is one of those that are offered."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
+
+
+def default_device_map() -> str | None:
+    """Accelerators if there are any."""
+    return "auto" if torch.cuda.is_available() else None
+
+
+def hub_options(revision: str | None, token: str | None, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What loading is told of the Hub, as far as it was given."""
+    given = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code or None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
+    """The pair, on the accelerator if there is one.
+
+    Args:
+        dtype: one of `DTYPES`.
+        **options: for `DraftTargetPair.from_pretrained`.
+    """
+    check_dtype(dtype)
+    placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
+    return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def typed() -> str:
+    """The command as it was typed, without a token for the Hub, since measurements carry it into files."""
+    words, hidden = ["specx"], False
+    for word in sys.argv[1:]:
+        if not hidden and word.partition("=")[0] != "--token":
+            words.append(word)
+        hidden = word == "--token"
+    return shlex.join(words)

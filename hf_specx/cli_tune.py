@@ -1,0 +1,175 @@
+"""`specx tune`: do drafts fit a target, how fast do they make it, and how many tokens to draft."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .checks_saving import check_folder
+from .cli_options import (
+    MAX_SEED,
+    AsJson,
+    Dtype,
+    Greedy,
+    MaxNewTokens,
+    PromptFile,
+    Revision,
+    Temperature,
+    Token,
+    TopK,
+    TopP,
+    Trust,
+    check_dtype,
+    default_device_map,
+    hub_options,
+    read_prompts,
+    sampling_options,
+    strategy_options,
+    typed,
+)
+from .compatibility import ERROR, NOTE, OK, Finding
+from .console import errors_in_one_line, progress
+from .pair_config import ModelSource
+from .saving import INSIDE, REFERENCE
+from .study import BATCHES, Study, Trial
+from .tune import tune as try_drafts
+
+
+VERDICTS = {OK: "green", NOTE: "yellow", ERROR: "red"}
+MEASURED = (
+    ("draft", "batch", "α", "c", "drafts", "tokens", "expected", "limited", "measured"),
+    "alpha; c, a draft step over a target step; the recommended number of drafts; tokens a row and round; speed-ups: "
+    "expected by Theorem 3.8, limited by the forwards, and measured",
+)
+
+
+def tune(
+    target: Annotated[str, typer.Argument(help="Id or folder of the target.")],
+    drafts: Annotated[list[str], typer.Argument(help="Ids or folders of one or more drafts to try.")],
+    file: PromptFile = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only check; no prompts are needed.")] = False,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows timed, once for each size; else 1 and 8.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of ours, at each batch.")] = 3,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    greedy: Greedy = False,
+    verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the default.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    draft_revision: Annotated[list[str] | None, typer.Option(help="The same for the drafts, once for each.")] = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
+    inside: Annotated[bool, typer.Option("--inside", help="Save models from the Hub too, not their ids.")] = False,
+    save_prompts: Annotated[bool, typer.Option("--save-prompts", help="Save the prompts with the pair.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check drafts beside a target, time them on your prompts, and recommend one.
+
+    Prompts come from --file or standard input. Models from the Hub are saved by id and commit, others with weights.
+    """
+    with errors_in_one_line():
+        check_dtype(dtype)
+        check_saved(out, drafts, no_measure)
+        ways = "with --file, on standard input, or use --no-measure"
+        prompts = [] if no_measure else read_prompts([], file, ways)
+        options = sampling_options(greedy, temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}
+        how: dict[str, Any] = {"repeats": repeats, "seed": seed, **strategy_options(None, verification)}
+        loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
+        study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
+        study.command, study.keep_prompts = typed(), save_prompts
+        with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
+            found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
+        show(target, found)
+        conclude(found[0], out, inside)
+        if as_json:
+            typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
+        check_one_fits(found[0])
+
+
+def check_saved(out: Path | None, drafts: list[str], no_measure: bool) -> None:
+    """Whether a pair could be saved in the end."""
+    if out is None:
+        return
+    check_folder(out, overwrite=False)
+    if no_measure and len(drafts) > 1:
+        raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
+
+
+def check_one_fits(best: Trial) -> None:
+    """Whether there was a draft to recommend."""
+    if best.error is not None:
+        raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
+
+
+def show(target: str, trials: list[Trial]) -> None:
+    """Each draft beside the target, then what was measured of all of them."""
+    console = Console()
+    for trial in trials:
+        if trial.findings:
+            console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
+            console.print(findings_table(trial.findings))
+        if trial.error is not None:
+            console.print(Text(f"{trial.name}: {' '.join(trial.error.split())}", VERDICTS[ERROR]), soft_wrap=True)
+    if any(trial.speedup for trial in trials):
+        console.print()
+        console.print(measured_table(trials))
+        console.print(Text(MEASURED[1], "dim"))
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """One row for each thing that was looked at."""
+    table = Table(show_edge=False)
+    for heading in ("", "target", "draft", "", "what follows"):
+        table.add_column(heading)
+    for finding in findings:
+        cells = (finding.subject, finding.target, finding.draft)
+        verdict = Text(finding.verdict, VERDICTS[finding.verdict])
+        table.add_row(*map(Text, cells), verdict, Text(finding.follows))
+    return table
+
+
+def measured_table(trials: list[Trial]) -> Table:
+    """One row for each draft and batch, the best draft first."""
+    table = Table(show_edge=False)
+    for heading in MEASURED[0]:
+        named = heading == "draft"
+        table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
+    for trial in trials:
+        for m in trial.measurements:
+            ratios = (m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup)
+            cells = (trial.name, m.batch, _ratio(m.alpha), _ratio(m.cost_coefficient), m.num_draft_tokens)
+            table.add_row(*(Text(str(cell)) for cell in cells), *map(_ratio, ratios))
+    return table
+
+
+def conclude(best: Trial, out: Path | None, inside: bool) -> None:
+    """Say which draft is recommended, and save the pair if asked to."""
+    if best.pair is None or best.config is None:
+        return
+    console = Console()
+    if best.speedup:
+        numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
+        says = "best" if best.speedup > 1 else "none is faster than plain generate here; the best"
+        line = f"{says}: {best.name}, num_draft_tokens {numbers}, {best.speedup:.2f} times as fast as plain generate"
+        console.print(Text(line), soft_wrap=True)
+    if out is not None:
+        target, draft = (place(source, inside) for source in (best.config.target, best.config.draft))
+        best.pair.save_pretrained(out, target=target, draft=draft)
+        console.print(Text(f"saved in {out}: target {target}, draft {draft}"), soft_wrap=True)
+
+
+def place(source: ModelSource, inside: bool) -> str:
+    """Whether a model is saved inside or by reference."""
+    return INSIDE if inside or source.name is None else REFERENCE
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
