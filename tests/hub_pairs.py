@@ -74,13 +74,13 @@ def by_override(name: str, **options: Any) -> list[list[int]]:
     return said(MODELS[name].generate, MODELS[name], **first)
 
 
-def by_function(name: str) -> list[list[int]]:
+def by_function(name: str, **options: Any) -> list[list[int]]:
     """The draft is found by where the target was loaded from."""
     from hf_specx import generate
 
     if name not in MODELS:
-        MODELS[name] = AutoModelForCausalLM.from_pretrained(name)
-    return said(generate, MODELS[name], model=MODELS[name])
+        MODELS[name] = AutoModelForCausalLM.from_pretrained(name, **options)
+    return said(generate, MODELS[name], model=MODELS[name], **options)
 
 
 FORMS = [by_package, by_string, by_override]

@@ -117,7 +117,7 @@ def test_ways_to_ask_nothing_by_string(pushed: Hub, client: Clients):
     assert pushed.requests == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, by_function])
 def test_a_revision_is_kept_to(hub: Hub, client: Clients, form: Callable[..., Any]):
     """The first commit has the first draft, though the repository has another by now."""
     publisher = client("publisher")
@@ -141,7 +141,7 @@ def logged_in(form: Callable[..., Any], name: str) -> list[list[int]]:
     return form(name)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, by_function])
 def test_a_private_pair_wants_a_token(hub: Hub, client: Clients, form: Callable[..., Any]):
     client("publisher")(push, NAME, 1, True)
     user, other = client("user"), client("other")
@@ -151,8 +151,8 @@ def test_a_private_pair_wants_a_token(hub: Hub, client: Clients, form: Callable[
     assert other(logged_in, form, NAME) == expected()
 
 
-def push_by_reference(draft: str) -> None:
-    """The pair, from models in repositories of their own."""
+def push_by_reference(draft: str, loaded_here: bool) -> None:
+    """The pair, from models in repositories of their own, that we or transformers itself have loaded."""
     from hf_specx import DraftTargetPair
 
     pair = a_pair()
@@ -160,7 +160,10 @@ def push_by_reference(draft: str) -> None:
         model.push_to_hub(name, token=OWNER)
         pair.tokenizer.push_to_hub(name, token=OWNER)
     pair.save_pretrained("whole")
-    pair = DraftTargetPair.from_pretrained("whole", target="org/target", draft="org/draft")
+    models: dict[str, Any] = {role: f"org/{role}" for role in ("target", "draft")}
+    if not loaded_here:
+        models = {role: AutoModelForCausalLM.from_pretrained(name) for role, name in models.items()}
+    pair = DraftTargetPair.from_pretrained("whole", **models)
     pair.push_to_hub(NAME, token=OWNER, target="reference", draft=draft)
 
 
@@ -169,10 +172,10 @@ def by_string_with_the_target(name: str) -> list[list[int]]:
     return by_string(name)
 
 
-@pytest.mark.parametrize("draft", ["inside", "reference"])
-def test_models_by_reference(hub: Hub, client: Clients, draft: str):
+@pytest.mark.parametrize(("draft", "loaded_here"), [("inside", True), ("reference", True), ("reference", False)])
+def test_models_by_reference(hub: Hub, client: Clients, draft: str, loaded_here: bool):
     """At the commits that they had: what is pushed there later is not theirs."""
-    client("publisher")(push_by_reference, draft)
+    client("publisher")(push_by_reference, draft, loaded_here)
     weights = [path for path in hub.files(NAME) if path.endswith(".safetensors")]
     assert weights == [DRAFT_WEIGHTS] * (draft == "inside")
     hub.put("org/draft", {"model.safetensors": b"no weights at all"})

@@ -1,0 +1,34 @@
+"""Measure the pair in the package on its own prompts, and write the figures into its config and its model card.
+
+    python scripts/measure_pair.py
+"""
+
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from hf_specx.cards import write_cards
+from hf_specx.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.study import Study
+from hf_specx.tune import tune
+
+
+FOLDER = Path("hf_specx/embedded")
+DTYPES = ("float32", "bfloat16")
+
+
+def main(repeats: int = 5) -> None:
+    config = PairConfig.from_file(FOLDER / CONFIG_NAME)
+    config.measurements = []
+    for dtype in DTYPES:
+        study = Study(config.prompts, repeats=repeats, dtype=dtype, command="python scripts/measure_pair.py")
+        (trial,) = tune(str(FOLDER), [str(FOLDER / "draft")], study)
+        config.measurements += trial.measurements
+        Console().print(*trial.measurements, sep="\n")
+    (FOLDER / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
+    write_cards("model_cards")
+
+
+if __name__ == "__main__":
+    typer.run(main)
