@@ -10,6 +10,7 @@ from .checks_entry import (
     check_entry,
     check_healing,
     check_one_name,
+    check_pair_call,
     check_stop_strings,
     check_withheld,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "check_options",
     "check_outputs",
     "check_pair",
+    "check_pair_call",
     "check_past",
     "check_seeds",
     "check_stop_strings",

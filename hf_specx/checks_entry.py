@@ -39,14 +39,22 @@ WITHHELD = {
 
 
 @refusal
-def no_draft(found: bool, published: str | None, target: str) -> str | None:
-    if found:
+def no_draft(published: str | None, reason: str | None) -> str | None:
+    if reason is None:
         return None
     source = "names no pair" if published is None else f"names {published!r}, which is not there"
     return (
-        f"no draft: pass draft_model= or assistant_model=; else it is that of the pair in pair_source.py, which "
-        f"{source} (specx publish writes it), or of the pair that the target was loaded from, and {target!r} is none."
+        "no draft: pass draft_model= or assistant_model=; else it is that of the pair in pair_source.py, which "
+        f"{source} (specx publish writes it), or of the pair that the target was loaded from, and {reason}."
     )
+
+
+@refusal
+def argument_of_another_entry(given: Collection[str]) -> str | None:
+    for name in ("custom_generate", "draft_model", "assistant_model", "model", "trust_remote_code"):
+        if name in given:
+            return f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that."
+    return None
 
 
 @refusal
@@ -150,9 +158,19 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
     misspelt_option(kwargs.keys() - set(options), options, model)
 
 
-def check_draft_found(found: bool, published: str | None, target: str) -> None:
-    """Whether there is a draft for callers who name none."""
-    no_draft(found, published, target)
+def check_pair_call(kwargs: dict[str, Any]) -> None:
+    """Whether a call of a pair asks for something that a pair brings itself."""
+    argument_of_another_entry([name for name, value in kwargs.items() if value is not None])
+
+
+def check_draft_found(published: str | None, reason: str | None) -> None:
+    """Whether there is a draft for callers who name none.
+
+    Args:
+        published: the pair that our code was published with.
+        reason: why what the target was loaded from is no pair, None if it is one.
+    """
+    no_draft(published, reason)
 
 
 def check_one_name(ours: str, stocks: str, given: Collection[str]) -> None:

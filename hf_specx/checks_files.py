@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from .refusals import refusal
@@ -13,7 +13,14 @@ from .refusals import refusal
 
 AGAIN = "get it again, or save the pair anew"
 FILES_FOR_MODELS = ("configuration_files", "transformers_weights")  # read in place of those that were checked
-FILES_FOR_TOKENIZERS = ("fast_tokenizer_files", "gguf_file", "merges", "merges_file", "vocab")  # not overruled
+FILES_FOR_TOKENIZERS = (  # not overruled
+    "fast_tokenizer_files",
+    "gguf_file",
+    "init_inputs",
+    "merges",
+    "merges_file",
+    "vocab",
+)
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
@@ -131,6 +138,17 @@ def tokenizer_of_no_class_for_it(folder: Path) -> str | None:
 
 
 @refusal
+def model_that_asks_for_beams(folder: Path) -> str | None:
+    beams = read_object(folder / "generation_config.json").get("num_beams")
+    if beams in (None, 1):
+        return None
+    return (
+        f"{folder / 'generation_config.json'} has num_beams={beams!r}, which transformers would make room for before "
+        "we are asked; take it out."
+    )
+
+
+@refusal
 def tokenizer_in_other_files(folder: Path) -> str | None:
     config = read_object(folder / "tokenizer_config.json")
     for name in FILES_FOR_TOKENIZERS:
@@ -152,10 +170,28 @@ def tokenizer_missing(folder: Path, expected: bool) -> str | None:
 
 
 @refusal
-def tokenizer_of_another_size(tokenizer: PreTrainedTokenizerBase, tokens: int, where: str) -> str | None:
-    if (found := len(tokenizer.get_vocab())) == tokens:
+def tokenizer_of_another_size(found: int, recorded: int, where: str) -> str | None:
+    if found == recorded:
         return None
-    return f"the tokenizer of {where} has {found} tokens, and its pair was checked with {tokens}; {AGAIN}."
+    return f"the tokenizer of {where} has {found} tokens, and its pair was checked with {recorded}; {AGAIN}."
+
+
+@refusal
+def tokenizer_with_other_ids(found: str | None, recorded: str | None, where: str) -> str | None:
+    if recorded is None or found == recorded:
+        return None
+    return f"the tokens of the tokenizer of {where} have other ids than those that its pair was checked with; {AGAIN}."
+
+
+@refusal
+def tokenizer_with_other_special_tokens(found: dict[str, str], recorded: dict[str, str], where: str) -> str | None:
+    for role in sorted(found.keys() | recorded.keys()):
+        if found.get(role) != recorded.get(role):
+            return (
+                f"the tokenizer of {where} has {role}={found.get(role)!r}, and its pair was checked with "
+                f"{recorded.get(role)!r}; {AGAIN}."
+            )
+    return None
 
 
 @refusal
@@ -186,6 +222,7 @@ def check_model(folder: Path, trust_remote_code: bool) -> None:
     model_without_config(folder)
     model_config_that_is_no_json(folder)
     generation_config_that_is_no_json(folder)
+    model_that_asks_for_beams(folder)
     model_with_code(folder, trust_remote_code)
     model_with_kernels(folder, trust_remote_code)
     model_in_other_files(folder)
@@ -210,9 +247,11 @@ def check_tokenizer_read(where: str, error: Exception) -> None:
     tokenizer_that_means_nothing(where, error)
 
 
-def check_tokens(tokenizer: PreTrainedTokenizerBase, tokens: int, where: str) -> None:
-    """Whether a tokenizer is as large as the one that was checked."""
-    tokenizer_of_another_size(tokenizer, tokens, where)
+def check_tokens(found: Any, recorded: Any, where: str) -> None:
+    """Whether a tokenizer is the one that was checked, by the `TokenizerFacts` of both."""
+    tokenizer_of_another_size(found.tokens, recorded.tokens, where)
+    tokenizer_with_other_ids(found.vocabulary, recorded.vocabulary, where)
+    tokenizer_with_other_special_tokens(found.special_tokens, recorded.special_tokens, where)
 
 
 def check_facts(where: str, recorded: dict[str, Any], found: dict[str, Any]) -> None:

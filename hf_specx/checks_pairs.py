@@ -3,7 +3,9 @@
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Collection
+from pathlib import Path
 from types import GenericAlias
 from typing import Any, get_origin
 
@@ -12,13 +14,38 @@ from .layouts import LAYOUTS
 from .refusals import refusal
 
 
+OF_PAIRS = ["subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant"]
+OF_PAIRS += ["num_draft_tokens", "verification", "layout", "costs"]
 MAX_CONFIG_BYTES = 2**22
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
 REVISION = re.compile(r"\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+
+
+@refusal
+def argument_that_a_pair_sets(given: Collection[str]) -> str | None:
+    for name in OF_PAIRS:
+        if name in given:
+            return f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
+    return None
+
+
+@refusal
+def folder_that_is_not_there(name: str) -> str | None:
+    if Path(name).is_dir() or HUB_ID.fullmatch(name):
+        return None
+    return f"{name!r} is neither a folder nor an id on the Hub; name one of them."
+
+
+@refusal
+def revision_of_a_folder(name: str, revision: str | None) -> str | None:
+    if revision is None or not Path(name).is_dir():
+        return None
+    return f"revision={revision!r} is for repositories on the Hub, and {name!r} is a folder; leave it out."
 
 
 @refusal
@@ -83,6 +110,15 @@ def config_value_of_another_type(value: Any, options: tuple[Any, ...], where: st
 
 
 @refusal
+def config_text_with_control_characters(value: Any, where: str) -> str | None:
+    text = value if isinstance(value, str) else ""
+    found = [c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"]
+    if not found:
+        return None
+    return f"{where} has the control character {found[0]!r}, which a terminal may obey; take it out."
+
+
+@refusal
 def model_by_path(name: str | None, where: str) -> str | None:
     if name is None or HUB_ID.fullmatch(name):
         return None
@@ -90,6 +126,13 @@ def model_by_path(name: str | None, where: str) -> str | None:
         f"{where}: name is {_brief(name)}, no id on the Hub; a config may name repositories only, so pass the model "
         "yourself, as target= or draft=, or save the pair with it inside."
     )
+
+
+@refusal
+def model_of_no_auto_class(auto_class: str | None, where: str) -> str | None:
+    if auto_class is None or AUTO_CLASS.fullmatch(auto_class):
+        return None
+    return f"{where}: auto_class is {_brief(auto_class)}, no Auto class of transformers; save the pair anew."
 
 
 @refusal
@@ -164,6 +207,17 @@ def measurement_that_is_no_measurement(measurements: Collection[Any], where: str
     return None
 
 
+def check_loading(given: Collection[str]) -> None:
+    """Whether the arguments for loading a pair leave it what is its own."""
+    argument_that_a_pair_sets(given)
+
+
+def check_place(name: str, revision: str | None) -> None:
+    """Whether there can be something of this name."""
+    folder_that_is_not_there(name)
+    revision_of_a_folder(name, revision)
+
+
 def check_text(text: bytes, where: str) -> Any:
     """The values in a config's text."""
     config_too_large(text, where)
@@ -195,6 +249,7 @@ def check_no_other(given: Collection[str], known: Collection[str], needed: Colle
 def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     """Whether a value of a config is of one of these types."""
     config_value_of_another_type(value, options, where)
+    config_text_with_control_characters(value, where)
 
 
 def check_known_values(config: Any, where: str) -> None:
@@ -202,6 +257,7 @@ def check_known_values(config: Any, where: str) -> None:
     for role in ("target", "draft"):
         source, place = getattr(config, role), f"{where}: {role}"
         model_by_path(source.name, place)
+        model_of_no_auto_class(source.auto_class, place)
         model_of_strange_revision(source.revision, place)
         model_outside_the_folder(source.subfolder, place)
     models_in_one_place(config.target, config.draft, where)

@@ -25,10 +25,10 @@ def place_of_no_kind(role: str, where: str, known: Collection[str]) -> str | Non
 def reference_to_a_folder(role: str, name: str | None, loaded_from: str) -> str | None:
     if name is not None:
         return None
-    origin = f"loaded from {loaded_from!r}, no repository on the Hub" if loaded_from else "made here"
+    origin = f"loaded from {loaded_from!r}" if loaded_from else "made here"
     return (
-        f"the {role} was {origin}, so that a reference to it would mean nothing elsewhere; save it with "
-        f"{role}='inside'."
+        f"the {role} was {origin}, which is no repository on the Hub or not known at which commit; save it with "
+        f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit."
     )
 
 

@@ -1,6 +1,7 @@
 """Files of models and pairs, in a folder or from the Hub into its cache: checked before any of them is loaded."""
 
 import hashlib
+import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +20,16 @@ from .checks_files import (
     check_tokenizer_read,
     check_tokens,
 )
+from .checks_pairs import check_place
 from .checks_weights import check_shards, check_weights, shards
+from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig, TokenizerFacts
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but weights and code
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file, for its fingerprint
+SAMPLE_BYTES = 1024  # from the middle of a tensor, for a fingerprint
+NO_SETTINGS = ("_name_or_path", "transformers_version")  # of a config: nothing is computed with them
 
 
 class Files(NamedTuple):
@@ -77,6 +81,7 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
     Raises:
         ValueError: if it is no pair, or its config is not as it should be.
     """
+    check_place(str(name), revision)
     files = get_files(name, revision, SMALL_FILES, **hub)
     path = files.root / CONFIG_NAME
     check_links(files.root, path)
@@ -108,13 +113,22 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     check_shards(folder)
     get_files(name, files.revision, [SAFE_WEIGHTS_NAME, *shards(folder)], source.subfolder, **hub)
     check_weights(folder)
-    if source.fingerprint is not None and fingerprint(folder) != source.fingerprint:
-        warnings.warn(
-            f"the weights in {folder} are not those that the pair was measured with; measure it anew with specx tune.",
-            UserWarning,
-            stacklevel=2,
-        )
     return files
+
+
+def is_changed(files: Files, source: ModelSource) -> bool:
+    """Whether a model in safetensors is another one than its pair was saved with; says so."""
+    folder = files.root / source.subfolder
+    if source.fingerprint is None or not (folder / shards(folder)[0]).exists():
+        return False
+    if fingerprint(folder) == source.fingerprint:
+        return False
+    warnings.warn(
+        f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx tune.",
+        UserWarning,
+        stacklevel=2,
+    )
+    return True
 
 
 def get_tokenizer(
@@ -141,21 +155,25 @@ def get_tokenizer(
         check_tokenizer_read(str(folder), error)
         raise
     if facts is not None:
-        check_tokens(tokenizer, facts.tokens, files.name)
+        check_tokens(tokenizer_facts(tokenizer), facts, files.name)
     return tokenizer
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells weights from others: a hash of the sizes, headers and some parts of the files of a model.
+    """What tells a model in safetensors from others: a hash of its config, and of a part of each of its tensors.
 
-    Weights that were trained further differ nearly everywhere, so that a part of a file is enough.
+    Weights that were trained further differ nearly everywhere, so that the parts are enough.
     """
-    total = hashlib.sha256()
+    config = json.loads((folder / "config.json").read_bytes())
+    settings = {name: value for name, value in config.items() if name not in NO_SETTINGS}
+    total = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for name in shards(folder):
-        size = (folder / name).stat().st_size
-        total.update(f"{name} {size} ".encode())
         with (folder / name).open("rb") as file:
-            for part in range(SAMPLES):
-                file.seek(part * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
-                total.update(file.read(SAMPLE_BYTES))
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(length)
+            total.update(header)
+            for _, tensor in sorted(json.loads(header).items()):
+                start, end = tensor.get("data_offsets", (0, 0))
+                file.seek(8 + length + (start + end) // 2)
+                total.update(file.read(min(SAMPLE_BYTES, (end - start + 1) // 2)))
     return total.hexdigest()

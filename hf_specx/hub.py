@@ -4,6 +4,7 @@ import ast
 import shutil
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ ENTRY = "generate"  # the module that transformers loads, and with it all that i
 SOURCE = "pair_source"  # the module that says where the pair is
 NEEDS = ("torch", "transformers")
 HERE = Path(__file__).parent
-MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "draft/*")  # of an earlier pair, to be deleted
+SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # what a pair has
 
 
 def core_modules() -> list[str]:
@@ -92,6 +93,12 @@ def _write_card(folder: Path, config: PairConfig, name: str, pair: Any) -> None:
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def _is_saved(name: str) -> bool:
+    """Whether a file of a repository may be of an earlier pair, at the root or in the draft's folder."""
+    folder, _, last = name.rpartition("/")
+    return folder in ("", "draft") and any(fnmatch(last, pattern) for pattern in SAVED)
+
+
 def publish(
     pair: Any,
     repo_id: str,
@@ -129,9 +136,8 @@ def publish(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         to: dict[str, Any] = {"repo_id": repo_id, "revision": revision}
-        models = api.upload_folder(
-            folder_path=folder, commit_message=commit_message, delete_patterns=list(MODEL_FILES), **to
-        )
+        stale = [name for name in api.list_repo_files(repo_id, revision=revision) if _is_saved(name)]
+        models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
         write_code(folder, repo_id, models.oid)
         return api.upload_folder(
             folder_path=folder / CODE,

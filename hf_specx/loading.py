@@ -7,37 +7,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSpeechSeq2Seq,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from .checks_files import check_config_read
 from .checks_weights import check_loaded, check_size
-from .facts import COMMIT
+from .facts import COMMIT, auto_class
 from .fetch import Files
 
 
-AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a model: the one whose class for this config the model was saved with.
-
-    Args:
-        config: of the model; with code of its own, `auto_map` says which class it is for.
-    """
-    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
-    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
-    for each in known:
-        if each._model_mapping[type(config)].__name__ in (config.architectures or []):
-            return each
-    return next(iter([*known, *named]), AutoModelForCausalLM)
+TABLES = 2**28  # numbers in buffers that no model needs more of
 
 
 def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTrainedConfig:
@@ -66,7 +44,8 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
     if not quantised and kwargs.get("use_safetensors", True):
         with _reading(files.root / subfolder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
-        check_size(files.root / subfolder, empty.num_parameters())
+        tables = sum(buffer.numel() for buffer in empty.buffers())  # made, not loaded
+        check_size(files.root / subfolder, empty.num_parameters() + max(0, tables - TABLES))
     model, seen = loader.from_pretrained(
         files.name,
         output_loading_info=True,

@@ -35,7 +35,8 @@ class ModelSource:
         parameters: their number.
         max_positions: `max_position_embeddings`, where the model has such a limit.
         dtype: of the files, like "bfloat16".
-        fingerprint: of the files with the weights; see `hf_specx.fingerprint`.
+        fingerprint: of the files with the weights; see `fetch.fingerprint`.
+        auto_class: of transformers, that loads it, like "AutoModelForCausalLM".
     """
 
     name: str | None = None
@@ -47,6 +48,7 @@ class ModelSource:
     max_positions: int | None = None
     dtype: str | None = None
     fingerprint: str | None = None
+    auto_class: str | None = None
 
 
 @dataclass
@@ -57,11 +59,13 @@ class TokenizerFacts:
         method: "content" is token by token with their ids; "one" where both models share one in the pair's folder.
         tokens: how many there are.
         special_tokens: {role: token}, like {"eos_token": "</s>"}.
+        vocabulary: a hash of all tokens with their ids.
     """
 
     method: str
     tokens: int
     special_tokens: dict[str, str] = field(default_factory=dict)
+    vocabulary: str | None = None
 
 
 @dataclass
@@ -164,6 +168,11 @@ class PairConfig:
     def to_text(self) -> str:
         """JSON, the same for equal configs."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def forget(self) -> None:
+        """Drop what was measured, and what is recommended for it: a model has changed."""
+        self.costs, self.measurements = None, []
+        self.num_draft_tokens, self.verification, self.layout = "auto", None, "auto"
 
     def costs_on(self, hardware: str, dtype: str) -> Costs:
         """The cost table, a new one; empty where it was measured on other hardware or in another precision."""

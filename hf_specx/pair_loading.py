@@ -7,8 +7,20 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .checks_files import check_facts
+from .checks_pairs import check_loading, check_place
 from .devices import last_device
-from .fetch import HUB_OPTIONS, SMALL_FILES, Files, get_files, get_model, get_pair, get_tokenizer
+from .facts import model_facts
+from .fetch import (
+    HUB_OPTIONS,
+    SMALL_FILES,
+    Files,
+    fingerprint,
+    get_files,
+    get_model,
+    get_pair,
+    get_tokenizer,
+    is_changed,
+)
 from .loading import load_config, load_model
 from .pair_config import ModelSource, PairConfig
 from .placement import CACHE_TOKENS, plan
@@ -60,49 +72,70 @@ def load_pair(
         trust_remote_code: whether models and tokenizers may be classes of their own.
         use_safetensors: False also loads pickles, which may run code.
         draft_kwargs: for the draft's `from_pretrained` alone.
-        **kwargs: `token`, `cache_dir`, `local_files_only` and `force_download` for the Hub; the rest is for
-            `from_pretrained` of both models, but `quantization_config` for the target's alone.
+        **kwargs: those of `HUB_OPTIONS`; the rest is for `from_pretrained`, `quantization_config` of the target's.
 
     Raises:
         ValueError: for anything in the pair's files that is not as it should be.
     """
+    own = _own(kwargs, draft_kwargs or {})
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    own = {"target": {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}, "draft": draft_kwargs or {}}
-    if "offload_folder" in own["target"]:  # files there are called by the names of weights
-        own["draft"] = {"offload_folder": Path(own["target"]["offload_folder"]) / "draft"} | own["draft"]
     trust = {"trust_remote_code": trust_remote_code}
-    shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors}
+    shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
     places = {
-        role: _find(pair, getattr(config, role), other, hub, use_safetensors=use_safetensors, **trust)
-        for role, other in (("target", target), ("draft", draft))
+        "target": _find(pair, config.target, target, hub, use_safetensors=use_safetensors, **trust),
+        "draft": _find(pair, config.draft, draft, hub, use_safetensors=use_safetensors, **trust),
     }
-    tokenizer, draft_tokenizer = _tokenizers(pair, places, config, trust_remote_code)
-    quantized = own["target"].get("quantization_config")
-    maps = _plan(places, device_map, draft_device_map, dtype=dtype, quantization_config=quantized, **room)
+    if any(place.changed for place in places.values()):
+        config.forget()
+    tokenizers = _tokenizers(pair, places, config, trust_remote_code)
+    room |= {"dtype": dtype, "quantization_config": own["target"].get("quantization_config")}
+    maps = _plan(places, device_map, draft_device_map, **room)
     models = {role: _load(place, **shared | own[role] | maps[role]) for role, place in places.items()}
     warn_of_another_target(config, models["target"])
-    sources = {role: _reference(place) for role, place in places.items()}
-    return LoadedPair(models["target"], models["draft"], tokenizer, draft_tokenizer, config, sources)
+    return LoadedPair(
+        models["target"], models["draft"], *tokenizers, config, {r: _reference(p) for r, p in places.items()}
+    )
+
+
+def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What is for one model alone, by role; taken out of `kwargs`."""
+    check_loading([*kwargs, *draft_kwargs])
+    target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
+    if "offload_folder" in target:  # files there are called by the names of weights
+        draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
+    return {"target": target, "draft": draft_kwargs}
 
 
 class Place(NamedTuple):
-    """Where a model of a pair is: its files, checked, or the model itself where it was given."""
+    """Where a model of a pair is: its files, checked, or the model itself where it was given.
+
+    Attributes:
+        changed: whether it is another one than the pair was saved with.
+    """
 
     files: Files | None
     source: ModelSource
     config: PreTrainedConfig
+    changed: bool
     model: PreTrainedModel | None = None
 
 
 def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> Place:
     if isinstance(other, PreTrainedModel):
-        return Place(None, ModelSource(), other.config, other)
-    if other is not None:
-        pair, source = get_files(other, None, SMALL_FILES, **hub), ModelSource()
-    files = get_model(pair, source, **options, **hub)
-    return Place(files, source, load_config(files, source.subfolder, options["trust_remote_code"]))
+        facts = model_facts(other)
+        same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
+        return Place(None, ModelSource(), other.config, not same, other)
+    if other is None:
+        files = get_model(pair, source, **options, **hub)
+        changed = is_changed(files, source)
+    else:
+        check_place(str(other), None)
+        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), **options, **hub)
+        changed = not options["use_safetensors"] or fingerprint(files.root) != source.fingerprint
+        source = ModelSource()
+    return Place(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
 
 
 def _plan(places: dict[str, Place], device_map: Any, draft_device_map: Any, **options: Any) -> dict[str, Any]:
@@ -127,13 +160,13 @@ def _load(place: Place, **kwargs: Any) -> PreTrainedModel:
 
 def _tokenizers(
     pair: Files, places: dict[str, Place], config: PairConfig, trust_remote_code: bool
-) -> list[PreTrainedTokenizerBase | None]:
-    """The pair's own or else the target's; and the draft's, where it comes from elsewhere."""
+) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
+    """The target's, if it comes from elsewhere with one, or else the pair's; and the draft's, if that may differ."""
     found = [get_tokenizer(pair, "", config.tokenizers, trust_remote_code)]
     for place in places.values():
         elsewhere = None if place.files is None or place.files == pair else place.files
         found.append(elsewhere and get_tokenizer(elsewhere, place.source.subfolder, None, trust_remote_code))
-    return [found[0] or found[1], found[2]]
+    return found[1] or found[0], found[2] or (found[0] if found[1] else None)
 
 
 def _reference(place: Place) -> ModelSource | None:

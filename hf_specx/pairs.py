@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .card_usage import EMBEDDED
-from .checks import check_entry
+from .checks import check_entry, check_pair_call
 from .devices import execution_device, hardware
 from .generate import add_positional, ending, run, take_options
 from .hub import publish
@@ -52,14 +52,24 @@ class DraftTargetPair:
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
     ):
-        self.target: PreTrainedModel = unwrapped(target)
-        self.draft: PreTrainedModel = unwrapped(draft, adapters=True)
+        self._target: PreTrainedModel = unwrapped(target)
+        self._draft: PreTrainedModel = unwrapped(draft, adapters=True)
         check_entry(self.target, None)
         self.tokenizer = self.draft_tokenizer = tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The target; a pair with another one is another pair."""
+        return self._target
+
+    @property
+    def draft(self) -> PreTrainedModel:
+        """The draft; a pair with another one is another pair."""
+        return self._draft
 
     @property
     def prompts(self) -> list[str]:
@@ -163,6 +173,7 @@ class DraftTargetPair:
         """
         host, device = type(self.target), execution_device(self.target)
         with ending(kwargs.get("streamer")) as reached:
+            check_pair_call(kwargs)
             kwargs = add_positional(host, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             own, options = self.strategy, take_options(kwargs)

@@ -16,6 +16,7 @@ def refusal(check: Callable[P, str | None]) -> Callable[P, None]:
         check: returns a message that names the value and the remedy, or None.
     """
     name = check.__name__
+    assert name not in CHECKS, f"two checks are called {name}"
     CHECKS[name] = check
 
     @wraps(check)

@@ -3,17 +3,19 @@
 import threading
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
 from .checks_entry import check_draft_found
-from .checks_files import check_facts
+from .checks_files import check_facts, check_reference
+from .checks_pairs import HUB_ID
 from .decoders import vocabulary
 from .devices import execution_device, hardware, last_device
 from .facts import COMMIT, commit_of, model_facts
-from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer
+from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
 from .lookahead import Costs
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
@@ -65,29 +67,43 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
-    """The name and revision of the pair, `revision` being that of the call."""
-    if PAIR is not None and (REVISION is not None or _is_pair(PAIR, None, {})):
+    """The name of the pair, and the revision that was published or asked for; None is that of the target.
+
+    Args:
+        target: of the call.
+        revision: of the call, for a pair that the target was loaded from.
+        hub: as for `get_files`.
+    """
+    if PAIR is not None and REVISION is not None:
+        check_reference(PAIR)
         return PAIR, REVISION
-    name, revision = str(target.name_or_path or ""), revision or commit_of(target)
-    known = any((name, revision) == source for source in LOADED.get(target, {}))
-    check_draft_found(known or _is_pair(name, revision, hub), PAIR, name)
-    return name, revision
+    if PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
+        return PAIR, None
+    name = str(target.name_or_path or "")
+    source = name, None if Path(name).is_dir() else revision
+    if source not in LOADED.get(target, {}):
+        check_draft_found(PAIR, _why_no_pair(target, *source, hub))
+    return source
 
 
-def _is_pair(name: str, revision: str | None, hub: dict[str, Any]) -> bool:
+def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> str | None:
     if not name:
-        return False
+        return "it was made here"
+    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+        return f"{name!r} is no folder and no id on the Hub"
     try:
-        files = get_files(name, revision, [CONFIG_NAME], **hub)
-    except (OSError, ValueError):  # no such folder and no such repository
-        return False
-    return (files.root / CONFIG_NAME).is_file()
+        files = get_files(name, revision or commit_of(target), [CONFIG_NAME], **hub)
+    except (OSError, ValueError) as error:
+        return f"{name!r} cannot be read: {' '.join(str(error).split())}"
+    return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
-    pair, config = get_pair(name, revision, **hub)
+    pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
     warn_of_another_target(config, target)
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
+    if is_changed(files, config.draft):
+        config.forget()
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
     check_facts(f"the draft of {name}", *facts_beside(config.draft, draft, KIND))
     options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}

@@ -16,6 +16,7 @@ from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 INSIDE, REFERENCE = "inside", "reference"
+OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # which a loaded model does not tell
 SUBFOLDERS = {"target": "", "draft": "draft"}
 
 
@@ -42,7 +43,7 @@ def save(
     Raises:
         ValueError: for a folder that is in use, and for a reference to a model that is not from the Hub.
     """
-    folder = Path(folder).absolute()
+    folder = Path(folder).resolve()
     check_folder(folder, overwrite)
     sources = {role: _source(pair, role, where) for role, where in (("target", target), ("draft", draft))}
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -51,9 +52,14 @@ def save(
         new.mkdir()
         config = _write(pair, new, sources)
         finish(new, config)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
+        try:
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
     return config
 
 
@@ -65,7 +71,7 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     model: PreTrainedModel = getattr(pair, role)
     found, known = model_facts(model), pair.sources[role]
     if known is not None and known.name is not None:
-        found = replace(found, **{x: getattr(known, x) for x in ("name", "revision", "subfolder", "dtype", "fingerprint")})
+        found = replace(found, **{name: getattr(known, name) for name in OF_FILES})
     check_reference_known(role, found.name, str(model.name_or_path))
     return found
 
@@ -86,6 +92,11 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
         setattr(config, role, source)
     if pair.tokenizer is not None:
         pair.tokenizer.save_pretrained(folder)
-        config.tokenizers = config.tokenizers or tokenizer_facts(pair.tokenizer)
+        found = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer)
+        known = config.tokenizers
+        if known is None or replace(known, method=found.method) != found:
+            config.tokenizers = found
+    else:
+        config.tokenizers = None
     (folder / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
     return config

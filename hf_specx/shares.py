@@ -29,9 +29,13 @@ OF_ONE_CALL = (
 class Pair(Protocol):
     """What is needed of a `DraftTargetPair`."""
 
-    target: PreTrainedModel
-    draft: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
+
+    @property
+    def target(self) -> PreTrainedModel: ...
+
+    @property
+    def draft(self) -> PreTrainedModel: ...
 
     def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any: ...
 
@@ -60,8 +64,9 @@ def complete(pair: Pair, texts: Sequence[str], *, batch_size: int = 8, seed: int
         ValueError: for a prompt without tokens, and for what the batches of a call cannot share.
         RuntimeError: where another process failed.
     """
+    texts = texts if isinstance(texts, str) else list(texts)
     texts_of_no_kind(texts)
-    batches_of_no_size(batch_size)
+    batch_of_no_rows(batch_size)
     seed_of_no_prompt(seed, len(texts))
     options_of_one_call(options)
     texts_without_tokenizer(pair.tokenizer)
@@ -122,7 +127,7 @@ def texts_of_no_kind(texts: Any) -> str | None:
 
 
 @refusal
-def batches_of_no_size(batch_size: int) -> str | None:
+def batch_of_no_rows(batch_size: int) -> str | None:
     if batch_size >= 1:
         return None
     return f"batch_size={batch_size} is no number of rows; give 1 or more."

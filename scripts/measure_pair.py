@@ -1,6 +1,6 @@
 """Measure the pair in the package on its own prompts, and write the figures into its config and its model card.
 
-    python scripts/measure_pair.py
+python scripts/measure_pair.py
 """
 
 from pathlib import Path

@@ -3,21 +3,26 @@
 Each kind has a check of its own: with that one disabled, exactly its cases get through or stumble elsewhere.
 """
 
-import re
+import ast
+from pathlib import Path
 
 import pytest
 import torch
 from misuse import MODELS, Closing, call, call_of_1, full_window, function, get, two_tokens
 from misuse_cases import CASES
+from refused import OF_PAIRS, OF_TOOLS, check_of, checks_in, is_refused, module_of
 from tiny import near, prompts, tiny
+from tool_cases import CASES as TOOL_CASES
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import GenerationConfig, PreTrainedModel
 
+import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.refusals import CHECKS
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+OF_CALLS = set(map(module_of, CHECKS)) - OF_PAIRS - OF_TOOLS
 
 
 @pytest.fixture
@@ -57,30 +62,45 @@ def test_misuse(case: str, forwards: list):
 
 
 def test_there_are_many_kinds_and_each_has_its_case():
-    assert set(map(check_of, CASES)) == CHECKS.keys()
-    assert len(CHECKS) >= 60
+    assert set(map(check_of, CASES)) == checks_in(OF_CALLS)
+    assert len(checks_in(OF_CALLS)) >= 60
 
 
-def check_of(case: str) -> str:
-    return case.split(",")[0]
+def test_no_two_checks_have_one_name():
+    """The second would be asked in place of the first."""
+    names = []
+    for path in Path(hf_specx.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("refusal" in ast.unparse(x) for x in node.decorator_list):
+                names.append(node.name)
+    assert [name for name in names if names.count(name) > 1] == []
+    assert set(names) <= CHECKS.keys()
 
 
-def is_refused(case: str) -> bool:
-    """Whether the case is told what it should be told, and nothing else happens to it."""
-    message, misuse = CASES[case]
-    try:
-        misuse()
-    except ValueError as error:
-        return re.search(message, str(error)) is not None
-    except Exception:
-        return False
-    return False
-
-
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", sorted(checks_in(OF_CALLS)))
 def test_without_a_check_exactly_its_cases_fail(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(CHECKS, name, lambda *args, **kwargs: None)
-    assert [case for case in CASES if not is_refused(case)] == [case for case in CASES if check_of(case) == name]
+    refused = [case for case, told in CASES.items() if is_refused(told)]
+    assert refused == [case for case in CASES if check_of(case) != name]
+
+
+@pytest.mark.parametrize("case", TOOL_CASES)
+def test_misuse_of_tools(case: str):
+    """Of what measures, places, shares, publishes and exports pairs."""
+    message, misuse = TOOL_CASES[case]
+    with pytest.raises(ValueError, match=message):
+        misuse()
+
+
+def test_each_kind_of_tool_has_its_case():
+    assert set(map(check_of, TOOL_CASES)) == checks_in(OF_TOOLS)
+
+
+@pytest.mark.parametrize("name", sorted(checks_in(OF_TOOLS)))
+def test_without_a_check_exactly_its_cases_of_tools_fail(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CHECKS, name, lambda *args, **kwargs: None)
+    refused = [case for case, told in TOOL_CASES.items() if is_refused(told)]
+    assert refused == [case for case in TOOL_CASES if check_of(case) != name]
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
