@@ -139,7 +139,7 @@ def compare(
     batches = [inputs] if isinstance(inputs, dict) else inputs
     if len(batches[0]["input_ids"]) not in strategy.costs.table:
         strategy.calibrate(target, batches[0]["input_ids"])
-    device, encodes = execution_device(target), target.config.is_encoder_decoder
+    device = execution_device(target)
     eos_token_id = options.get("eos_token_id", target.generation_config.eos_token_id)
     comparison = Comparison()
     for run in range(-1, repeats):
@@ -154,8 +154,7 @@ def compare(
             advance()
             if run >= 0:
                 timing.seconds.append(seconds)
-                width = 1 if encodes else batch["input_ids"].shape[1]  # a decoder starts from one token
-                timing.tokens.append(sum(emitted_per_row(output, width, eos_token_id)))
+                timing.tokens.append(sum(emitted_per_row(output, prompt_width(target, batch), eos_token_id)))
         if run >= 0:
             assert strategy.report is not None
             comparison.reports.append(strategy.report)
@@ -191,6 +190,11 @@ def encode(
         columns = slice(0, len(row)) if encodes else slice(width - len(row), width)
         ids[place, columns], mask[place, columns] = torch.tensor(row), 1
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def prompt_width(target: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> int:
+    """Tokens at the start of an output that were not generated: the prompt, or the one that a decoder starts from."""
+    return 1 if target.config.is_encoder_decoder else inputs["input_ids"].shape[1]
 
 
 def emitted_per_row(output: torch.Tensor, width: int, eos_token_id: int | list[int] | None) -> list[int]:

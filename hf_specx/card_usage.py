@@ -1,16 +1,23 @@
 """The part of a model card that shows how to use a pair."""
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+
+from .known_pairs import EMBEDDED, SEQ2SEQ
 from .markdown import fence
 from .pair_config import ModelSource, PairConfig
 
 
-EMBEDDED = "embedded"  # the pair in the package
 CALL = "max_new_tokens=128, do_sample=True"
-SPEECH, VISION = "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
+TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
+CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in the name of a model that was taught
 PROCESSED = {  # what inputs are made of, where not of text alone
     SPEECH: '(audio, sampling_rate=16000, return_tensors="pt")',
     VISION: '(images=image, text=prompt, return_tensors="pt")',
@@ -24,22 +31,41 @@ class Card:
     Attributes:
         config: of the pair.
         name: id of its repository, "embedded", or what the title calls a pair that nobody has published.
-        auto_class: of transformers, that loads the target.
+        published: whether the code to use it is beside it.
     """
 
     config: PairConfig
     name: str
-    auto_class: str
+    published: bool
+
+    @property
+    def auto_class(self) -> str:
+        """Of transformers, that loads the target."""
+        return auto_class_of(self.config.target)
+
+    @property
+    def chats(self) -> bool:
+        """Whether the target expects a conversation, as far as its name tells."""
+        return self.auto_class == TEXT and CHATS.search(self.config.target.name or self.name) is not None
 
     @property
     def embedded(self) -> bool:
         return self.name == EMBEDDED
 
     @property
-    def published(self) -> bool:
-        """Whether there is a repository; two models by reference, neither pinned, are no more than two ids."""
+    def saved(self) -> bool:
+        """Whether there is a folder or a repository; two ids, neither of a commit, are no more than that."""
         models = (self.config.target, self.config.draft)
-        return not self.embedded and any(model.name is None or model.revision is not None for model in models)
+        return any(model.name is None or model.revision is not None for model in models)
+
+
+def auto_class_of(model: ModelSource) -> str:
+    """The class of transformers that loads a model; a guess by its type where it was not noted."""
+    if model.auto_class is not None:
+        return model.auto_class
+    if model.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return SEQ2SEQ
+    return SPEECH if model.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES else TEXT
 
 
 def usage(card: Card) -> str:
@@ -48,6 +74,8 @@ def usage(card: Card) -> str:
         blocks = _embedded()
     elif card.published:
         blocks = [*_by_name(card), *_bound(card), *_quietly(card), *_by_package(card)]
+    elif card.saved:
+        blocks = _by_package(card, _inputs(card, _arguments(card.config.target, card.name)))
     else:
         blocks = _put_together(card)
     return "\n\n".join(["## Example usage", *blocks])
@@ -93,12 +121,13 @@ out = model.generate(**inputs, {CALL}, **cached)
     ]
 
 
-def _by_package(card: Card) -> list[str]:
+def _by_package(card: Card, inputs: str = "") -> list[str]:
+    """Without `inputs`, an example before it made them."""
     return [
         "With the package `hf_specx`:",
         _python(f"""
 from hf_specx import DraftTargetPair
-
+{inputs}
 pair = DraftTargetPair.from_pretrained({json.dumps(card.name)})
 out = pair.generate(**inputs, {CALL})
 print(pair.report)
@@ -134,7 +163,7 @@ def _put_together(card: Card) -> list[str]:
 from hf_specx import SpeculativeDecoding
 {_inputs(card, _arguments(target))}
 model = {card.auto_class}.from_pretrained({_arguments(target)}, dtype="auto")
-draft_model = {card.auto_class}.from_pretrained({_arguments(draft)}, dtype="auto")
+draft_model = {auto_class_of(draft)}.from_pretrained({_arguments(draft)}, dtype="auto")
 strategy = SpeculativeDecoding({f"{chr(10)}    " if options else ""}draft_model{options})
 out = model.generate(**inputs, {CALL}, custom_generate=strategy)
 print(strategy.report)

@@ -5,19 +5,14 @@ code spans and fenced blocks that it cannot end, except for `notes`, which are t
 """
 
 from collections.abc import Iterable
-from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-)
 
-from .card_usage import EMBEDDED, SPEECH, VISION, Card, usage
+from .card_usage import SPEECH, VISION, Card, usage
 from .checks_options import similar
-from .known_pairs import KNOWN_PAIRS
+from .known_pairs import BY_NAME, EMBEDDED, NAMES, embedded_folder
 from .markdown import code, escaped, fence, row
 from .pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig, TokenizerFacts
 from .refusals import refusal
@@ -45,15 +40,15 @@ def unknown_known_pair(name: str, known: Iterable[str]) -> str | None:
     return f"no well-known pair is called {name!r}; {similar(name, names)}known: {', '.join(names)}."
 
 
-def render(config: PairConfig, name: str, auto_class: str | None = None) -> str:
+def render(config: PairConfig, name: str, published: bool = False) -> str:
     """The model card of a pair, with front matter; the same text for equal arguments.
 
     Args:
         config: facts that are None are said to be not checked, and figures that are missing not measured.
         name: id of its repository, "embedded", or both models' ids where nobody has published the pair.
-        auto_class: of transformers, that loads the target; None goes by its `model_type`.
+        published: whether the code to use it is beside it, in `custom_generate/`.
     """
-    card = Card(config, name, auto_class or _auto_class(config.target.model_type))
+    card = Card(config, name, published)
     sections = [
         _front_matter(card),
         f"# {_title(card)}",
@@ -79,11 +74,9 @@ def known_card(name: str) -> str:
         ValueError: for a name that is neither.
     """
     if name == EMBEDDED:
-        return render(PairConfig.from_file(Path(str(files("hf_specx") / EMBEDDED / CONFIG_NAME))), EMBEDDED)
-    known = {pair.name: pair for pair in KNOWN_PAIRS}
-    unknown_known_pair(name, [EMBEDDED, *known])
-    pair = known[name]
-    return render(pair.config(), pair.title, pair.auto_class)
+        return render(PairConfig.from_file(embedded_folder() / CONFIG_NAME), EMBEDDED)
+    unknown_known_pair(name, NAMES)
+    return render(BY_NAME[name].config(), BY_NAME[name].title)
 
 
 def write_cards(folder: str | Path) -> list[Path]:
@@ -92,7 +85,7 @@ def write_cards(folder: str | Path) -> list[Path]:
     Returns:
         the files, one a pair.
     """
-    cards = {f"{name}.md": known_card(name) for name in (EMBEDDED, *(pair.name for pair in KNOWN_PAIRS))}
+    cards = {f"{name}.md": known_card(name) for name in NAMES}
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     for file, text in cards.items():
@@ -126,6 +119,8 @@ def _description(card: Card) -> str:
         return f"{text} It is part of the package `hf_specx`."
     if card.published:
         return f"{text} `custom_generate/` holds the code; transformers runs it with nothing else installed."
+    if card.saved:
+        return f"{text} The package `hf_specx` loads it."
     return f"{text} The two models are in repositories of their own; the package `hf_specx` puts them together."
 
 
@@ -248,12 +243,6 @@ def _licence(config: PairConfig) -> str:
     if config.target.name or config.draft.name:
         rest = " The models that are named by id have licences of their own."
     return f"## Licence\n\n{stated}.{rest}"
-
-
-def _auto_class(model_type: str | None) -> str:
-    if model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return "AutoModelForSeq2SeqLM"
-    return SPEECH if model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES else "AutoModelForCausalLM"
 
 
 def _place(model: ModelSource) -> str:

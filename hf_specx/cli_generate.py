@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .bench import Comparison, compare, emitted_per_row, encode, provenance
+from .bench import Comparison, compare, emitted_per_row, encode, prompt_width, provenance
 from .cli_options import (
     MAX_SEED,
     AsJson,
@@ -114,7 +114,6 @@ class Session:
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
-        input_ids = inputs["input_ids"]
         if len(prompts) == 1:
             self.console.print(Text(f"\n{prompts[0]}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.console), "run"
@@ -122,11 +121,12 @@ class Session:
         output = target.generate(**inputs, **self.options, custom_generate=strategy)  # type: ignore[operator]
         report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
         assert report is not None
-        counts = emitted_per_row(output, input_ids.shape[1], target.generation_config.eos_token_id)
-        new = [row[:n] for row, n in zip(output[:, input_ids.shape[1] :].tolist(), counts, strict=True)]
+        width = prompt_width(target, inputs)
+        counts = emitted_per_row(output, width, target.generation_config.eos_token_id)
+        new = [row[:n] for row, n in zip(output[:, width:].tolist(), counts, strict=True)]
         if len(prompts) > 1:
             for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
-                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, input_ids[row].tolist()))
+                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
                 self.console.print(Text.assemble((f"\n{row + 1}. {prompt}", "dim"), body), soft_wrap=True)
         self.console.print(Text(f"\n{report}"), soft_wrap=True)
         comparison = self.compare(inputs) if self.repeats else None

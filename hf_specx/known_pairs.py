@@ -1,8 +1,14 @@
 """Well-known pairs with one tokenizer, by their ids: nothing else is claimed of them, `specx tune` finds it out."""
 
 from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
 
 from .pair_config import ModelSource, PairConfig
+
+
+EMBEDDED = "embedded"  # the pair in the package
+SEQ2SEQ = "AutoModelForSeq2SeqLM"
 
 
 @dataclass(frozen=True)
@@ -26,8 +32,9 @@ class KnownPair:
         return f"{self.target} with {self.draft}"
 
     def config(self) -> PairConfig:
-        """A config with the ids alone."""
-        return PairConfig(ModelSource(self.target), ModelSource(self.draft))
+        """A config with the ids and their class alone."""
+        models = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
+        return PairConfig(*models)
 
 
 KNOWN_PAIRS = (
@@ -48,6 +55,23 @@ KNOWN_PAIRS = (
     KnownPair("opt-6.7b-with-125m", "facebook/opt-6.7b", "facebook/opt-125m"),
     KnownPair("bloom-7b1-with-560m", "bigscience/bloom-7b1", "bigscience/bloom-560m"),
     KnownPair("gpt2-xl-with-gpt2", "openai-community/gpt2-xl", "openai-community/gpt2"),
-    KnownPair("t5-v1.1-xxl-with-small", "google/t5-v1_1-xxl", "google/t5-v1_1-small", "AutoModelForSeq2SeqLM"),
-    KnownPair("flan-t5-xxl-with-small", "google/flan-t5-xxl", "google/flan-t5-small", "AutoModelForSeq2SeqLM"),
+    KnownPair("t5-v1.1-xxl-with-small", "google/t5-v1_1-xxl", "google/t5-v1_1-small", SEQ2SEQ),
+    KnownPair("flan-t5-xxl-with-small", "google/flan-t5-xxl", "google/flan-t5-small", SEQ2SEQ),
 )
+BY_NAME = {pair.name: pair for pair in KNOWN_PAIRS}
+NAMES = (EMBEDDED, *BY_NAME)
+
+
+def embedded_folder() -> Path:
+    """Where the pair in the package is."""
+    return Path(str(files("hf_specx") / EMBEDDED))
+
+
+def is_known(name: str) -> bool:
+    """Whether a name means a pair that is known here: a local folder of that name comes first."""
+    return name in NAMES and not Path(name).is_dir()
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a name means the pair in the package."""
+    return name == EMBEDDED and is_known(name)

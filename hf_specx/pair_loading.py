@@ -81,7 +81,7 @@ def load_pair(
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     trust = {"trust_remote_code": trust_remote_code}
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
-    room = {"max_memory": max_memory, "cache_tokens": cache_tokens} | trust
+    room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
     places = {
         "target": _find(pair, config.target, target, hub, use_safetensors=use_safetensors, **trust),
@@ -90,13 +90,11 @@ def load_pair(
     if any(place.changed for place in places.values()):
         config.forget()
     tokenizers = _tokenizers(pair, places, config, trust_remote_code)
-    room |= {"dtype": dtype, "quantization_config": own["target"].get("quantization_config")}
-    maps = _plan(places, device_map, draft_device_map, **room)
+    maps = _plan(places, own, device_map, draft_device_map, **room)
     models = {role: _load(place, **shared | own[role] | maps[role]) for role, place in places.items()}
     warn_of_another_target(config, models["target"])
-    return LoadedPair(
-        models["target"], models["draft"], *tokenizers, config, {r: _reference(p) for r, p in places.items()}
-    )
+    sources = {role: _reference(place) for role, place in places.items()}
+    return LoadedPair(models["target"], models["draft"], *tokenizers, config, sources)
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -138,8 +136,11 @@ def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **o
     return Place(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
 
 
-def _plan(places: dict[str, Place], device_map: Any, draft_device_map: Any, **options: Any) -> dict[str, Any]:
+def _plan(
+    places: dict[str, Place], own: dict[str, dict[str, Any]], device_map: Any, draft_device_map: Any, **options: Any
+) -> dict[str, dict[str, Any]]:
     """Arguments of `from_pretrained` that say where a model goes, by role."""
+    options["quantization_config"] = own["target"].get("quantization_config")
     target, draft = places["target"], places["draft"]
     if target.model is not None:  # it has its place
         return {"target": {}, "draft": {"device_map": draft_device_map or {"": last_device(target.model)}}}
