@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
+from .facts import AUTO_CLASSES
 from .known_pairs import EMBEDDED, SEQ2SEQ
 from .markdown import fence
 from .pair_config import ModelSource, PairConfig
@@ -17,11 +18,17 @@ from .pair_config import ModelSource, PairConfig
 
 CALL = "max_new_tokens=128, do_sample=True"
 TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
+AUTO_NAMES = [each.__name__ for each in AUTO_CLASSES]
 CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in the name of a model that was taught
 PROCESSED = {  # what inputs are made of, where not of text alone
     SPEECH: '(audio, sampling_rate=16000, return_tensors="pt")',
     VISION: '(images=image, text=prompt, return_tensors="pt")',
 }
+
+
+PROSE = 'inputs = tokenizer(["Once upon a time"], return_tensors="pt")'
+CHAT = """messages = [{"role": "user", "content": "Tell a story."}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 
 
 @dataclass
@@ -50,7 +57,7 @@ class Card:
 
     @property
     def embedded(self) -> bool:
-        return self.name == EMBEDDED
+        return self.name == EMBEDDED and not self.published
 
     @property
     def saved(self) -> bool:
@@ -61,8 +68,8 @@ class Card:
 
 def auto_class_of(model: ModelSource) -> str:
     """The class of transformers that loads a model; a guess by its type where it was not noted."""
-    if model.auto_class is not None:
-        return model.auto_class
+    if model.auto_class in AUTO_NAMES:  # and no other text of a config gets into an example
+        return str(model.auto_class)
     if model.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return SEQ2SEQ
     return SPEECH if model.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES else TEXT
@@ -179,8 +186,7 @@ def _inputs(card: Card, source: str) -> str:
     if made is None:
         return (
             f"from transformers import {card.auto_class}, AutoTokenizer\n\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({source})\n"
-            'inputs = tokenizer(["Once upon a time"], return_tensors="pt")'
+            f"tokenizer = AutoTokenizer.from_pretrained({source})\n{CHAT if card.chats else PROSE}"
         )
     return (
         f"from transformers import {card.auto_class}, AutoProcessor\n\n"

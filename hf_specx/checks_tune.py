@@ -1,6 +1,8 @@
-"""Checks of what is asked of `tune`."""
+"""Checks of what is asked of `tune`, and of names that commands are given."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,6 +38,24 @@ def repeats_without_a_run(repeats: int) -> str | None:
 @refusal
 def prompts_without_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
     return None if tokenizer is not None else f"the target {name!r} has no tokenizer, so it cannot read prompts."
+
+
+@refusal
+def name_that_is_not_found(name: str, error: Exception) -> str | None:
+    if Path(name).is_dir():
+        return None
+    said = " ".join(str(error).split())
+    return f"{name!r} cannot be got from the Hub, and there is no folder of that name here: {said}"
+
+
+@contextmanager
+def looking_for(name: str) -> Iterator[None]:
+    """Say which name it is that is not found; the Hub's client does not while it is offline."""
+    try:
+        yield
+    except OSError as error:
+        name_that_is_not_found(name, error)
+        raise
 
 
 def check_study(batches: Sequence[int], repeats: int) -> None:

@@ -7,7 +7,7 @@ try:
     import rich  # noqa: F401
     import typer
 except ImportError as error:
-    raise SystemExit("specx needs typer and rich: pip install 'hf_specx[cli]'") from error
+    raise SystemExit("specx needs typer and rich: in a clone of its repository, pip install '.[cli]'") from error
 
 from .cli_generate import generate
 from .cli_pairs import card, publish, vllm

@@ -68,7 +68,7 @@ def generate(
         given = read_prompts(prompts or [], file, "as arguments, with --file, on standard input, or use --demo", demo)
         if repeats < 1 or repeats % 2 == 0:
             raise ValueError(f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
-        options = sampling_options(greedy, temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}
+        options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
         seed = torch.seed() % MAX_SEED if seed is None else seed

@@ -1,5 +1,6 @@
 """Options that several commands have, and what they mean."""
 
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ import torch
 import typer
 
 from .checks import check_choices
+from .checks_tune import looking_for
+from .pair_config import ModelSource
 from .pairs import DraftTargetPair
+from .saving import INSIDE, REFERENCE
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -31,6 +35,7 @@ Token = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that models and tokenizers bring; read it before.")
 ]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
 
 
@@ -55,13 +60,27 @@ def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool 
     return lines
 
 
-def sampling_options(greedy: bool, temperature: float, top_p: float, top_k: int) -> dict[str, Any]:
-    """What `generate` is told about drawing tokens; "off" is told too, since a model's own settings may differ."""
-    if not greedy:
-        return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    if temperature != 1 or top_p != 1 or top_k != 0:
-        raise ValueError("--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
-    return {"do_sample": False}
+def sampling_options(
+    greedy: bool, temperature: float, top_p: float, top_k: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """What `generate` is told about the tokens; "off" is told too, since a model's own settings may differ.
+
+    It is checked here, since loading may take minutes.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
+    if greedy:
+        if temperature != 1 or top_p != 1 or top_k != 0:
+            raise ValueError("--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
+        return {"do_sample": False, "max_new_tokens": max_new_tokens}
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"--temperature {temperature} is no number above 0; give one, or --greedy.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p} is not above 0 and at most 1; 1 keeps all tokens.")
+    if top_k < 0:
+        raise ValueError(f"--top-k {top_k} is below 0; 0 keeps all tokens.")
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {"do_sample": True, **drawn, "max_new_tokens": max_new_tokens}
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
@@ -100,7 +119,13 @@ def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
     """
     check_dtype(dtype)
     placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
-    return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+    with looking_for(name):
+        return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def place(source: ModelSource, inside: bool) -> str:
+    """Whether a model is saved inside or by reference."""
+    return INSIDE if inside or source.name is None else REFERENCE
 
 
 def typed() -> str:

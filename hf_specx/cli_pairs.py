@@ -1,7 +1,6 @@
 """`specx card`, `specx publish` and `specx export`: what is done with a pair once it is there."""
 
 import json
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,15 +8,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .card_usage import EMBEDDED
-from .cards import known_card, render, write_cards
-from .cli_options import AsJson, Revision, Token, Trust, hub_options, load_pair
-from .cli_tune import place
+from .cards import known_card, render, unknown_known_pair, write_cards
+from .checks_tune import looking_for
+from .checks_saving import check_folder
+from .cli_options import AsJson, Overwrite, Revision, Token, Trust, hub_options, load_pair, place
 from .console import errors_in_one_line
 from .export import vllm as export_vllm
-from .fetch import get_pair
-from .hub import write_repository
-from .known_pairs import KNOWN_PAIRS
+from .fetch import get_files, get_pair
+from .hub import CODE, ENTRY, write_repository
+from .known_pairs import BY_NAME, NAMES, embedded_folder, is_embedded, is_known
 from .pair_config import ModelSource, PairConfig
 from .saving import INSIDE, REFERENCE
 
@@ -38,13 +37,20 @@ def card(
     """
     with errors_in_one_line():
         if every is not None:
-            if name is not None or out is not None:
-                raise ValueError("--all writes the cards of all well-known pairs; leave the name and --out away.")
+            if any(given is not None for given in (name, out, title, revision)):
+                raise ValueError(
+                    "--all writes the cards of all well-known pairs; leave the name, --out, --title and "
+                    "--revision away."
+                )
             for path in write_cards(every):
                 typer.echo(path)
             return
         if name is None:
-            typer.echo("\n".join(known_names()))
+            if any(given is not None for given in (out, title, revision)):
+                raise ValueError(
+                    "without a name there is no card; name a pair, or leave --out, --title and --revision away."
+                )
+            typer.echo("\n".join(NAMES))
             return
         text = card_of(name, title, hub_options(revision, token))
         if out is None:
@@ -55,25 +61,38 @@ def card(
 
 def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
     """The card of a pair, called by its id, or by `title` where it is a folder."""
-    if name in known_names() and not Path(name).is_dir():
+    if is_known(name):
+        check_known(name, title=title, revision=hub.get("revision"))
         return known_card(name)
-    return render(config_of(name, hub), title or (Path(name).resolve().name if Path(name).is_dir() else name))
+    config, folder = config_of(name, hub), Path(name)
+    return render(config, title or (folder.resolve().name if folder.is_dir() else name), has_code(name, hub))
 
 
 def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
     """A pair's config: a local folder of that name comes first, then the pairs that are known here, then the Hub."""
-    known = {} if Path(name).is_dir() else {pair.name: pair for pair in KNOWN_PAIRS}
-    if name in known:
-        return known[name].config()
-    place: str | Path = name
-    if name == EMBEDDED and not Path(name).is_dir():
-        place = Path(str(files("hf_specx") / EMBEDDED))
-    return get_pair(place, hub.pop("revision", None), **hub)[1]
+    if is_known(name):
+        check_known(name, revision=hub.get("revision"))
+        if not is_embedded(name):
+            return BY_NAME[name].config()
+    elif "/" not in name and not Path(name).is_dir():
+        unknown_known_pair(name, NAMES)
+    options = dict(hub)
+    with looking_for(name):
+        return get_pair(embedded_folder() if is_embedded(name) else name, options.pop("revision", None), **options)[1]
 
 
-def known_names() -> list[str]:
-    """Pairs that need no folder and no repository."""
-    return [EMBEDDED, *(pair.name for pair in KNOWN_PAIRS)]
+def has_code(name: str, hub: dict[str, Any]) -> bool:
+    """Whether a pair's folder or repository has the code to use it."""
+    options = dict(hub)
+    files = get_files(name, options.pop("revision", None), [f"{ENTRY}.py"], CODE, **options)
+    return (files.root / CODE / f"{ENTRY}.py").is_file()
+
+
+def check_known(name: str, **given: str | None) -> None:
+    """Whether no option was given that means nothing for a pair that is known here."""
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{option} {value} means nothing for {name!r}, which is known here; leave it out.")
 
 
 def publish(
@@ -83,14 +102,15 @@ def publish(
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Write the repository here; upload nothing.")] = None,
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="The branch; made if need be.")] = None,
+    branch: Annotated[str | None, typer.Option(help="The branch to publish to; made if need be.")] = None,
+    overwrite: Overwrite = False,
     reference_target: Annotated[
         bool | None, typer.Option("--reference-target/--inside-target", help="Its id, or its weights; else as it is.")
     ] = None,
     reference_draft: Annotated[
         bool | None, typer.Option("--reference-draft/--inside-draft", help="Its id, or its weights; else as it is.")
     ] = None,
-    pair_revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of PAIR on the Hub.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of PAIR on the Hub.")] = None,
     token: Token = None,
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
@@ -102,20 +122,32 @@ def publish(
     with errors_in_one_line():
         if (repo_id is None) == (folder is None):
             raise ValueError("give the repository's name, or --folder to write one without uploading it.")
-        loaded = load_pair(pair, "auto", **hub_options(pair_revision, token, trust_remote_code))
+        if folder is None:
+            check_left_out("--folder", "--overwrite" if overwrite else None)
+        else:
+            check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
+            check_folder(folder, overwrite)
+        loaded = load_pair(pair, "auto", **hub_options(revision, token, trust_remote_code))
         asked = {"target": reference_target, "draft": reference_draft}
         where: dict[str, Any] = {
             role: place_of(getattr(loaded.config, role), reference) for role, reference in asked.items()
         }
         if repo_id is not None:
-            commit = loaded.push_to_hub(repo_id, private=private or None, token=token, revision=revision, **where)
+            commit = loaded.push_to_hub(repo_id, private=private or None, token=token, revision=branch, **where)
             done, said = {"repository": repo_id, "commit": commit}, f"published {repo_id} at {commit}"
         elif folder is not None:
-            write_repository(loaded, folder, **where)
+            write_repository(loaded, folder, overwrite=overwrite, **where)
             done, said = {"folder": str(folder)}, f"written to {folder}"
         Console().print(Text(f"{said}: target {where['target']}, draft {where['draft']}"), soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(done | where))
+
+
+def check_left_out(goal: str, *given: str | None) -> None:
+    """Whether no option was given that is for another way to publish."""
+    for option in given:
+        if option is not None:
+            raise ValueError(f"{option} is for {goal}, which was not named; leave it out.")
 
 
 def place_of(source: ModelSource, reference: bool | None) -> str:

@@ -1,6 +1,7 @@
 """`specx tune`: do drafts fit a target, how fast do they make it, and how many tokens to draft."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from .cli_options import (
     Dtype,
     Greedy,
     MaxNewTokens,
+    Overwrite,
     PromptFile,
     Revision,
     Temperature,
@@ -26,15 +28,14 @@ from .cli_options import (
     check_dtype,
     default_device_map,
     hub_options,
+    place,
     read_prompts,
     sampling_options,
     strategy_options,
     typed,
 )
 from .compatibility import ERROR, NOTE, OK, Finding
-from .console import errors_in_one_line, progress
-from .pair_config import ModelSource
-from .saving import INSIDE, REFERENCE
+from .console import errors_in_one_line, one_line, progress
 from .study import BATCHES, Study, Trial
 from .tune import tune as try_drafts
 
@@ -68,6 +69,7 @@ def tune(
     trust_remote_code: Trust = False,
     out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
     inside: Annotated[bool, typer.Option("--inside", help="Save models from the Hub too, not their ids.")] = False,
+    overwrite: Overwrite = False,
     save_prompts: Annotated[bool, typer.Option("--save-prompts", help="Save the prompts with the pair.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -77,10 +79,11 @@ def tune(
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        check_saved(out, drafts, no_measure)
+        check_saved(out, overwrite, inside)
+        check_told_apart(out, drafts, no_measure)
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else read_prompts([], file, ways)
-        options = sampling_options(greedy, temperature, top_p, top_k) | {"max_new_tokens": max_new_tokens}
+        options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         how: dict[str, Any] = {"repeats": repeats, "seed": seed, **strategy_options(None, verification)}
         loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
         study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
@@ -88,18 +91,30 @@ def tune(
         with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
             found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
         show(target, found)
-        conclude(found[0], out, inside)
+        recommend(found[0])
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         check_one_fits(found[0])
+        if out is not None:
+            line = save(found[0], out, inside, overwrite)
+            Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
 
 
-def check_saved(out: Path | None, drafts: list[str], no_measure: bool) -> None:
-    """Whether a pair could be saved in the end."""
+def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
+    """Whether a pair could be saved in the end: measuring it takes long."""
     if out is None:
+        if overwrite or inside:
+            raise ValueError(f"{'--overwrite' if overwrite else '--inside'} is for saving; name a folder with --out.")
         return
-    check_folder(out, overwrite=False)
-    if no_measure and len(drafts) > 1:
+    check_folder(out, overwrite)
+    near = next(folder for folder in out.resolve().parents if folder.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out}: nothing can be written in {near}; name another folder.")
+
+
+def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> None:
+    """Whether it will be known which pair to save."""
+    if out is not None and no_measure and len(drafts) > 1:
         raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
@@ -117,7 +132,7 @@ def show(target: str, trials: list[Trial]) -> None:
             console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
             console.print(findings_table(trial.findings))
         if trial.error is not None:
-            console.print(Text(f"{trial.name}: {' '.join(trial.error.split())}", VERDICTS[ERROR]), soft_wrap=True)
+            console.print(Text(f"{trial.name}: {one_line(trial.error)}", VERDICTS[ERROR]), soft_wrap=True)
     if any(trial.speedup for trial in trials):
         console.print()
         console.print(measured_table(trials))
@@ -150,25 +165,22 @@ def measured_table(trials: list[Trial]) -> Table:
     return table
 
 
-def conclude(best: Trial, out: Path | None, inside: bool) -> None:
-    """Say which draft is recommended, and save the pair if asked to."""
-    if best.pair is None or best.config is None:
-        return
-    console = Console()
+def recommend(best: Trial) -> None:
+    """Say which draft is recommended, if any was measured."""
     if best.speedup:
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
         says = "best" if best.speedup > 1 else "none is faster than plain generate here; the best"
         line = f"{says}: {best.name}, num_draft_tokens {numbers}, {best.speedup:.2f} times as fast as plain generate"
-        console.print(Text(line), soft_wrap=True)
-    if out is not None:
-        target, draft = (place(source, inside) for source in (best.config.target, best.config.draft))
-        best.pair.save_pretrained(out, target=target, draft=draft)
-        console.print(Text(f"saved in {out}: target {target}, draft {draft}"), soft_wrap=True)
+        Console().print(Text(line), soft_wrap=True)
 
 
-def place(source: ModelSource, inside: bool) -> str:
-    """Whether a model is saved inside or by reference."""
-    return INSIDE if inside or source.name is None else REFERENCE
+def save(best: Trial, out: Path, inside: bool, overwrite: bool) -> str:
+    """Save the pair with the best draft, and say where its models are."""
+    assert best.pair is not None
+    assert best.config is not None
+    target, draft = (place(source, inside) for source in (best.config.target, best.config.draft))
+    best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
+    return f"saved in {out}: target {target}, draft {draft}"
 
 
 def _ratio(value: float | None) -> str:

@@ -16,6 +16,7 @@ from .report import RoundRecord
 from .strategy import SpeculativeDecoding
 
 
+OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # of functions
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not in the text
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
 
@@ -108,11 +109,19 @@ def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.update(task, advance=1, refresh=True)
 
 
+def one_line(error: object) -> str:
+    """What an error says, with the options of commands in place of those of functions."""
+    text = " ".join(str(error).split())
+    for argument, option in OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
     """End with code 2 and one red line on stderr for what a user can mend."""
     try:
         yield
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(Text(f"error: {' '.join(str(error).split())}", "red"), soft_wrap=True)
+        Console(stderr=True).print(Text(f"error: {one_line(error)}", "red"), soft_wrap=True)
         raise typer.Exit(2) from error

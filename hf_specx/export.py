@@ -8,17 +8,12 @@ The fields were read in the source of vLLM 0.33.0 (`vllm/config/speculative.py`,
 import json
 import shlex
 from dataclasses import asdict, dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-)
-
-from .card_usage import EMBEDDED
+from .card_usage import SPEECH, auto_class_of
 from .checks_options import check_choices
+from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
 from .pair_config import ModelSource, PairConfig
 from .refusals import refusal
 from .strategy import FIXED_DRAFT_TOKENS
@@ -79,10 +74,10 @@ def server_without_subfolders(model: ModelSource, role: str, name: str) -> str |
 
 @refusal
 def server_without_encoder_decoders(model: ModelSource, role: str) -> str | None:
-    kinds = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-    if not any(model.model_type in kind for kind in kinds):
+    kind = auto_class_of(model)
+    if kind not in (SEQ2SEQ, SPEECH):
         return None
-    return f"the {role} is an encoder-decoder ({model.model_type}), which vLLM does not serve with a draft; stay here."
+    return f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; stay here."
 
 
 @refusal
@@ -139,7 +134,7 @@ def _folder(name: str) -> Path | None:
     """A pair's local folder, if it is one."""
     if Path(name).is_dir():
         return Path(name).resolve()
-    return Path(str(files("hf_specx") / EMBEDDED)) if name == EMBEDDED else None
+    return embedded_folder() if is_embedded(name) else None
 
 
 def _place(model: ModelSource, name: str, folder: Path | None) -> str:

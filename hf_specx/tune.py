@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .bench import Comparison, compare, encode, provenance
-from .checks_tune import check_drafts, check_reads
+from .checks_pairs import check_place
+from .checks_tune import check_drafts, check_reads, looking_for
 from .compatibility import ERROR, find_fit
 from .devices import execution_device, hardware, last_device
 from .facts import model_facts, tokenizer_facts
@@ -75,8 +76,10 @@ def tune(
 def load(name: str, revision: str | None, study: Study, device_map: Any) -> Loaded:
     """A model and its tokenizer, if it has one, from an id or a folder."""
     trust = study.trust_remote_code
-    files = get_files(name, revision, SMALL_FILES, **study.hub)
-    files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
+    check_place(name, revision)
+    with looking_for(name):
+        files = get_files(name, revision, SMALL_FILES, **study.hub)
+        files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
     tokenizer = get_tokenizer(files, "", None, trust)
     on_hub = files.revision is not None
@@ -124,7 +127,7 @@ def try_draft(
         config = describe(target, draft, study)
         if study.prompts:
             measure(target, draft, batches, study, config, advance)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
         return trial
     trial.config = config
@@ -169,7 +172,8 @@ def measure(
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         config.measurements.append(_measurement(size, target.model, strategy, found, study.command))
     numbers = {m.num_draft_tokens for m in config.measurements}
-    config.num_draft_tokens = numbers.pop() if len(numbers) == 1 else "auto"
+    known = len(study.batches) > 1 and len(numbers) == 1 and verification != "greedy"
+    config.num_draft_tokens = numbers.pop() if known else "auto"
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
 

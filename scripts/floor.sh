@@ -12,4 +12,5 @@ fi
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
     -k "not single_steps and not without_a_cache and not fsmt" "$@" tests/test_host_contract*.py \
     tests/test_equality.py tests/test_processors.py tests/test_stopping.py tests/test_candidates.py \
-    tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py
+    tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py \
+    tests/test_resolve.py tests/test_saving.py tests/test_pair_loading.py

@@ -2,17 +2,22 @@
 
 import gc
 import shutil
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
+from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_specx
 from hf_specx import DraftTargetPair, resolve
+from hf_specx.devices import hardware
 from hf_specx.hub import write_repository
+from hf_specx.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts
 
 
 SETTINGS = {"do_sample": True, "max_new_tokens": 12}
@@ -114,6 +119,44 @@ def test_a_draft_is_loaded_once_and_goes_with_its_target(
     assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)
 
 
+def test_threads_that_ask_at_once_share_one_draft(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second asks while the first is loading."""
+    folder, loads, asked = publish(tmp_path / "pair", target, 0.1), [], []
+    load, second, waits = resolve.load_model, ThreadPoolExecutor(1), threading.Event()
+    find_source = resolve.find_source
+
+    def slowly(*args, **kwargs) -> PreTrainedModel:
+        loads.append(args)
+        if len(loads) == 1:
+            asked.append(second.submit(resolve.find_draft, model, {}))
+            assert waits.wait(60)
+        return load(*args, **kwargs)
+
+    def noted(*args) -> tuple[str, str | None]:
+        found = find_source(*args)
+        if loads:
+            waits.set()
+        return found
+
+    monkeypatch.setattr(resolve, "load_model", slowly)
+    monkeypatch.setattr(resolve, "find_source", noted)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = resolve.find_draft(model, {})
+    assert asked[0].result().draft is found.draft
+    assert len(loads) == 1
+
+
+def test_a_draft_is_where_the_last_layers_of_its_target_run(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There is one device here, so another is made up."""
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    monkeypatch.setattr(resolve, "last_device", lambda asked: torch.device("meta" if asked is model else "cpu"))
+    assert resolve.find_draft(model, {}).draft.device == torch.device("meta")
+
+
 def test_another_precision(target: PreTrainedModel, tmp_path: Path):
     """A draft has that of its target."""
     folder = publish(tmp_path / "pair", target, 0.1)
@@ -148,3 +191,90 @@ def test_nothing_is_run_without_trust(target: PreTrainedModel, tmp_path: Path):
         target.generate(**prompts(1), max_new_tokens=2, custom_generate=str(folder), trust_remote_code=False)
     DraftTargetPair.from_pretrained(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
+    """Models with one tokenizer of 277 tokens, whose vocabularies are padded to other sizes."""
+    tokenizer = tiny_tokenizer()
+    return DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=draft_tokens, seed=1), tokenizer)
+
+
+def test_vocabularies_that_differ_in_padding(tmp_path: Path):
+    pair = padded_pair()
+    write_repository(pair, tmp_path / "pair")
+    output = by_string(pair.target, tmp_path / "pair", verification="coupled", num_draft_tokens=3)
+    torch.manual_seed(0)
+    assert torch.equal(output, pair.target.generate(**prompts(3), **SETTINGS))
+
+
+def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path):
+    pair = padded_pair()
+    pair.tokenizer = None
+    write_repository(pair, tmp_path / "pair")
+    with pytest.raises(ValueError, match="scores 288 tokens and the draft 280"):
+        by_string(pair.target, tmp_path / "pair")
+
+
+@pytest.mark.parametrize(
+    ("noted", "other", "message"),
+    [
+        (True, False, None),
+        (False, False, None),
+        (True, True, "the tokenizer of org/draft has|have other ids than those that its pair was checked with"),
+        (False, True, "the two tokenizers differ, for instance in"),
+    ],
+)
+def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):
+    """Whether the pair has noted what it was checked with or not."""
+    pair, commit = padded_pair(), "d" * 40
+    write_repository(pair, tmp_path / "pair")
+    repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
+    shutil.move(tmp_path / "pair" / "draft", repository)
+    (tiny_tokenizer(["other words altogether"]) if other else tiny_tokenizer()).save_pretrained(repository)
+    config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
+    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
+    config.tokenizers = config.tokenizers if noted else None
+    (tmp_path / "pair" / CONFIG_NAME).write_text(config.to_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair")
+    call = {"model": model, "cache_dir": str(tmp_path / "hub"), "verification": "coupled", "num_draft_tokens": 3}
+    if message is None:
+        torch.manual_seed(0)
+        output = hf_specx.generate(**prompts(3), **SETTINGS, **call)
+        torch.manual_seed(0)
+        assert torch.equal(output, model.generate(**prompts(3), **SETTINGS))
+        return
+    with pytest.raises(ValueError, match=message):
+        hf_specx.generate(**prompts(3), **SETTINGS, **call)
+
+
+FREE_DRAFTS = {"3": {"target": {"1": 1.0, "9": 1.0}, "draft": 0.02}}
+
+
+@pytest.mark.parametrize(("alpha", "number"), [({"block": 0.35}, 3), ({}, 8)])
+def test_what_a_pair_has_measured_is_gone_by(
+    target: PreTrainedModel, tmp_path: Path, alpha: dict[str, float], number: int
+):
+    """By string as by the pair: times, and the acceptance that it has seen. None of our forwards would say so."""
+    pair = DraftTargetPair(target, near(target, 0.1))
+    pair.config.costs = SavedCosts(hardware(torch.device("cpu")), "float32", FREE_DRAFTS, alpha)
+    write_repository(pair, tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    torch.manual_seed(0)
+    expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")
+    assert loaded.report.num_draft_tokens == number
+    output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
+    assert output.speculation_report.num_draft_tokens == number
+    assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found", "said"), [("1", "2", True), ("1", "1", False), (None, "2", False), ("1", None, False)]
+)
+def test_a_target_at_another_commit_is_named(
+    recorded: str | None, found: str | None, said: bool, recwarn: pytest.WarningsRecorder
+):
+    """Where both are known."""
+    target = tiny()
+    target.config._commit_hash = found and found * 40
+    resolve.warn_of_another_target(PairConfig(ModelSource(revision=recorded and recorded * 40), ModelSource()), target)
+    assert [str(w.message).split(" from the one")[0] for w in recwarn] == ["the target '' differs in revision"] * said
