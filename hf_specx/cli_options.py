@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from .cards import unknown_known_pair
 from .checks import check_choices
 from .checks_tune import looking_for
+from .known_pairs import BY_NAME, NAMES, is_embedded, is_known
 from .pair_config import ModelSource
 from .pairs import DraftTargetPair
 from .saving import INSIDE, REFERENCE
@@ -118,9 +120,19 @@ def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
         **options: for `DraftTargetPair.from_pretrained`.
     """
     check_dtype(dtype)
+    check_name(name)
+    if is_known(name) and not is_embedded(name):
+        ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
+        raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
     placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
     with looking_for(name):
         return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def check_name(name: str) -> None:
+    """Whether there can be a pair of this name: on the Hub it has an owner."""
+    if "/" not in name and not Path(name).is_dir():
+        unknown_known_pair(name, NAMES)
 
 
 def place(source: ModelSource, inside: bool) -> str:

@@ -8,10 +8,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from .cards import known_card, render, unknown_known_pair, write_cards
-from .checks_tune import looking_for
+from .cards import known_card, render, write_cards
 from .checks_saving import check_folder
-from .cli_options import AsJson, Overwrite, Revision, Token, Trust, hub_options, load_pair, place
+from .checks_tune import looking_for
+from .cli_options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_pair, place
 from .console import errors_in_one_line
 from .export import vllm as export_vllm
 from .fetch import get_files, get_pair
@@ -70,12 +70,11 @@ def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
 
 def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
     """A pair's config: a local folder of that name comes first, then the pairs that are known here, then the Hub."""
+    check_name(name)
     if is_known(name):
         check_known(name, revision=hub.get("revision"))
         if not is_embedded(name):
             return BY_NAME[name].config()
-    elif "/" not in name and not Path(name).is_dir():
-        unknown_known_pair(name, NAMES)
     options = dict(hub)
     with looking_for(name):
         return get_pair(embedded_folder() if is_embedded(name) else name, options.pop("revision", None), **options)[1]

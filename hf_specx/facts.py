@@ -72,7 +72,7 @@ def commit_of(model: PreTrainedModel) -> str | None:
     if known is not None:
         return str(known)
     snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
-    commits = [path.name for path in snapshots.glob("*/config.json")]
+    commits = [path.parent.name for path in snapshots.glob("*/config.json")]
     return commits[0] if len(commits) == 1 else None
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from packaging.requirements import Requirement
+from transformers.utils import CHAT_TEMPLATE_DIR
 
 from .cards import render
 from .checks_saving import check_repository
-from .loading import auto_class
 from .pair_config import PairConfig
 from .saving import INSIDE, save
 
@@ -82,21 +82,20 @@ def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfi
     path = Path(folder).absolute()
 
     def finish(new: Path, config: PairConfig) -> None:
-        _write_card(new, config, path.name, pair)
+        _write_card(new, config, path.name)
         write_code(new, str(path))
 
     return save(pair, path, finish=finish, **options)
 
 
-def _write_card(folder: Path, config: PairConfig, name: str, pair: Any) -> None:
-    card = render(config, name, auto_class(pair.target.config).__name__)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+def _write_card(folder: Path, config: PairConfig, name: str) -> None:
+    (folder / "README.md").write_text(render(config, name, published=True), encoding="utf-8")
 
 
 def _is_saved(name: str) -> bool:
-    """Whether a file of a repository may be of an earlier pair, at the root or in the draft's folder."""
+    """Whether a file of a repository may be of an earlier pair: at the root, in the draft's folder, or a template."""
     folder, _, last = name.rpartition("/")
-    return folder in ("", "draft") and any(fnmatch(last, pattern) for pattern in SAVED)
+    return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
 
 
 def publish(
@@ -131,7 +130,7 @@ def publish(
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "pair"
         config = save(pair, folder, target=target, draft=draft)
-        _write_card(folder, config, repo_id, pair)
+        _write_card(folder, config, repo_id)
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -33,8 +33,8 @@ class KnownPair:
 
     def config(self) -> PairConfig:
         """A config with the ids and their class alone."""
-        models = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
-        return PairConfig(*models)
+        target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
+        return PairConfig(target, draft)
 
 
 KNOWN_PAIRS = (

@@ -2,18 +2,17 @@
 
 import copy
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .card_usage import EMBEDDED
 from .checks import check_entry, check_pair_call
 from .devices import execution_device, hardware
 from .generate import add_positional, ending, run, take_options
 from .hub import publish
+from .known_pairs import embedded_folder, is_embedded
 from .pair_config import ModelSource, PairConfig
 from .pair_loading import LoadedPair, load_pair
 from .report import SpeculationReport
@@ -104,7 +103,7 @@ class DraftTargetPair:
         Raises:
             ValueError: for anything in the pair's files that is not as it should be, before it is loaded.
         """
-        if str(name_or_path) == EMBEDDED and not Path(EMBEDDED).is_dir():
+        if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
         return cls.from_loaded(load_pair(name_or_path, **kwargs))
 
@@ -119,7 +118,7 @@ class DraftTargetPair:
         if dtype in (None, "auto"):
             spread = kwargs.get("device_map") not in (None, "cpu") and torch.accelerator.is_available()
             dtype = "auto" if spread else torch.float32
-        return cls.from_loaded(load_pair(Path(str(files("hf_specx") / EMBEDDED)), dtype=dtype, **kwargs))
+        return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
 
     def complete(self, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
         """Continue texts in batches; under `accelerate launch` each process takes a share, as `shares.complete` says.

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
-from hf_specx.pair_config import ModelSource, PairConfig
+from hf_specx.checks_saving import check_folder
+from hf_specx.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 VOCAB_SIZE = 4096
@@ -276,6 +277,8 @@ def main(
     pools: Annotated[int, typer.Option(help="batches of 64 samples drawn from the target")] = 10,
     seed: int = 0,
 ) -> None:
+    is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
+    check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
     check_same_run(work, {"target_steps": target_steps, "draft_steps": draft_steps, "pools": pools, "seed": seed})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -300,7 +303,7 @@ def main(
     facts |= {"draft_steps": draft_steps, "samples": 64 * pools, "python": platform.python_version(), "out": out}
     config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
     config.prompts = demo_prompts(tokenizer, held_out)
-    DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=True)
+    DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
 
 if __name__ == "__main__":

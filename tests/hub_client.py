@@ -39,7 +39,8 @@ class Client:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         context = multiprocessing.get_context("forkserver")
-        self.pool = ProcessPoolExecutor(1, context, _settle, (str(folder), package))
+        elsewhere = os.environ.get("HF_MODULES_CACHE")
+        self.pool = ProcessPoolExecutor(1, context, _settle, (str(folder), package, elsewhere))
 
     def start(self, function: Callable[..., Any], *args: Any) -> "Future[Any]":
         """Have a module's function called; all that goes in and out is pickled."""
@@ -60,8 +61,10 @@ class Client:
         return {p.name: p.stat().st_size for p in root.glob("models--*/blobs/*")}
 
 
-def _settle(folder: str, package: bool) -> None:
+def _settle(folder: str, package: bool, elsewhere: str | None) -> None:
+    """Begin a client; `elsewhere` is where the code of repositories lies that its parent has run."""
     os.chdir(folder)
+    sys.path[:] = [place for place in sys.path if place != elsewhere]  # it was handed down
     if not package:
         sys.meta_path.insert(0, NoPackage())
 

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import SpeculativeDecoding, generate, layouts, peers
+from hf_specx import DraftTargetPair, SpeculativeDecoding, generate, layouts, peers
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -130,6 +130,12 @@ def function(target: str = "target", **settings):
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
     given |= {"draft_model": get("draft")} | settings
     return generate(**{name: value for name, value in given.items() if value is not ...}, model=get(target))
+
+
+def of_pair(**settings):
+    """Two rows through a pair."""
+    pair = DraftTargetPair(get("target"), get("draft"))
+    return pair.generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, num_draft_tokens=2, **settings)
 
 
 def made(**given):

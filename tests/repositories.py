@@ -138,6 +138,14 @@ def tokenizer(**changes: Any) -> Change:
     return after(edit("tokenizer_config.json", **changes))
 
 
+def swap_ids(folder: Path) -> None:
+    """Give two tokens each other's id."""
+    values = json.loads((folder / "tokenizer.json").read_text())
+    ids = values["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+
+
 def header(change: Callable[[dict[str, Any]], object]) -> Change:
     """Use a pair whose target's weights have another header."""
 

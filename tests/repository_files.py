@@ -21,6 +21,7 @@ from repositories import (
     remove,
     said,
     shard,
+    swap_ids,
     tokenizer,
     with_code,
     write,
@@ -33,6 +34,15 @@ DEEP = "[" * 100_000
 TEXT_MODEL = "clip_text_model"  # of which transformers knows the config, and no model to generate with
 
 CASES = {
+    # What is asked for
+    "folder_that_is_not_there": ("nowhere' is neither a folder nor an id on the Hub", lambda f: load(f / "nowhere")),
+    "folder_that_is_not_there, model": ("other' is neither a folder nor", lambda f: load(f, target=f / "other")),
+    "folder_that_is_not_there, text": ("'~/pair' is neither a folder nor", lambda _: load("~/pair")),
+    "revision_of_a_folder": ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
+    "argument_that_a_pair_sets": ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
+    "argument_that_a_pair_sets, option": ("num_draft_tokens= has no .*to a call", lambda f: load(f, num_draft_tokens=3)),
+    "argument_that_a_pair_sets, draft": ("config= has no place", lambda f: load(f, draft_kwargs={"config": None})),
+    # What is there
     "reference_hidden_by_a_folder": (
         "means the repository 'org/draft', and a local folder of that name.*rename",
         after(
@@ -75,6 +85,11 @@ CASES = {
     "model_config_that_means_nothing, large": ("cannot read .*Overflow", model(vocab_size=10**30)),
     "generation_config_that_is_no_json": ("own defaults; get", after(cut("generation_config.json", -9))),
     "generation_config_that_is_no_json, list": ("own defaults", after(write("generation_config.json", "[1]"))),
+    "model_that_asks_for_beams": (
+        "generation_config.json has num_beams=3, which .*; take it out",
+        after(edit("generation_config.json", num_beams=3)),
+    ),
+    "model_that_asks_for_beams, draft": ("draft.*num_beams=2", after(edit("draft/generation_config.json", num_beams=2))),
     "model_with_code": (
         "the model in .* brings code of its own, which is not run; read it, and pass trust_remote_code=True",
         after(
@@ -116,6 +131,7 @@ CASES = {
     ),
     "tokenizer_in_other_files": ("has gguf_file='../x', no file of its own; take", tokenizer(gguf_file="../x")),
     "tokenizer_in_other_files, vocab": ("has vocab='/etc/passwd', no file", tokenizer(vocab="/etc/passwd")),
+    "tokenizer_in_other_files, inputs": ("has init_inputs=.*/passwd'., no", tokenizer(init_inputs=["/etc/passwd"])),
     "tokenizer_in_other_files, version": (
         "has fast_tokenizer_files=.*no file of its own",
         after(
@@ -135,6 +151,15 @@ CASES = {
         "tokens, and its pair was checked with",
         tokenizer(added_tokens_decoder={"900": {"content": "<more>"}}),
     ),
+    "tokenizer_with_other_ids": ("tokens of the tokenizer of .* have other ids than those that", after(swap_ids)),
+    "tokenizer_with_other_ids, said": ("have other ids than", said("tokenizers.vocabulary", "0" * 64)),
+    "tokenizer_with_other_ids, method": ("have other ids than", after(swap_ids, use=load_draft)),
+    "tokenizer_with_other_special_tokens": (
+        "has eos_token='<pad>', and its pair was checked with '<end>'; get",
+        tokenizer(eos_token="<pad>"),
+    ),
+    "tokenizer_with_other_special_tokens, more": ("has bos_token='<end>', and .* None", tokenizer(bos_token="<end>")),
+    "tokenizer_with_other_special_tokens, less": ("has eos_token=None, and", tokenizer(eos_token=...)),
     "model_of_another_kind": ("has vocab_size=2[0-9]+, and the pair was made with 7", said("target.vocab_size", 7)),
     "model_of_another_kind, type": ("has model_type='mistral', and", model(model_type="mistral")),
     "model_of_another_kind, method": (
@@ -229,7 +254,7 @@ CASES = {
         lambda folder: pair().save_pretrained(folder / "new", draft="outside"),
     ),
     "reference_to_a_folder": (
-        "the target was made here, so that a reference to it would mean nothing.*save it with target='inside'",
+        "the target was made here, which is no repository on the Hub or not .*save it with target='inside', or load",
         lambda folder: pair().save_pretrained(folder / "new", target="reference"),
     ),
     "repository_of_no_name": ("repo_id='pair' is no name of a.*'owner/name'", lambda _: pair().push_to_hub("pair")),

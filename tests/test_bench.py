@@ -54,6 +54,17 @@ def test_runs_take_batches_in_turns():
     assert len(found.reports) == 3
 
 
+def test_each_run_has_its_seed(monkeypatch):
+    """The same for plain and for ours."""
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    target, inputs = tiny(), {"input_ids": torch.full((1, 4), 5), "attention_mask": torch.ones(1, 4)}
+    strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(1))
+    seeds.clear()
+    bench.compare(target, strategy, inputs, {"max_new_tokens": 2, "do_sample": False}, repeats=3, seed=7)
+    assert seeds == [7, 7, 7, 7, 8, 8, 9, 9]  # the first two warm up
+
+
 def known_costs(batch):
     return Costs({batch: {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}})
 
@@ -65,6 +76,12 @@ def test_tokens_of_an_encoder_decoder_are_the_decoders():
     strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(2))
     found = bench.compare(target, strategy, inputs, options, repeats=1)
     assert found.plain.tokens == found.ours.tokens == [6]
+
+
+def test_prompts_in_an_output():
+    inputs = {"input_ids": torch.full((2, 9), 5)}
+    assert bench.prompt_width(tiny(), inputs) == 9
+    assert bench.prompt_width(t5(), inputs) == 1  # what its decoder starts from
 
 
 def test_provenance_names_the_machine():

@@ -52,7 +52,14 @@ def measured(**changes) -> Measurement:
 
 def full(**changes) -> PairConfig:
     """A config of a target inside and a draft by reference, with nothing left out."""
-    facts = {"vocab_size": 48, "parameters": 12345, "max_positions": 128, "dtype": "float32", "fingerprint": "f"}
+    facts = {
+        "auto_class": "AutoModelForCausalLM",
+        "vocab_size": 48,
+        "parameters": 12345,
+        "max_positions": 128,
+        "dtype": "float32",
+        "fingerprint": "f",
+    }
     values = {
         "target": ModelSource(model_type="llama", **facts),
         "draft": ModelSource("org/draft", "c0ffee", "small", model_type="llama", **facts),
@@ -115,7 +122,7 @@ def every_string(value, text):
 def test_the_card_of_a_known_pair_is_what_is_rendered(pair):
     """And it claims nothing but the ids, which a config may have."""
     card = (CARDS / f"{pair.name}.md").read_text(encoding="utf-8")
-    assert card == render(pair.config(), pair.title, pair.auto_class) == known_card(pair.name)
+    assert card == render(pair.config(), pair.title) == known_card(pair.name)
     assert PairConfig.from_text(pair.config().to_text().encode(), "") == pair.config()
     models = table(section(card, "Base model"))
     assert models[1:3] == [["model", pair.target, pair.draft], ["revision", "not pinned", "not pinned"]]
@@ -145,7 +152,7 @@ def test_an_unknown_pair_is_refused_with_the_name_that_was_meant():
 
 
 def test_front_matter_and_sections():
-    card = render(full(), "org/pair")
+    card = render(full(), "org/pair", published=True)
     assert ModelCard(card).data.to_dict() == {
         "library_name": "transformers",
         "license": "apache-2.0",
@@ -155,12 +162,16 @@ def test_front_matter_and_sections():
     }
     assert headings(card) == ["org/pair", *SECTIONS, "How it was made"]
     assert card.endswith("## How it was made\n\nBy hand.\n")
-    assert card == render(full(), "org/pair")
+    assert card == render(full(), "org/pair", published=True)
 
 
-def test_a_pair_without_a_repository_has_no_tag_of_one():
-    for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded")):
+def test_what_has_no_code_beside_it_does_not_say_so():
+    for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
         assert ModelCard(card).data.tags == ["speculative-decoding", "draft-model"]
+        assert "custom_generate/" not in card
+    assert "The package `hf_specx` loads it." in card
+    assert 'DraftTargetPair.from_pretrained("my-pair")' in card
+    assert "# embedded\n" in render(full(), "embedded", published=True)  # a repository of that name is another pair
 
 
 def test_every_fact_and_figure_is_shown():
@@ -208,12 +219,16 @@ def test_what_is_missing_is_said_to_be_missing():
     assert "license" not in ModelCard(card).data.to_dict()
 
 
+@pytest.mark.parametrize("published", [True, False])
 @pytest.mark.parametrize("name", ["org/pair", HOSTILE])
-def test_text_from_elsewhere_stays_text(name: str):
+def test_text_from_elsewhere_stays_text(name: str, published: bool):
     """No heading, table cell, code block, HTML or field of the front matter comes from inside a value."""
     honest, hostile = full(), every_string(full(), HOSTILE)
     hostile.num_draft_tokens = 3
-    cards = {"honest": render(honest, "org/pair"), "hostile": render(hostile, name)}
+    cards = {
+        "honest": render(honest, "org/pair", published=published),
+        "hostile": render(hostile, name, published=published),
+    }
     parsed = {key: MarkdownIt().enable("table").parse(body(card)) for key, card in cards.items()}
     assert [token.type for token in parsed["hostile"]] == [token.type for token in parsed["honest"]]
     children = [child for token in parsed["hostile"] for child in token.children or []]

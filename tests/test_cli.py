@@ -1,18 +1,22 @@
 """The command line: where prompts come from, what is shown and in which colours, and how errors look."""
 
+import importlib
 import json
+import re
+import sys
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.text import Text
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, bench, cli, console
+from hf_specx import DraftTargetPair, bench, cli, cli_options, console, fetch
 from hf_specx.pair_config import ModelSource, PairConfig
-from hf_specx.report import RoundRecord
 
 
 PROMPTS = list(TEXTS)
@@ -126,12 +130,17 @@ def test_comparison(pair, number):
         (["a", "--num-draft-tokens", ""], "num_draft_tokens='' is not a number"),
         (["a", "--repeats", "4"], "--repeats 4 has no middle run"),
         (["a", "--dtype", "int8"], "--dtype int8 is unknown"),
-        (["a", "--temperature", "0", *FAST], "temperature"),
+        (["a", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["a", "--temperature", "nan"], "--temperature nan is no number above 0"),
+        (["a", "--temperature", "inf"], "--temperature inf is no number above 0"),
+        (["a", "--top-p", "0"], "--top-p 0.0 is not above 0"),
+        (["a", "--top-p", "1.1"], "--top-p 1.1 is not above 0 and at most 1"),
+        (["a", "--top-k", "-1"], "--top-k -1 is below 0"),
         (["a", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
         (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
         (["a", ""], "prompt 2 is empty"),
         ([""], "prompt 1 is empty"),
-        (["a", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["a", "--max-new-tokens", "0"], "--max-new-tokens 0 generates nothing"),
     ],
 )
 def test_errors_are_one_line(pair, arguments, message):
@@ -139,6 +148,39 @@ def test_errors_are_one_line(pair, arguments, message):
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--temperature", "0"], ["--top-p", "2"], ["--top-k", "-1"], ["--max-new-tokens", "0"], ["--repeats", "2"]],
+)
+def test_nothing_is_loaded_for_options_that_cannot_be(monkeypatch, option):
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
+    assert specx("the cat", *option).stderr.startswith(f"error: {option[0]} ")
+
+
+def test_accelerators_are_used(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cli_options.load_pair("embedded", "auto")
+    assert seen == [{"dtype": "auto", "device_map": "auto"}]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_text_of_an_encoder_decoder(tokenizer, monkeypatch, rows):
+    """All that its decoder wrote, though the prompts are longer than the one token that it starts from."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=1, eos_token_id=0)).eval()
+    pair = DraftTargetPair(target, near(target, 0.1), tokenizer)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: pair)
+    prompts = [f"{text} on the mat" for text in TEXTS[:rows]]
+    run = document(specx(*prompts, *FAST, "--greedy", "--json"))["runs"][0]
+    inputs = bench.encode(tokenizer, target, prompts, 12)
+    output = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, 1:]
+    assert run["texts"] == tokenizer.batch_decode(output, skip_special_tokens=True)
+    assert "wwwwwwwwwwww" in run["texts"]
 
 
 def test_loading_is_told_no_more_than_was_given(pair, monkeypatch):
@@ -154,6 +196,47 @@ def test_pair_that_is_not_there(tmp_path):
     assert result.exit_code == 2
     assert str(tmp_path / "none") in result.stderr
     assert "Traceback" not in result.output
+
+
+def not_there(*args, **options):
+    """As the Hub's client says it offline: without a name."""
+    raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "a", "--pair", "org/none"],
+        ["card", "org/none"],
+        ["export", "vllm", "org/none"],
+        ["publish", "org/none", "org/name"],
+        ["tune", "org/none", "org/draft", "--no-measure"],
+    ],
+)
+def test_names_that_are_not_found_are_named(monkeypatch, command):
+    monkeypatch.setattr(fetch, "snapshot_download", not_there)
+    result = CliRunner(env={"TERM": "dumb"}).invoke(cli.app, command)
+    assert result.exit_code == 2
+    assert "error: 'org/none' cannot be got from the Hub, and there is no folder of that name here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("embeded", "did you mean 'embedded'"),
+        ("gpt2-xl-with-gpt2", "make one with specx tune openai-community/gpt2-xl openai-community/gpt2 --out FOLDER"),
+    ],
+)
+def test_names_without_an_owner_are_not_looked_for(monkeypatch, name, says):
+    monkeypatch.setattr(fetch, "snapshot_download", None)
+    assert says in specx("a", "--pair", name).stderr
+
+
+def test_what_is_missing_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "hf_specx.cli")
+    with pytest.raises(SystemExit, match=re.escape("in a clone of its repository, pip install '.[cli]'")):
+        importlib.import_module("hf_specx.cli")
 
 
 def test_demo_without_prompts(pair):
@@ -189,46 +272,3 @@ def test_piped_output_is_bare(pair):
     assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
-
-
-@pytest.mark.parametrize(
-    ("record", "origins"),
-    [
-        (RoundRecord(0, 0, 1), ["bonus"]),  # a plain step
-        (RoundRecord(3, 0, 1), ["recovered"]),
-        (RoundRecord(3, 2, 3), ["accepted", "accepted", "recovered"]),
-        (RoundRecord(2, 2, 3), ["accepted", "accepted", "bonus"]),
-        (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
-        (RoundRecord(3, 1, 1), ["accepted"]),
-    ],
-)
-def test_origins_of_a_round(record, origins):
-    assert console.round_origins(record) == origins
-
-
-def test_colours_by_origin(tokenizer):
-    history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
-    tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
-    text = console.coloured(tokens, history, console.TokenDecoder(tokenizer, []))
-    assert text.plain == "bdoganc"
-    origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
-    assert [(s.start, s.style) for s in text.spans] == [(i, console.STYLES[o]) for i, o in enumerate(origins)]
-    assert console.coloured(tokens[:2], history, console.TokenDecoder(tokenizer, [])).plain == "bd"
-
-
-@pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
-def test_characters_split_across_tokens(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    decoder = console.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
-    pieces = [decoder.push(i) for i in ids]
-    assert "".join(pieces) == text
-    assert decoder.rest() == ""
-    assert text.isascii() == all(pieces)
-
-
-def test_unfinished_and_broken_characters(tokenizer):
-    ids = tokenizer("é🙂")["input_ids"]
-    decoder = console.TokenDecoder(tokenizer, [])
-    broken = [ids[0], *tokenizer("a")["input_ids"], *ids[2:4]]  # half an é, a letter, half a face
-    assert [decoder.push(i) for i in broken] == ["", "\ufffda", "", ""]
-    assert set(decoder.rest()) == {"\ufffd"}

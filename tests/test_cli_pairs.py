@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from hf_specx import DraftTargetPair, cli, cli_pairs
 from hf_specx.cards import known_card, render
 from hf_specx.export import vllm
+from hf_specx.fetch import Files
 from hf_specx.known_pairs import KNOWN_PAIRS
 from hf_specx.pair_config import ModelSource, PairConfig
 
@@ -76,25 +77,27 @@ def test_all_cards(tmp_path):
     assert {"embedded", KNOWN} <= set(names)
 
 
-def test_the_hub_is_asked_for_what_was_said(monkeypatch):
-    seen = []
+def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
+    seen, code = [], []
     config = PairConfig(ModelSource("org/t", "c1"), ModelSource("org/d", "c2"))
     monkeypatch.setattr(cli_pairs, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
+    monkeypatch.setattr(cli_pairs, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
     assert output("card", "org/pair", "--revision", "v1", "--token", "t") == render(config, "org/pair")
+    assert code == [("org/pair", "v1", ["generate.py"], "custom_generate", {"token": "t"})]
     output("export", "vllm", "org/pair", "--revision", "v1")
     output("export", "vllm", "org/pair")
     assert seen == [("org/pair", "v1", {"token": "t"}), ("org/pair", "v1", {}), ("org/pair", None, {})]
 
 
 @pytest.fixture
-def pushed(monkeypatch):
+def pushed(folder, monkeypatch):
     """What was asked to be published, and by what the pair was loaded."""
     seen = {}
     plain = DraftTargetPair.from_pretrained
 
     def load(name, **options):
         seen["load"] = options
-        return plain(name, dtype="auto")
+        return plain(folder, dtype="auto")
 
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", load)
     monkeypatch.setattr(
@@ -115,8 +118,8 @@ def test_publish(folder, pushed):
 
 
 def test_publish_with_every_option(folder, pushed):
-    options = ["--private", "--revision", "next", "--pair-revision", "v1", "--token", "t", "--trust-remote-code"]
-    output("publish", folder, "org/name", *options, "--reference-target", "--inside-draft")
+    options = ["--private", "--branch", "next", "--revision", "v1", "--token", "t", "--trust-remote-code"]
+    output("publish", "org/pair", "org/name", *options, "--reference-target", "--inside-draft")
     assert pushed["load"] == {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
     assert (pushed["private"], pushed["revision"], pushed["token"]) == (True, "next", "t")
     assert (pushed["target"], pushed["draft"]) == ("reference", "inside")
@@ -137,6 +140,12 @@ def test_publish_into_a_folder(folder, tmp_path):
     assert json.loads(result.splitlines()[-1])["folder"] == str(tmp_path / "repository")
     names = {path.name for path in (tmp_path / "repository").iterdir()}
     assert {"README.md", "custom_generate", "specx_config.json", "model.safetensors", "draft"} <= names
+    place, old = tmp_path / "repository", tmp_path / "repository" / "old"
+    old.touch()
+    output("publish", folder, "--folder", place, "--overwrite")
+    assert not old.exists()
+    config = PairConfig.from_file(place / "specx_config.json")
+    assert output("card", place) == (place / "README.md").read_text() == render(config, "repository", published=True)
 
 
 def test_export(folder):
@@ -155,7 +164,21 @@ def test_export_of_a_known_pair(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["card", "FOLDER", "--all", "x"], "leave the name and --out away"),
+        (["card", "FOLDER", "--all", "x"], "leave the name, --out, --title and --revision away"),
+        (["card", "--all", "x", "--title", "a/b"], "leave the name, --out, --title and --revision away"),
+        (["card", "--title", "a/b"], "without a name there is no card"),
+        (["card", "--out", "x"], "without a name there is no card"),
+        (["card", KNOWN, "--title", "a/b"], f"--title a/b means nothing for '{KNOWN}'"),
+        (["card", "embedded", "--revision", "v1"], "--revision v1 means nothing for 'embedded'"),
+        (["export", "vllm", KNOWN, "--revision", "v1"], f"--revision v1 means nothing for '{KNOWN}'"),
+        (["card", KNOWN[:-1]], f"did you mean '{KNOWN}'"),
+        (["export", "vllm", KNOWN[:-1]], f"did you mean '{KNOWN}'"),
+        (["publish", "embeded", "org/name"], "did you mean 'embedded'"),
+        (["publish", "FOLDER", "--folder", "x", "--private"], "--private is for a repository"),
+        (["publish", "FOLDER", "--folder", "x", "--branch", "b"], "--branch is for a repository"),
+        (["publish", "FOLDER", "org/name", "--overwrite"], "--overwrite is for --folder"),
+        (["publish", "FOLDER", "org/name", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
+        (["publish", "org/none", "--folder", "FOLDER"], "is there already; name another folder, or pass --overwrite"),
         (["card", "EMPTY"], "no specx_config.json"),
         (["publish", "FOLDER"], "give the repository's name, or --folder"),
         (["publish", "FOLDER", "org/name", "--folder", "x"], "give the repository's name, or --folder"),

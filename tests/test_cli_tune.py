@@ -98,14 +98,14 @@ def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
     saved = []
     config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
     pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
-    cli_tune.conclude(Trial("draft", config=config, pair=pair), tmp_path, inside)
-    assert saved == [(tmp_path, dict(zip(("target", "draft"), places, strict=True)))]
+    cli_tune.save(Trial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
+    assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
 def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
     monkeypatch.setattr(Trial, "speedup", speed)
-    cli_tune.conclude(Trial("d", config=PairConfig(ModelSource(), ModelSource()), pair=object()), None, False)
+    cli_tune.recommend(Trial("d", config=PairConfig(ModelSource(), ModelSource())))
     assert capsys.readouterr().out.startswith(says)
 
 
@@ -120,6 +120,7 @@ def test_options_reach_the_study(folders, monkeypatch):
     measuring = "--batch 3 --repeats 4 --greedy --verification token --seed 5 --dtype float32"
     loading = "--token t --revision v1 --draft-revision v2 --draft-revision v3 --trust-remote-code"
     options = f"{measuring} {loading} --save-prompts".split(" ")
+    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options])
     specx("T", "D", "E", *options)
     specx("T", "D")
     target, drafts, study, *revisions = seen[0]
@@ -132,6 +133,7 @@ def test_options_reach_the_study(folders, monkeypatch):
         True,
         True,
     )
+    assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
     target, drafts, study, *revisions = seen[1]
     assert (revisions, study.batches, study.verification) == ([None, []], (1, 8), None)
     assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
@@ -151,18 +153,54 @@ def test_options_reach_the_study(folders, monkeypatch):
         (["DRAFT", "--draft-revision", "a", "--draft-revision", "b"], "2 revisions were given for 1 drafts"),
         (["DRAFT", "DRAFT"], "each once"),
         (["DRAFT", "E", "--no-measure", "--out", "x"], "--no-measure cannot tell"),
-        (["DRAFT", "--out", "USED"], "is there already"),
+        (["DRAFT", "--out", "USED"], "is there already; name another folder, or pass --overwrite"),
+        (["DRAFT", "--out", "USED/file/pair"], "file; name another folder"),
+        (["DRAFT", "--out", "USED/file/new/pair"], "file; name another folder"),
+        (["DRAFT", "--overwrite"], "--overwrite is for saving"),
+        (["DRAFT", "--inside"], "--inside is for saving"),
+        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
         (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
     ],
 )
 def test_errors_are_one_line(folders, tmp_path, arguments, message):
-    (tmp_path / "file").touch()
+    (tmp_path / "file").touch(0o755)
     names = {"DRAFT": folders["draft"], "USED": str(tmp_path)}
-    result = specx(folders["target"], *(names.get(a, a) for a in arguments))
+    result = specx(folders["target"], *(names.get(a, a).replace("USED", str(tmp_path)) for a in arguments))
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("out", ["pair", "new/pair"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, out):
+    monkeypatch.setattr(cli_tune, "try_drafts", None)
+    monkeypatch.setattr(cli_tune.os, "access", lambda folder, how: folder != tmp_path)
+    result = specx("T", "D", "--out", str(tmp_path / out))
+    assert result.exit_code == 2
+    assert f"nothing can be written in {tmp_path}; name another folder." in result.stderr
+
+
+def test_a_folder_is_replaced_if_that_is_asked_for(folders, tmp_path):
+    (tmp_path / "old").touch()
+    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path), "--overwrite", "--json"]
+    result = specx(*arguments, input="")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["target"] == folders["target"]
+    assert result.stderr == f"saved in {tmp_path}: target inside, draft inside\n"
+    assert not (tmp_path / "old").exists()
+    assert (tmp_path / "specx_config.json").exists()
+
+
+def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):
+    def save(pair, folder, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(DraftTargetPair, "save_pretrained", save)
+    result = specx(folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair"), "--json")
+    assert (result.exit_code, result.stderr) == (2, "error: no space left\n")
+    assert json.loads(result.stdout.splitlines()[-1])["drafts"][0]["config"] is not None
 
 
 def test_no_prompts(folders):

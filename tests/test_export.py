@@ -8,6 +8,7 @@ import pytest
 from test_cards import full, measured
 
 from hf_specx.export import vllm
+from hf_specx.known_pairs import BY_NAME as KNOWN
 from hf_specx.pair_config import ModelSource, PairConfig
 
 
@@ -127,7 +128,12 @@ def test_remarks_stay_comments():
     [
         (inside(), r"'draft' of 'org/pair'.*hf download org/pair --local-dir FOLDER"),
         (full(verification="block"), r"the draft is in the subfolder 'small' of 'org/draft'.*loads roots only"),
-        (by_reference(target=ModelSource("google/t5", model_type="t5")), r"the target is an encoder-decoder \(t5\)"),
+        (by_reference(target=ModelSource("google/t5", model_type="t5")), r"the target is an encoder-decoder \(AutoM"),
+        (KNOWN["flan-t5-xxl-with-small"].config(), r"the target is an encoder-decoder"),
+        (
+            by_reference(draft=ModelSource("a/b", model_type="t5_gemma_module", auto_class="AutoModelForSeq2SeqLM")),
+            r"the draft is an encoder-decoder",
+        ),
         (by_reference(draft=ModelSource("a/whisper", model_type="whisper")), r"the draft is an encoder-decoder"),
         (by_reference(draft=ModelSource("org/My-DFlash-1B")), r"'org/My-DFlash-1B' has 'dflash' in its name"),
         (by_reference(num_draft_tokens=0), "num_draft_tokens=0 is below 1"),

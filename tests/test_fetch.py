@@ -11,6 +11,7 @@ import pytest
 import torch
 from repositories import INDEX, pair, shard
 from safetensors.torch import save_file
+from tiny_tokenizer import END, PAD
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair, fetch
@@ -155,25 +156,44 @@ def test_a_fingerprint_outlives_saving(folder: Path, tmp_path: Path):
 
 def save(folder: Path, weight: torch.Tensor) -> str:
     folder.mkdir(exist_ok=True)
-    save_file({"weight": weight}, folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    save_file({"before": torch.zeros(3), "weight": weight, "x": torch.zeros(1)}, folder / "model.safetensors")
     return fingerprint(folder)
 
 
-def test_one_weight_is_enough_in_a_small_file(tmp_path: Path):
-    weight = torch.zeros(60_000)  # 240 KB, of which every byte is read
-    before = save(tmp_path / "w", weight)
-    for place in (0, 1, 30_000, 30_001, 59_999):
-        changed = weight.clone()
-        changed[place] = 1e-30
-        assert save(tmp_path / "w", changed) != before
-    assert save(tmp_path / "w", weight) == before
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_value_in_the_middle_of_a_tensor_is_enough(tmp_path: Path, dtype: torch.dtype):
+    """Of any size; it is one of those that are read."""
+    for size in (1, 2, 3, 500, 60_001):
+        weight = torch.zeros(size, dtype=dtype)
+        before = save(tmp_path / "w", weight)
+        weight[size // 2] = 1
+        assert save(tmp_path / "w", weight) != before
+        assert save(tmp_path / "w", torch.zeros_like(weight)) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, False),
+        ("rms_norm_eps", 1e-3, False),
+        ("transformers_version", "9.9", True),
+        ("_name_or_path", "org/target", True),
+    ],
+)
+def test_a_fingerprint_is_of_what_is_computed(folder: Path, name: str, value: object, same: bool):
+    """So that settings count as weights do, but not who has saved them."""
+    before, path = fingerprint(folder), folder / "config.json"
+    values = json.loads(path.read_text()) | {name: value}
+    path.write_text(json.dumps(values, indent=7))
+    assert (fingerprint(folder) == before) == same
 
 
 def test_training_changes_a_large_file(tmp_path: Path):
-    """Of which only parts are read; where nearly all weights move, some of those do."""
+    """Of which only parts are read; where many weights move, some of those do."""
     weight = torch.zeros(4_000_000)
     before = save(tmp_path / "w", weight)
-    changed = torch.where(torch.arange(len(weight)) % 997 == 0, 1e-3, weight)
+    changed = torch.where(torch.arange(len(weight)) % 97 == 0, 1e-3, weight)
     assert save(tmp_path / "w", changed) != before
     assert save(tmp_path / "w", weight[:-1]) != before
 
@@ -189,7 +209,7 @@ def test_all_shards_count(folder: Path):
 def test_tokenizers(folder: Path):
     files = Files(str(folder), None, folder)
     tokens = len(pair().tokenizer)
-    for facts in (None, TokenizerFacts("one", tokens)):
+    for facts in (None, TokenizerFacts("one", tokens, {"eos_token": END, "pad_token": PAD})):
         assert get_tokenizer(files, "", facts, False).get_vocab() == pair().tokenizer.get_vocab()
     assert get_tokenizer(files, "draft", None, False) is None
 

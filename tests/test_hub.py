@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import transformers
 from hub_answers import OWNER
 from hub_client import Client, Failed
 from hub_pairs import (
@@ -23,12 +24,15 @@ from hub_pairs import (
     said,
 )
 from hub_server import Hub
+from packaging import version
+from tiny import near
 from transformers import AutoModelForCausalLM
 
 
 pytest_plugins = ["hub_fixtures"]
 
 Clients = Callable[..., Client]
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
 
 
 def has_package() -> bool:
@@ -163,7 +167,10 @@ def push_by_reference(draft: str, loaded_here: bool) -> None:
     models: dict[str, Any] = {role: f"org/{role}" for role in ("target", "draft")}
     if not loaded_here:
         models = {role: AutoModelForCausalLM.from_pretrained(name) for role, name in models.items()}
+    recommended = pair.config.num_draft_tokens
     pair = DraftTargetPair.from_pretrained("whole", **models)
+    assert pair.config.num_draft_tokens == (recommended if loaded_here else "auto")  # of models that may be any
+    pair.config.num_draft_tokens = recommended
     pair.push_to_hub(NAME, token=OWNER, target="reference", draft=draft)
 
 
@@ -181,6 +188,90 @@ def test_models_by_reference(hub: Hub, client: Clients, draft: str, loaded_here:
     hub.put("org/draft", {"model.safetensors": b"no weights at all"})
     assert client("by package")(by_package, NAME) == expected()
     assert client("by string", package=False)(by_string_with_the_target, NAME) == expected()
+
+
+def by_function_anew(name: str) -> list[list[int]]:
+    """By another object of the same repository, loaded when this is called first."""
+    from hf_specx import generate
+
+    if "anew" not in MODELS:
+        MODELS["anew"] = AutoModelForCausalLM.from_pretrained(name)
+    return said(generate, MODELS["anew"], model=MODELS["anew"])
+
+
+def test_a_target_keeps_the_draft_that_it_was_loaded_with(hub: Hub, client: Clients):
+    """Though the repository has another by now, which another object of it has found; nothing more is asked."""
+    publisher, user = client("publisher"), client()
+    publisher(push, NAME)
+    assert user(by_function, NAME) == expected(1)
+    publisher(push, NAME, 2)
+    assert user(by_function_anew, NAME) == expected(2)
+    hub.requests.clear()
+    assert user(by_function, NAME) == expected(1)
+    assert user(by_function_anew, NAME) == expected(2)
+    assert hub.requests == []
+
+
+def revision_by_reference(name: str, revision: str) -> str | None:
+    """What is noted of a model that transformers itself loaded, after it had loaded the newest."""
+    from hf_specx import DraftTargetPair
+    from hf_specx.pair_config import PairConfig
+
+    AutoModelForCausalLM.from_pretrained(name)
+    target = AutoModelForCausalLM.from_pretrained(name, revision=revision)
+    DraftTargetPair(target, near(target, 0.1)).save_pretrained("pair", target="reference")
+    return PairConfig.from_file("pair/specx_config.json").target.revision
+
+
+def test_no_commit_is_guessed(hub: Hub, client: Clients):
+    """The cache has two, and transformers does not say from which one a model is; up to 5.22, it did."""
+    publisher = client("publisher")
+    first = publisher(push, NAME)
+    publisher(push, NAME, 2)
+    if version.parse(transformers.__version__) < version.parse("5.23"):
+        assert client()(revision_by_reference, NAME, first) == first
+        return
+    with pytest.raises(Failed, match="loaded from 'org/pair', which is no repository on the Hub or not known at which"):
+        client()(revision_by_reference, NAME, first)
+
+
+def push_with_a_template(name: str) -> None:
+    pair = a_pair()
+    pair.tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    pair.push_to_hub(name, token=OWNER)
+    pair.target.push_to_hub("org/target", token=OWNER)
+    pair.save_pretrained("whole")
+
+
+def push_again(name: str, target: str) -> None:
+    """What was saved above, without its template or without its tokenizer."""
+    from hf_specx import DraftTargetPair
+
+    pair = DraftTargetPair.from_pretrained("whole", target="org/target")
+    pair.tokenizer.chat_template = None
+    if target == "reference":
+        pair.tokenizer = None
+    pair.push_to_hub(name, token=OWNER, target=target)
+
+
+USERS = {"LICENSE": b"ours", "docs/notes.json": b"{}", "images/a.png": b"", "docs/model.safetensors": b""}
+LEFT = {"pytorch_model.bin": b"", "draft/pytorch_model.bin": b"", "model-00001-of-00002.safetensors": b""}
+
+
+@pytest.mark.parametrize("target", ["reference", "inside"])
+def test_a_push_leaves_nothing_of_an_earlier_pair(hub: Hub, client: Clients, target: str):
+    """And what is not of a pair stays."""
+    publisher = client("publisher")
+    publisher(push_with_a_template, NAME)
+    assert {"chat_template.jinja", "additional_chat_templates/tools.jinja"} <= hub.files(NAME).keys()
+    hub.put(NAME, USERS | LEFT)
+    publisher(push_again, NAME, target)
+    kept = {"README.md", "specx_config.json", *(f"draft/{name}" for name in MODEL_FILES)}
+    if target == "inside":
+        kept |= {*MODEL_FILES, "tokenizer.json", "tokenizer_config.json"}
+    assert {path for path in hub.files(NAME) if not path.startswith("custom_generate/")} == kept | USERS.keys()
+    assert {path: hub.files(NAME)[path] for path in USERS} == USERS
+    assert client(package=False)(by_string_with_the_target, NAME) == expected()
 
 
 def test_pairs_of_one_name_are_two(hub: Hub, client: Clients):

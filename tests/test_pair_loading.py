@@ -1,10 +1,13 @@
 """Loading a pair: where its models go, what is taken in place of them, and whose an argument is."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import Forwards, near, prompts, tiny
+from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, pair_loading
@@ -102,3 +105,70 @@ def test_inputs_are_moved_to_the_target(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **kwargs: moved.append(args) or move(x, *args, **kwargs))
     pair.generate(**prompts(2), max_new_tokens=2, do_sample=False, num_draft_tokens=1)
     assert moved[:2] == [(torch.device("cpu"),)] * 2
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, target = tmp_path_factory.mktemp("pairs") / "pair", tiny(vocab_size=280)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(path)
+    return path
+
+
+def elsewhere(folder: Path, model: PreTrainedModel, own: str | None, texts: tuple[str, ...] = ()) -> Path:
+    """A model by itself, perhaps with a tokenizer that can be told from others by its template."""
+    model.save_pretrained(folder)
+    if own is not None:
+        tokenizer = tiny_tokenizer(texts) if texts else tiny_tokenizer()
+        tokenizer.chat_template = own
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("roles", "own", "expected"),
+    [
+        ((), False, (None, None)),
+        (("target",), True, ("target", None)),
+        (("target",), False, (None, None)),
+        (("draft",), True, (None, "draft")),
+        (("draft",), False, (None, None)),
+        (("target", "draft"), True, ("target", "draft")),
+    ],
+)
+def test_whose_tokenizers_there_are(
+    roles: tuple[str, ...],
+    own: bool,
+    expected: tuple[str | None, str | None],
+    with_tokenizer: Path,
+    tmp_path: Path,
+):
+    """A model from elsewhere has its own, if there is one there, and the other keeps that of the pair."""
+    model = tiny(vocab_size=280)
+    others = {role: elsewhere(tmp_path / role, model, role if own else None) for role in roles}
+    pair = DraftTargetPair.from_pretrained(with_tokenizer, **others)
+    assert (pair.tokenizer.chat_template, pair.draft_tokenizer.chat_template) == expected
+    used = (pair.strategy.tokenizer, pair.strategy.draft_tokenizer)
+    assert used == (pair.tokenizer, pair.draft_tokenizer)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_from_elsewhere_with_another_tokenizer(role: str, with_tokenizer: Path, tmp_path: Path):
+    """Which is seen when the two are used together, with options for the call and without."""
+    other = elsewhere(tmp_path / role, tiny(vocab_size=280), "own", ("other words altogether",))
+    pair = DraftTargetPair.from_pretrained(with_tokenizer, **{role: other})
+    for options in ({}, {"layout": "padded"}):
+        with pytest.raises(ValueError, match="the two tokenizers differ, for instance in"):
+            pair.generate(**prompts(2), **SETTINGS, **options)
+
+
+@pytest.mark.parametrize("pickled", [(), ("",), ("", "draft")], ids=str)
+def test_pickles_where_they_are_trusted(
+    pickled: tuple[str, ...], folder: Path, target: PreTrainedModel, tmp_path: Path
+):
+    """Or safetensors all the same."""
+    copied = Path(shutil.copytree(folder, tmp_path / "pair"))
+    for part in pickled:
+        weights = copied / part / "model.safetensors"
+        torch.save(load_file(weights), copied / part / "pytorch_model.bin")
+        weights.unlink()
+    check_text(DraftTargetPair.from_pretrained(copied, use_safetensors=False), target)

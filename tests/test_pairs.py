@@ -88,6 +88,12 @@ def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypat
     assert loaded.strategy.num_draft_tokens == "auto"
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_pair_with_another_model_is_another_pair(pair: DraftTargetPair, role: str):
+    with pytest.raises(AttributeError):
+        setattr(pair, role, tiny())
+
+
 def test_a_pair_goes_on_where_it_left_off():
     """Also with options for one call, and with a strategy that its user has put there."""
     target = tiny()

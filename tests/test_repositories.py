@@ -1,11 +1,13 @@
 """Broken and hostile repositories: each has its own check and message, none runs code, none loads wrongly.
 
-With one check disabled, exactly its cases get through or stumble elsewhere; no code is run then either.
+No other check says anything of a case. So with one check disabled, exactly its cases get through or stumble elsewhere;
+no code is run then either.
 """
 
 import json
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from refused import OF_PAIRS, check_of, checks_in, is_refused
 from repositories import code, edit, load, load_draft, pair, pickled, ran, with_code
 from repository_cases import CASES as OF_CONFIGS
 from repository_files import CASES as OF_FILES
-from tiny import prompts
+from tiny import near, prompts
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
@@ -48,11 +50,30 @@ def test_what_is_whole_is_loaded(folder: Path):
     load_draft(folder)
 
 
+@pytest.fixture
+def speaking(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The checks that have had something to say."""
+    names: set[str] = set()
+
+    def noting(name: str, check: Callable[..., str | None]) -> Callable[..., str | None]:
+        def ask(*args: object, **kwargs: object) -> str | None:
+            message = check(*args, **kwargs)
+            names.update([] if message is None else [name])
+            return message
+
+        return ask
+
+    for name, check in [*CHECKS.items()]:
+        monkeypatch.setitem(CHECKS, name, noting(name, check))
+    return names
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str, folder: Path):
+def test_it_is_refused(case: str, folder: Path, speaking: set[str]):
     message, misuse = CASES[case]
     with pytest.raises(ValueError, match=message):
         misuse(folder)
+    assert speaking == {check_of(case)}
     assert not ran(folder)
 
 
@@ -62,20 +83,11 @@ def test_there_are_many_kinds_and_each_has_its_case():
     assert len(checks_in(OF_PAIRS)) >= 25
 
 
-@pytest.mark.parametrize("name", sorted(checks_in(OF_PAIRS)))
-def test_without_a_check_exactly_its_cases_fail(
-    name: str, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setitem(CHECKS, name, lambda *args, **kwargs: None)
-    through, codes = [], []
-    for number, (case, told) in enumerate(CASES.items()):
-        folder = Path(shutil.copytree(good, tmp_path / str(number) / "pair"))
-        if not is_refused(told, folder):
-            through.append(case)
-        if ran(folder):
-            codes.append(case)
-    assert through == [case for case in CASES if check_of(case) == name]
-    assert codes == []
+@pytest.mark.parametrize("case", CASES)
+def test_without_its_check_it_is_not(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CHECKS, check_of(case), lambda *args, **kwargs: None)
+    assert not is_refused(CASES[case], folder)
+    assert not ran(folder)
 
 
 def own_model(folder: Path) -> None:
@@ -163,11 +175,8 @@ def test_weights_that_changed_are_named(role: str, folder: Path, recwarn: pytest
     load(folder)
     assert not [w for w in recwarn if issubclass(w.category, UserWarning)]
     path = folder / ("" if role == "target" else "draft")
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        model.lm_head.weight[3, 3] += 1
-    model.save_pretrained(path)
-    with pytest.warns(UserWarning, match=f"the weights in {path} are not those that the pair was measured with"):
+    near(AutoModelForCausalLM.from_pretrained(path), 0.01).save_pretrained(path)
+    with pytest.warns(UserWarning, match=f"the model in {path} is not the one that the pair was measured with"):
         load(folder)
 
 

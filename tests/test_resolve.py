@@ -211,7 +211,7 @@ def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path
     pair = padded_pair()
     pair.tokenizer = None
     write_repository(pair, tmp_path / "pair")
-    with pytest.raises(ValueError, match="scores 288 tokens and the draft 280"):
+    with pytest.raises(ValueError, match="the target has 288 tokens and the draft 280"):
         by_string(pair.target, tmp_path / "pair")
 
 
@@ -220,7 +220,7 @@ def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path
     [
         (True, False, None),
         (False, False, None),
-        (True, True, "the tokenizer of org/draft has|have other ids than those that its pair was checked with"),
+        (True, True, "the tokenizer of org/draft ha.* its pair was checked with"),
         (False, True, "the two tokenizers differ, for instance in"),
     ],
 )

@@ -1,5 +1,6 @@
 """Saving a pair: whole or not at all, inside or by reference, and loaded again as it was."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specx import DraftTargetPair
+from hf_specx.facts import tokenizer_facts
 from hf_specx.fetch import fingerprint
 from hf_specx.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig, SavedCosts, TokenizerFacts
 
@@ -97,14 +99,48 @@ def test_what_goes_wrong_leaves_nothing(pair: DraftTargetPair, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_that_cannot_be_put_in_its_place(
+    pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The earlier pair is put back."""
+    folder, rename, renamed = tmp_path / "pair", Path.rename, []
+    pair.save_pretrained(folder)
+    before = content(folder)
+
+    def failing(path: Path, to: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == 2:
+            raise OSError("no room")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no room"):
+        DraftTargetPair(pair.target, near(pair.target, 0.3)).save_pretrained(folder, overwrite=True)
+    assert content(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_to_a_folder_stays_one(pair: DraftTargetPair, tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for overwrite in (False, True):
+        pair.save_pretrained(tmp_path / "link", overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "folder" / CONFIG_NAME).is_file()
+        assert not (tmp_path / "folder").is_symlink()
+
+
 def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     folder = tmp_path / "pair"
     pair.save_pretrained(folder)
     (folder / "left over.safetensors").touch()
-    pair.draft = near(pair.target, 0.3)
-    pair.save_pretrained(folder, overwrite=True)
+    other = DraftTargetPair(pair.target, near(pair.target, 0.3), pair.tokenizer)
+    other.save_pretrained(folder, overwrite=True)
     assert not (folder / "left over.safetensors").exists()
-    assert weights_equal(DraftTargetPair.from_pretrained(folder).draft, pair.draft)
+    assert weights_equal(DraftTargetPair.from_pretrained(folder).draft, other.draft)
     assert list(tmp_path.iterdir()) == [folder]
 
 
@@ -126,4 +162,66 @@ def test_the_embedded_pair_is_as_its_config_says():
     assert config.to_text() == (EMBEDDED / CONFIG_NAME).read_text()
     assert config.target.fingerprint == fingerprint(EMBEDDED)
     assert config.draft.fingerprint == fingerprint(EMBEDDED / "draft")
-    assert config.tokenizers == TokenizerFacts("one", 4096, {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"})
+    assert config.tokenizers == tokenizer_facts(AutoTokenizer.from_pretrained(EMBEDDED))
+    special = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    assert replace(config.tokenizers, vocabulary=None) == TokenizerFacts("one", 4096, special)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("how", ["weights", "folder", "model"])
+def test_what_was_measured_is_of_those_models(role: str, how: str, pair: DraftTargetPair, tmp_path: Path):
+    """With others, it is forgotten, and with it what was recommended; texts and notes stay."""
+    folder, other = tmp_path / "pair", near(getattr(pair, role), 0.2)
+    pair.save_pretrained(folder)
+    if how == "model":
+        loaded = DraftTargetPair.from_pretrained(folder, **{role: other})
+    elif how == "folder":
+        other.save_pretrained(tmp_path / "other")
+        loaded = DraftTargetPair.from_pretrained(folder, **{role: tmp_path / "other"})
+    else:
+        other.save_pretrained(folder / ("" if role == "target" else "draft"))
+        with pytest.warns(UserWarning, match="is not the one that the pair was measured with; measure it anew"):
+            loaded = DraftTargetPair.from_pretrained(folder)
+    loaded.save_pretrained(tmp_path / "again")
+    config = PairConfig.from_file(tmp_path / "again" / CONFIG_NAME)
+    assert (config.costs, config.measurements, config.prompts, config.license) == (None, [], ["a", "b"], "mit")
+    assert (config.num_draft_tokens, config.verification, config.layout) == ("auto", None, "auto")
+    assert weights_equal(getattr(DraftTargetPair.from_pretrained(tmp_path / "again"), role), other)
+
+
+def test_the_same_models_from_elsewhere_keep_what_was_measured(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    for role in ("target", "draft"):
+        getattr(pair, role).save_pretrained(tmp_path / role)
+        loaded = DraftTargetPair.from_pretrained(tmp_path / "pair", **{role: tmp_path / role})
+        assert loaded.config.costs == COSTS
+        assert loaded.config.measurements == pair.config.measurements
+
+
+def test_a_tokenizer_that_was_changed(pair: DraftTargetPair, tmp_path: Path):
+    """Each time it is noted anew, and compared on loading."""
+    pair.save_pretrained(tmp_path / "0")
+    for step, change in enumerate(
+        [
+            lambda tokenizer: tokenizer.add_tokens(["<more>"]),
+            lambda tokenizer: tokenizer.add_special_tokens({"bos_token": "<more>"}),
+        ]
+    ):
+        pair = DraftTargetPair.from_pretrained(tmp_path / str(step))
+        change(pair.tokenizer)
+        pair.save_pretrained(tmp_path / str(step + 1))
+        loaded = DraftTargetPair.from_pretrained(tmp_path / str(step + 1))
+        assert loaded.tokenizer.get_vocab() == pair.tokenizer.get_vocab()
+        assert loaded.tokenizer.special_tokens_map == pair.tokenizer.special_tokens_map
+        assert (loaded.config.tokenizers.tokens, loaded.config.tokenizers.method) == (4097, "one")
+    assert loaded.config.tokenizers.special_tokens["bos_token"] == "<more>"
+
+
+def test_no_tokenizer_any_more(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    loaded.tokenizer = None
+    loaded.save_pretrained(tmp_path / "without")
+    again = DraftTargetPair.from_pretrained(tmp_path / "without")
+    assert again.tokenizer is None
+    assert again.config.tokenizers is None

@@ -151,13 +151,21 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
 
 
 def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
-    tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "t5")
+    """Its prompts are padded on the right: this one has learned positions, counted from the left."""
+    tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
     target.resize_token_embeddings(len(tokenizer))
     pair = DraftTargetPair(target, near(target, 0.1), tokenizer)
-    new = complete(pair, TEXTS[:2], **GREEDY, batch_size=1)
-    for text, output in zip(TEXTS, new, strict=False):
+    expected = []
+    for text in TEXTS[:2]:
         ids = tokenizer([text], return_tensors="pt")["input_ids"]
-        assert output == tokenizer.decode(target.generate(ids, **GREEDY)[0], skip_special_tokens=True)
+        expected.append(tokenizer.decode(target.generate(ids, **GREEDY)[0], skip_special_tokens=True))
+    for batch_size in (1, 2):
+        assert complete(pair, TEXTS[:2], **GREEDY, batch_size=batch_size) == expected
+    assert len(set(expected)) == 2
+
+
+def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
+    assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from repositories import SMALL, pair
 from tiny import tiny
 
 from hf_specx.cards import known_card
-from hf_specx.checks_tune import check_drafts, check_reads, check_study
+from hf_specx.checks_tune import check_drafts, check_reads, check_study, looking_for
 from hf_specx.export import vllm
 from hf_specx.pair_config import ModelSource, PairConfig
 from hf_specx.placement import plan
@@ -41,6 +41,11 @@ def in_shards() -> None:
         complete(SimpleNamespace(target=target, draft=draft, tokenizer=pair().tokenizer, generate=None), ["a"])
 
 
+def not_found() -> None:
+    with looking_for("org/none"):
+        raise OSError("no route")
+
+
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
 CASES = {
     "unknown_known_pair": ("no well-known pair is called 'qwen9'", lambda: known_card("qwen9")),
@@ -50,6 +55,10 @@ CASES = {
     "batches_of_no_size": ("no different sizes of 1 or more; give", lambda: check_study([0], 1)),
     "batches_of_no_size, twice": ("no different sizes", lambda: check_study([2, 2], 1)),
     "repeats_without_a_run": ("repeats=0 times nothing; give", lambda: check_study([1], 0)),
+    "name_that_is_not_found": (
+        "'org/none' cannot be got from the Hub, and there is no folder of that name here: no route",
+        not_found,
+    ),
     "prompts_without_tokenizer": ("'a' has no tokenizer, so it cannot read", lambda: check_reads("a", None)),
     "server_without_subfolders": (
         "draft is in the subfolder 'small' of 'org/draft', and vLLM loads roots only; save",
@@ -60,7 +69,7 @@ CASES = {
         exported(ModelSource(vocab_size=4), ModelSource(subfolder="draft", vocab_size=4)),
     ),
     "server_without_encoder_decoders": (
-        "the target is an encoder-decoder .t5., which vLLM does not serve",
+        "the target is an encoder-decoder .AutoModelForSeq2SeqLM., which vLLM does not serve",
         exported(ModelSource("org/target", model_type="t5"), DRAFT),
     ),
     "draft_called_like_another_method": (

@@ -1,0 +1,36 @@
+"""Fixtures of tests that try drafts: `pytest_plugins = ["tune_fixtures"]`."""
+
+import pytest
+from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from tune_cases import FREE, SIZES, save
+
+from hf_specx import SpeculativeDecoding
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, and drafts of all kinds."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny(**SIZES)
+    models = {
+        "target": (target, tiny_tokenizer()),
+        "same": (target, tiny_tokenizer()),
+        "near": (near(target, 0.1), tiny_tokenizer()),
+        "bare": (near(target, 0.1), None),
+        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
+    }
+    return {name: save(root / name, *parts) for name, parts in models.items()}
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    """Known times of forwards, by batch size."""
+    table = {1: FREE, 2: FREE}
+
+    def calibrate(strategy, model, input_ids):
+        target, draft = table[len(input_ids)]
+        strategy.costs.table[len(input_ids)] = {"target": dict(target), "draft": draft}
+
+    monkeypatch.setattr(SpeculativeDecoding, "calibrate", calibrate)
+    return table
