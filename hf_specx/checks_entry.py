@@ -51,7 +51,7 @@ def no_draft(published: str | None, reason: str | None) -> str | None:
 
 @refusal
 def argument_of_another_entry(given: Collection[str]) -> str | None:
-    for name in ("custom_generate", "draft_model", "assistant_model", "model", "trust_remote_code"):
+    for name in ("custom_generate", "draft_model", "assistant_model", "model"):
         if name in given:
             return f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that."
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import snapshot_download
 
 from .checks_files import (
@@ -69,9 +69,8 @@ def get_files(
         return Files(str(name), None, Path(name))
     prefix = f"{subfolder}/" if subfolder else ""
     wanted = [prefix + pattern for pattern in patterns]
-    root = snapshot_download(
-        str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[f"{prefix}*/*"], **hub
-    )
+    others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders within it, but that of templates
+    root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
     return Files(str(name), Path(root).name, Path(root))
 
 
@@ -146,11 +145,10 @@ def get_tokenizer(
     check_tokenizer(folder, facts is not None, trust_remote_code)
     if not (folder / "tokenizer_config.json").exists():
         return None
-    place = files.loading(subfolder)
-    if not (folder / "config.json").exists():  # of a pair whose target is elsewhere; AutoTokenizer asks for it
-        place["config"] = PreTrainedConfig()
+    # a pair whose target is elsewhere has no config for it; transformers would ask for one
+    known = {} if (folder / "config.json").exists() else {"config": PreTrainedConfig()}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(files.name, trust_remote_code=trust_remote_code, **place)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **known)
     except Exception as error:  # of many kinds, for a file that is not as it should be
         check_tokenizer_read(str(folder), error)
         raise

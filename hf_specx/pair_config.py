@@ -197,5 +197,6 @@ def _read(wanted: Any, value: Any, where: str) -> Any:
     if get_origin(wanted) is list:
         return [_read(get_args(wanted)[0], item, f"{where}[{place}]") for place, item in enumerate(value)]
     if get_origin(wanted) is dict:
-        return {name: _read(get_args(wanted)[1], item, f"{where}[{name!r}]") for name, item in value.items()}
+        named = {_read(str, name, where): f"{where}[{name!r}]" for name in value}
+        return {name: _read(get_args(wanted)[1], value[name], place) for name, place in named.items()}
     return float(value) if float in options and value is not None else value

@@ -70,7 +70,9 @@ class Hub:
         """What a process needs to take this for the Hub, with `home` for its cache."""
         ours = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
         ours["TRANSFORMERS_VERBOSITY"] = "error"
-        ours |= {f"HF_HUB_{name}_TIMEOUT": str(PATIENCE) for name in ("ETAG", "DOWNLOAD")}  # 10 are few on a busy machine
+        ours |= {
+            f"HF_HUB_{name}_TIMEOUT": str(PATIENCE) for name in ("ETAG", "DOWNLOAD")
+        }  # 10 are few on a busy machine
         ours |= {f"HF_HUB_DISABLE_{name}": "1" for name in ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")}
         left = ("PATH", "LANG", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT")
         return {name: os.environ[name] for name in left if name in os.environ} | ours

@@ -276,14 +276,8 @@ CASES = {
     ),
     # The function
     "no_draft": ("no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
-    "argument_of_another_entry": (
-        "custom_generate= has no place in the call of a pair, .*; use hf_specx.generate for that",
-        partial(of_pair, custom_generate="org/method"),
-    ),
+    "argument_of_another_entry": ("custom_generate= has no .*; use", lambda: of_pair(custom_generate="org/x")),
     "argument_of_another_entry, draft": ("draft_model= has no", lambda: of_pair(draft_model=get("narrow"))),
-    "argument_of_another_entry, stock": ("assistant_model= has no", lambda: of_pair(assistant_model=get("draft"))),
-    "argument_of_another_entry, target": ("^model= has no", lambda: of_pair(model=get("target"))),
-    "argument_of_another_entry, trust": ("trust_remote_code= has no", lambda: of_pair(trust_remote_code=True)),
     "given_twice": ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),
     "given_twice, tokenizer": (
         "assistant_tokenizer= mean",

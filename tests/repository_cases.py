@@ -62,7 +62,10 @@ CASES = {
     "config_value_of_another_type, large": (r"batch is 10{76}\.\.\., not int", measured(batch=10**400)),
     "config_value_of_another_type, no float": (r"alpha is -10{75}\.\.\., not float", measured(alpha=-(10**400))),
     "config_text_with_control_characters": ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
-    "config_text_with_control_characters, list": (r"prompts\[1\] has the control .*; take", said("prompts", ["a", "\b"])),
+    "config_text_with_control_characters, list": (
+        r"prompts\[1\] has the control .*; take",
+        said("prompts", ["a", "\b"]),
+    ),
     "config_text_with_control_characters, null": ("subfolder has the control", said("draft.subfolder", "a\0b")),
     "config_text_with_control_characters, eighth bit": ("license has the control", said("license", "\x9b2J")),
     "model_by_path": ("target: name is '/models/x', no id on the Hub; .*pass the", said("target.name", "/models/x")),
@@ -71,8 +74,14 @@ CASES = {
     "model_by_path, address": ("name is 'https://host/x', no id", said("draft.name", "https://host/x")),
     "model_by_path, deeper": ("name is 'org/draft/file.bin', no id", said("draft.name", "org/draft/file.bin")),
     "model_by_path, another alphabet": ("draft: name is '.rg/draft', no id", said("draft.name", "\u043erg/draft")),
-    "model_of_no_auto_class": ("target: auto_class is 'os.system', no Auto class", said("target.auto_class", "os.system")),
-    "model_of_no_auto_class, path": ("draft: auto_class is 'a.AutoM", said("draft.auto_class", "a.AutoModelForCausalLM")),
+    "model_of_no_auto_class": (
+        "target: auto_class is 'os.system', no Auto class",
+        said("target.auto_class", "os.system"),
+    ),
+    "model_of_no_auto_class, path": (
+        "draft: auto_class is 'a.AutoM",
+        said("draft.auto_class", "a.AutoModelForCausalLM"),
+    ),
     "model_of_no_auto_class, tokenizer": ("is 'AutoTokenizer', no Auto", said("draft.auto_class", "AutoTokenizer")),
     "model_of_strange_revision": ("revision is '../main', no name of", said("draft.revision", "../main")),
     "model_of_strange_revision, inner": ("revision is 'a/../../b', no", said("draft.revision", "a/../../b")),

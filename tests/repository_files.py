@@ -40,7 +40,10 @@ CASES = {
     "folder_that_is_not_there, text": ("'~/pair' is neither a folder nor", lambda _: load("~/pair")),
     "revision_of_a_folder": ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
     "argument_that_a_pair_sets": ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
-    "argument_that_a_pair_sets, option": ("num_draft_tokens= has no .*to a call", lambda f: load(f, num_draft_tokens=3)),
+    "argument_that_a_pair_sets, option": (
+        "num_draft_tokens= has no .*to a call",
+        lambda f: load(f, num_draft_tokens=3),
+    ),
     "argument_that_a_pair_sets, draft": ("config= has no place", lambda f: load(f, draft_kwargs={"config": None})),
     # What is there
     "reference_hidden_by_a_folder": (
@@ -89,7 +92,10 @@ CASES = {
         "generation_config.json has num_beams=3, which .*; take it out",
         after(edit("generation_config.json", num_beams=3)),
     ),
-    "model_that_asks_for_beams, draft": ("draft.*num_beams=2", after(edit("draft/generation_config.json", num_beams=2))),
+    "model_that_asks_for_beams, draft": (
+        "draft.*num_beams=2",
+        after(edit("draft/generation_config.json", num_beams=2)),
+    ),
     "model_with_code": (
         "the model in .* brings code of its own, which is not run; read it, and pass trust_remote_code=True",
         after(

@@ -231,7 +231,9 @@ def test_no_commit_is_guessed(hub: Hub, client: Clients):
     if version.parse(transformers.__version__) < version.parse("5.23"):
         assert client()(revision_by_reference, NAME, first) == first
         return
-    with pytest.raises(Failed, match="loaded from 'org/pair', which is no repository on the Hub or not known at which"):
+    with pytest.raises(
+        Failed, match="loaded from 'org/pair', which is no repository on the Hub or not known at which"
+    ):
         client()(revision_by_reference, NAME, first)
 
 
@@ -283,3 +285,15 @@ def test_pairs_of_one_name_are_two(hub: Hub, client: Clients):
     for _ in range(2):
         for name, draft in names.items():
             assert user(by_string, name) == expected(draft)
+
+
+def templates(name: str) -> list[str]:
+    from hf_specx import DraftTargetPair
+
+    return sorted(DraftTargetPair.from_pretrained(name).tokenizer.chat_template)
+
+
+def test_a_tokenizer_has_all_its_templates(pushed: Hub, client: Clients):
+    """They are in a folder of their own."""
+    pushed.put(NAME, {"chat_template.jinja": b"one", "additional_chat_templates/other.jinja": b"two"})
+    assert client()(templates, NAME) == ["default", "other"]

@@ -1,6 +1,5 @@
 """Where two models go, on machines that are not here; what the loader makes of a plan is held against the limits."""
 
-import copy
 import warnings
 from collections import Counter
 from typing import Any
@@ -11,8 +10,6 @@ import zoo
 from tiny import prompts, tiny
 from transformers import AutoModelForCausalLM, DynamicCache, EncoderDecoderCache
 from transformers.integrations.accelerate import _get_device_map
-from transformers.quantizers import HfQuantizer, auto
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_specx.placement import Placement, Sketch, plan
 
@@ -266,62 +263,3 @@ def test_a_sketch_of_a_class_that_needs_no_weights():
     assert Sketch(LARGE.config, None, 0, False).sizes.keys() == {name for name, _ in large.named_parameters()} | {
         name for name, _ in large.named_buffers()
     }
-
-
-class EighthsConfig(QuantizationConfigMixin):
-    """Of a method that stores an eighth of a number."""
-
-    def __init__(self, **_: Any):
-        self.quant_method = "eighths"
-
-
-class Eighths(HfQuantizer):
-    """Weights of layers take half a byte each; it works with less than all memory, and says what it was asked."""
-
-    is_trainable, quantized_element_size = False, 0.5
-
-    def is_serializable(self) -> bool:
-        return True
-
-    def param_needs_quantization(self, model: torch.nn.Module, param_name: str, **_: Any) -> bool:
-        return "layers" in param_name and model.is_quantized
-
-
-@pytest.fixture
-def eighths(monkeypatch: pytest.MonkeyPatch) -> EighthsConfig:
-    monkeypatch.setitem(auto.AUTO_QUANTIZER_MAPPING, "eighths", Eighths)
-    monkeypatch.setitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, "eighths", EighthsConfig)
-    return EighthsConfig()
-
-
-SMALLER = 8 * sum(p.numel() for p in LARGE.model.layers[0].parameters()) * 7 // 2  # bytes that eighths save
-
-
-def test_a_quantised_target_takes_less(eighths: EighthsConfig):
-    """On loading, or as it was saved; the draft is as it is."""
-    assert Sketch(LARGE.config, "auto", 0, False, quantization_config=eighths).weights == TARGET - SMALLER
-    saved = copy.deepcopy(LARGE.config)
-    saved.quantization_config = eighths.to_dict()
-    assert Sketch(saved, "auto", 0, False).weights == TARGET - SMALLER
-    limits = {0: ALL - SMALLER + LAYER // 2, "cpu": 2 * ALL}
-    with pytest.warns(UserWarning, match="slower memory"):
-        planned(limits)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        place = planned(limits, quantization_config=eighths)
-        assert place == plan(saved, SMALL.config, device_map="auto", max_memory=limits, cache_tokens=TOKENS)
-    assert place.draft == {"device_map": {"": 0}}
-    held = TARGET - SMALLER + CACHE + DRAFT + DRAFT_CACHE
-    assert held <= limits[0]
-
-
-def test_a_quantised_target_goes_where_the_loader_puts_it(eighths: EighthsConfig):
-    """Over two accelerators, by sizes as the quantiser has them, and into the memory that it leaves."""
-    sketch = Sketch(LARGE.config, "auto", TOKENS, False, "sequential", eighths)
-    room = {0: (TARGET - SMALLER) // 2, 1: TARGET, "cpu": 0}
-    placed = sketch.mapped("sequential", room)
-    assert placed == _get_device_map(sketch.model, "sequential", dict(room), sketch.quantizer)
-    assert placed != _get_device_map(sketch.model, "sequential", dict(room), None)
-    used = sketch.lies(placed)
-    assert used.total() == TARGET - SMALLER
-    assert used[0] <= room[0]
