@@ -100,7 +100,7 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             learned = LEARNED.setdefault(strategy.draft_model, WeakKeyDictionary())
         costs, schedule = learned.setdefault(model, (measured, Schedule()))
         if "costs" not in options:
-            strategy.costs = Costs(costs.table, dict(costs.alpha))
+            strategy.costs.table, strategy.costs.alpha = costs.table, dict(costs.alpha)
         strategy.schedule = copy.copy(schedule)  # another thread may use the same models
         output = run(strategy, host, model, inputs, kwargs, reached)
         learned[model] = costs, strategy.schedule
