@@ -8,9 +8,10 @@ if [ ! -d "$folder" ]; then
     python -m pip install --quiet --disable-pip-version-check --upgrade --target "$folder.part" "transformers==$oldest"
     mv "$folder.part" "$folder"
 fi
-# without tests of types that are refused on it (LATER in abilities.py)
+# without tests of types that are refused on it (LATER in abilities.py), and of a Hub's cache that is laid out by hand, which
+# its older huggingface_hub does not read offline
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
-    -k "not single_steps and not without_a_cache and not fsmt" "$@" tests/test_host_contract*.py \
+    -k "not single_steps and not without_a_cache and not fsmt and not a_draft_elsewhere" "$@" tests/test_host_contract*.py \
     tests/test_equality.py tests/test_processors.py tests/test_stopping.py tests/test_candidates.py \
     tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py \
     tests/test_resolve.py tests/test_saving.py tests/test_pair_loading.py
