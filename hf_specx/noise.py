@@ -1,7 +1,7 @@
 """Where randomness comes from: the noise of stock sampling, reproduced at any position, and streams of our own."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 
@@ -124,13 +124,13 @@ class NoiseStream:
     def __init__(self, generators: list[torch.Generator]):
         self.generators = generators
 
-    def fill(self, sequences: Sequences, noise: torch.Tensor, draw: Callable[..., object]) -> torch.Tensor:
-        """Fill noise [R, ...] of the decoding rows by an in-place method such as `torch.Tensor.exponential_`."""
+    def uniforms(self, sequences: Sequences, noise: torch.Tensor) -> torch.Tensor:
+        """Fill noise [R, ...] of the decoding rows with numbers from [0, 1)."""
         if len(self.generators) == 1:
-            draw(noise, generator=self.generators[0])
+            noise.uniform_(generator=self.generators[0])
         else:
-            for part, row in zip(noise, sequences.rows, strict=True):
-                draw(part, generator=self.generators[row])
+            for place, row in enumerate(sequences.rows):
+                noise[place].uniform_(generator=self.generators[row])
         return noise
 
 

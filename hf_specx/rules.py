@@ -10,7 +10,7 @@ import torch
 
 from .noise import NoiseStream, SeededNoise, StockNoise, independent_streams
 from .sequences import Sequences
-from .verify import Verdict, race, verify_block, verify_match, verify_token
+from .verify import Verdict, pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
@@ -95,19 +95,19 @@ class RejectionRule:
 
     def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
         probs, _ = law(scores)
-        return race(probs, self._exponentials(self.drafts, sequences, probs)), probs
+        return pick(probs, self._uniforms(self.drafts, sequences)), probs
 
     def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = law(scores)
         draft_probs = probs[:, :0] if draft.probs is None else draft.probs
-        uniforms = torch.empty(draft.tokens.shape, dtype=torch.float64, device=probs.device)
-        self.uniforms.fill(sequences, uniforms, torch.Tensor.uniform_)
-        exponentials = self._exponentials(self.residuals, sequences, probs[:, 0])
-        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, exponentials)
+        uniforms = self._uniforms(self.uniforms, sequences, draft.tokens.shape[1])
+        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, self._uniforms(self.residuals, sequences))
         return Judgement(verdict, overlaps(probs, draft), undefined)
 
-    def _exponentials(self, stream: NoiseStream, sequences: Sequences, like: torch.Tensor) -> torch.Tensor:
-        return stream.fill(sequences, torch.empty_like(like), torch.Tensor.exponential_)
+    def _uniforms(self, stream: NoiseStream, sequences: Sequences, *shape: int) -> torch.Tensor:
+        """Uniforms [R, ...] of the decoding rows."""
+        index = sequences.index
+        return stream.uniforms(sequences, torch.empty(len(index), *shape, dtype=torch.float64, device=index.device))
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()

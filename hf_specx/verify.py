@@ -35,7 +35,7 @@ def verify_token(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
-    exponentials: torch.Tensor,
+    choice: torch.Tensor,
 ) -> Verdict:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
@@ -46,12 +46,16 @@ def verify_token(
         draft_probs: [B, K, V], q.
         target_probs: [B, K + 1, V], p; the last position is the one after all candidates.
         uniforms: [B, K] float64 in [0, 1), independent of everything that the draft used.
-        exponentials: [B, V], Exp(1), independent of the two above; picks the next token.
+        choice: [B] float64 in [0, 1), independent of the two above; picks the next token.
     """
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [B, K]
     accepted = _leading(uniforms * q < p)  # strict: u may be 0, and a token with p = 0 must never pass
-    target, draft = _row(target_probs, accepted), _row(_closed(draft_probs), accepted)  # [B, V]
-    return Verdict(accepted, _draw((target - draft).clamp(min=0), target, exponentials))
+    target = _row(target_probs, accepted)  # [B, V]
+    residual = target
+    if drafted := candidates.shape[1]:
+        draft = _row(draft_probs, accepted.clamp(max=drafted - 1))
+        residual = (target - draft.masked_fill_(accepted[:, None] == drafted, 0)).clamp_(min=0)
+    return Verdict(accepted, _draw(residual, target, choice))
 
 
 def verify_block(
@@ -59,27 +63,26 @@ def verify_block(
     draft_probs: torch.Tensor,
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
-    exponentials: torch.Tensor,
+    choice: torch.Tensor,
 ) -> Verdict:
     """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444), never shorter on average than token.
 
-    P(at least i candidates are kept | X^i) is p_i = min(1, p_{i-1} * p(x_i) / q(x_i)). The row of zeros behind q
-    makes the position after the last candidate an ordinary one: there Z = h = p_K, and the residual is p.
+    P(at least i candidates are kept | X^i) is p_i = min(1, p_{i-1} * p(x_i) / q(x_i)). Where q is taken as 0
+    behind the last candidate, the position there is an ordinary one: Z = h = p_K, and the residual is p.
     Arguments as in `verify_token`.
     """
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
     sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [B, K + 1], from 0
     reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
-    excess = (reach[..., None].to(target_probs.dtype) * target_probs - _closed(draft_probs)).clamp(
-        min=0
-    )  # [B, K+1, V]
-    mass = excess.sum(-1, dtype=torch.float64)  # Z
+    excess = reach[..., None].to(target_probs.dtype) * target_probs  # [B, K + 1, V]
+    excess[:, :-1] -= draft_probs
+    mass = excess.clamp_(min=0).sum(-1).double()  # Z
     # h is 0 / 0 only where the two laws are the same; then a later index passes for sure, and NaN need not
     keep = mass / (mass + 1 - reach)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), exponentials))
+    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice))
 
 
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
@@ -99,6 +102,18 @@ def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
     return (probs / exponentials).argmax(-1)
 
 
+def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """A draw from unnormalised weights [B, V] by the inverse of their distribution function.
+
+    One random number a row, where a race takes V; they are the larger part of a draw on a CPU.
+
+    Args:
+        uniforms: [B] float64 in [0, 1); so u times the sum is below the sum, and a weight of 0 is never drawn.
+    """
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
+
+
 def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """probs [B, K, V] at tokens [B, K]."""
     return probs.gather(-1, tokens[..., None])[..., 0]
@@ -109,17 +124,12 @@ def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return probs[torch.arange(len(index), device=index.device), index]
 
 
-def _closed(draft_probs: torch.Tensor) -> torch.Tensor:
-    """q with a position of zeros behind it, where the residual is p itself: [B, K + 1, V]."""
-    return torch.nn.functional.pad(draft_probs, (0, 0, 0, 1))
-
-
 def _leading(passed: torch.Tensor) -> torch.Tensor:
     """How many of passed [B, K] hold before the first that does not."""
     return passed.cumprod(-1, dtype=torch.int64).sum(-1)
 
 
-def _draw(residual: torch.Tensor, target: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+def _draw(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
     """A token from the unnormalised residual [B, V], or from the target where the residual underflowed to nothing."""
     empty = residual.sum(-1, keepdim=True) == 0
-    return race(torch.where(empty, target, residual), exponentials)
+    return pick(torch.where(empty, target, residual), choice)

@@ -125,8 +125,8 @@ def draw_rounds(verify: Callable[..., Verdict], keeps: bool, rows: int) -> torch
     for length in range(DRAFTED + 1):
         here = (lengths == length).nonzero()[:, 0]
         given, laws = contexts[here, : length + 1], P[contexts[here, : length + 1]]
-        uniforms, exponentials = torch.rand(len(here), length).double(), torch.empty(len(here), 3).exponential_()
-        accepted, token = verify(given[:, 1:], Q[given[:, :-1]], laws, uniforms, exponentials)
+        uniforms, choice = torch.rand(len(here), length).double(), torch.rand(len(here)).double()
+        accepted, token = verify(given[:, 1:], Q[given[:, :-1]], laws, uniforms, choice)
         for place in range(DRAFTED):
             plain = P[token].multinomial(1)[:, 0]
             drafted = contexts[here, place + 1]

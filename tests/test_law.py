@@ -17,7 +17,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.rules import RejectionRule
-from hf_specx.verify import Verdict, race, verify_block, verify_token
+from hf_specx.verify import Verdict, pick, verify_block, verify_token
 
 
 VOCAB_SIZE = 5
@@ -130,24 +130,25 @@ def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vo
 
 
 class SharedNoise(RejectionRule):
-    """The race for the recovered token is run with the noise that its rejected candidate won with."""
+    """The recovered token is drawn by the number that its rejected candidate was drawn by."""
 
     def choose(self, sequences, scores, ahead):
         state = self.drafts.generators[0].get_state()
         token, probs = super().choose(sequences, scores, ahead)
         again = torch.Generator().set_state(state)
-        self.raced = [*(self.raced if ahead else []), torch.empty_like(probs).exponential_(generator=again)]
+        drawn = torch.rand(len(probs), generator=again, dtype=torch.float64)
+        self.drawn = [*(self.drawn if ahead else []), drawn]
         return token, probs
 
     def judge(self, sequences, draft, scores):
         right = self.verify
 
-        def wrong(candidates, q, p, uniforms, exponentials):
-            accepted = right(candidates, q, p, uniforms, exponentials).accepted
+        def wrong(candidates, q, p, uniforms, choice):
+            accepted = right(candidates, q, p, uniforms, choice).accepted
             if candidates.shape[1]:
-                raced = torch.stack([*self.raced, exponentials], 1)  # [R, K + 1, V]
-                exponentials = raced[torch.arange(len(accepted)), accepted]
-            return right(candidates, q, p, uniforms, exponentials)
+                drawn = torch.stack([*self.drawn, choice], 1)  # [R, K + 1]
+                choice = drawn[torch.arange(len(accepted)), accepted]
+            return right(candidates, q, p, uniforms, choice)
 
         self.verify = wrong
         result = super().judge(sequences, draft, scores)
@@ -162,30 +163,30 @@ class GreedyDraft(RejectionRule):
         return scores.argmax(-1), scores.softmax(-1)
 
 
-def block_to_first_failure(candidates, q, p, uniforms, exponentials) -> Verdict:
+def block_to_first_failure(candidates, q, p, uniforms, choice) -> Verdict:
     """Block verification with `break` where the paper goes on to the later indices."""
     index = torch.arange(candidates.shape[1])
     if not len(index):
-        return verify_block(candidates, q, p, uniforms, exponentials)
+        return verify_block(candidates, q, p, uniforms, choice)
     alone = [uniforms.where(index == i, 1.0) for i in index]  # no index but i can pass
-    passed = [verify_block(candidates, q, p, u, exponentials).accepted > 0 for u in alone]
+    passed = [verify_block(candidates, q, p, u, choice).accepted > 0 for u in alone]
     run = torch.stack(passed, 1).cumprod(1).sum(1, keepdim=True)
-    return verify_block(candidates, q, p, torch.where(index + 1 == run, 0.0, 1.0).double(), exponentials)
+    return verify_block(candidates, q, p, torch.where(index + 1 == run, 0.0, 1.0).double(), choice)
 
 
-def token_without_unlikely(candidates, q, p, uniforms, exponentials) -> Verdict:
+def token_without_unlikely(candidates, q, p, uniforms, choice) -> Verdict:
     """Token verification that takes an unlikely candidate, and those after it, as not drafted."""
-    accepted, next_token = verify_token(candidates, q, p, uniforms, exponentials)
+    accepted, next_token = verify_token(candidates, q, p, uniforms, choice)
     likely = q.gather(-1, candidates[..., None])[..., 0] > 0.15
     drafted = likely.cumprod(1).sum(1)
     cut = (drafted <= accepted) & (drafted < candidates.shape[1])
-    bonus = race(p[torch.arange(len(p)), drafted], exponentials)
+    bonus = pick(p[torch.arange(len(p)), drafted], choice)
     return Verdict(torch.minimum(accepted, drafted), torch.where(cut, bonus, next_token))
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {
     "residual by the draft's noise": ("token", "prefill", "RejectionRule", SharedNoise),
-    "residual replaced by the target": ("token", "verify", "_draw", lambda _, p, noise: race(p, noise)),
+    "residual replaced by the target": ("token", "verify", "_draw", lambda _, p, choice: pick(p, choice)),
     "greedy draft, soft q": ("token", "prefill", "RejectionRule", GreedyDraft),
     "block up to the first failure": ("block", "rules", "verify_block", block_to_first_failure),
     "unlikely candidates dropped": ("token", "rules", "verify_token", token_without_unlikely),

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specx.verify import Verdict, race, verify_block, verify_match, verify_token
+from hf_specx.verify import Verdict, pick, race, verify_block, verify_match, verify_token
 
 
 VERIFIERS = {"token": verify_token, "block": verify_block}
@@ -23,7 +23,7 @@ class Case(NamedTuple):
     draft_probs: torch.Tensor  # [B, K, V]
     target_probs: torch.Tensor  # [B, K + 1, V]
     uniforms: torch.Tensor  # [B, K]
-    exponentials: torch.Tensor  # [B, V]
+    choice: torch.Tensor  # [B]
 
 
 def laws(shape: tuple[int, ...], generator: torch.Generator, sparsity: float = 0.0, one_hot: bool = False):
@@ -42,22 +42,22 @@ def case(
     p = laws((rows, num_candidates + 1, vocab), generator, sparsity)
     candidates = race(q, torch.empty_like(q).exponential_(generator=generator))
     uniforms = torch.rand(candidates.shape, generator=generator, dtype=torch.float64)
-    return Case(candidates, q, p, uniforms, torch.empty_like(p[:, 0]).exponential_(generator=generator))
+    return Case(candidates, q, p, uniforms, torch.rand(rows, generator=generator, dtype=torch.float64))
 
 
-def winner(weights: list[float], exponentials: list[float]) -> int:
-    raced = [weight / e for weight, e in zip(weights, exponentials, strict=True)]
-    return raced.index(max(raced))
+def picked(weights: list[float], uniform: float) -> int:
+    sums = list(itertools.accumulate(weights))
+    return next(token for token, total in enumerate(sums) if total > uniform * sums[-1])
 
 
-def slow_token(x: list[int], q: list, p: list, u: list[float], e: list[float]) -> tuple[int, int]:
+def slow_token(x: list[int], q: list, p: list, u: list[float], c: float) -> tuple[int, int]:
     """Algorithm 1 of Leviathan et al. for one row, with q'(x) = norm(max(0, p - q)) after a rejection."""
     n = next((i for i in range(len(x)) if u[i] >= p[i][x[i]] / q[i][x[i]]), len(x))
     weights = p[n] if n == len(x) else [max(0.0, pv - qv) for pv, qv in zip(p[n], q[n], strict=True)]
-    return n, winner(weights if any(weights) else p[n], e)
+    return n, picked(weights if any(weights) else p[n], c)
 
 
-def slow_block(x: list[int], q: list, p: list, u: list[float], e: list[float]) -> tuple[int, int]:
+def slow_block(x: list[int], q: list, p: list, u: list[float], c: float) -> tuple[int, int]:
     """Algorithm 2 of Sun et al. for one row: the last index that passes, then p_τ p - q at τ."""
     reach, tau, residual = 1.0, 0, None
     for i in range(len(x) + 1):
@@ -71,7 +71,7 @@ def slow_block(x: list[int], q: list, p: list, u: list[float], e: list[float]) -
             excess, passes = p[i], reach
         if i == 0 or u[i - 1] < passes:
             tau, residual = i, excess
-    return tau, winner(residual if any(residual) else p[tau], e)
+    return tau, picked(residual if any(residual) else p[tau], c)
 
 
 def assert_as(twin, verify, arguments: Case) -> Verdict:
@@ -109,12 +109,12 @@ def test_match_judges_rows_apart():
 def test_by_hand(verify):
     """With one candidate both verifiers keep it with probability p / q, here 1/2."""
     q, p = torch.tensor([[[0.8, 0.2]]]), torch.tensor([[[0.4, 0.6], [0.1, 0.9]]])
-    for uniform, exponentials, expected in [
-        (0.49, [1.0, 1.0], (1, 1)),  # the bonus token by p = (0.1, 0.9)
-        (0.49, [0.1, 1.0], (1, 0)),
-        (0.51, [0.01, 1.0], (0, 1)),  # the residual is (0, 0.4): token 0 cannot win
+    for uniform, choice, expected in [
+        (0.49, 0.11, (1, 1)),  # the bonus token by p = (0.1, 0.9)
+        (0.49, 0.09, (1, 0)),
+        (0.51, 0.0, (0, 1)),  # the residual is (0, 0.4): token 0 cannot be drawn
     ]:
-        noise = torch.tensor([[uniform]], dtype=torch.float64), torch.tensor([exponentials])
+        noise = torch.tensor([[uniform]], dtype=torch.float64), torch.tensor([choice], dtype=torch.float64)
         verdict = verify(torch.tensor([[0]]), q, p, *noise)
         assert (verdict.accepted.item(), verdict.next_token.item()) == expected
 
@@ -123,7 +123,7 @@ def test_block_keeps_the_last_index_that_passes():
     """h_1 = 0.1 / 0.6 and h_2 = p_2 = 1: the first uniform fails, the second passes, both candidates stay."""
     q = torch.tensor([[[0.8, 0.2], [0.3, 0.7]]], dtype=torch.float64)
     p = torch.tensor([[[0.4, 0.6], [0.8, 0.2], [0.5, 0.5]]], dtype=torch.float64)
-    noise = torch.tensor([[0.9, 0.9]], dtype=torch.float64), torch.tensor([[1.0, 2.0]])
+    noise = torch.tensor([[0.9, 0.9]], dtype=torch.float64), torch.tensor([0.5], dtype=torch.float64)
     candidates = torch.zeros(1, 2, dtype=torch.int64)
     assert verify_block(candidates, q, p, *noise).accepted.tolist() == [2]
     assert verify_token(candidates, q, p, *noise).accepted.tolist() == [0]
@@ -159,9 +159,9 @@ def test_twins_anywhere(seed: int, num_candidates: int, vocab: int, sparsity: fl
 def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
     """u = 0 is a possible uniform, and 0 < 0 must not pass; nor may a residual give a token with p = 0."""
     for seed in range(5):
-        candidates, q, p, uniforms, exponentials = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
-        q, p, exponentials = q.to(dtype), p.to(dtype), exponentials.to(dtype)
-        accepted, next_token = verify(candidates, q, p, torch.zeros_like(uniforms), exponentials)
+        candidates, q, p, uniforms, choice = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
+        q, p = q.to(dtype), p.to(dtype)
+        accepted, next_token = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
         kept = torch.arange(4) < accepted[:, None]
         assert (chances[kept] > 0).all()
@@ -174,12 +174,12 @@ def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
 @pytest.mark.parametrize("sparsity", [0.0, 0.7, 1.0])
 def test_equal_laws_accept_everything(verify, dtype: torch.dtype, sparsity: float):
     """At p = q block's h is 0 / 0."""
-    candidates, q, p, uniforms, exponentials = case(seed=3, rows=500, num_candidates=4, sparsity=sparsity)
-    q, p, exponentials = q.to(dtype), p.to(dtype), exponentials.to(dtype)
+    candidates, q, p, uniforms, choice = case(seed=3, rows=500, num_candidates=4, sparsity=sparsity)
+    q, p = q.to(dtype), p.to(dtype)
     p = torch.cat([q, p[:, -1:]], 1)
-    accepted, next_token = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), exponentials)
+    accepted, next_token = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), choice)
     assert (accepted == 4).all()
-    assert torch.equal(next_token, race(p[:, -1], exponentials))
+    assert torch.equal(next_token, pick(p[:, -1], choice))
 
 
 @either
@@ -187,19 +187,35 @@ def test_empty_residual_falls_back_to_the_target(verify):
     """Rounding can make p <= q everywhere; a rejection then has nothing to draw from but p."""
     q = torch.tensor([[[0.5, 0.5, 0.0]]])
     p = torch.tensor([[[0.5, 0.5 - 1e-3, 0.0], [0.0, 0.0, 1.0]]])
-    exponentials = torch.tensor([[1.0, 9.0, 1.0], [9.0, 1.0, 1.0]])
-    noise = torch.full((2, 1), 1 - 1e-6, dtype=torch.float64), exponentials
+    noise = torch.full((2, 1), 1 - 1e-6, dtype=torch.float64), torch.tensor([0.4, 0.6], dtype=torch.float64)
     verdict = verify(torch.tensor([[1], [1]]), q.expand(2, -1, -1), p.expand(2, -1, -1), *noise)
     assert verdict.accepted.tolist() == [0, 0]
     assert verdict.next_token.tolist() == [0, 1]
 
 
-def test_race_draws_from_the_law():
+def by_race(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return race(probs, torch.empty_like(probs).exponential_(generator=generator))
+
+
+def by_pick(probs: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return pick(3 * probs, torch.rand(len(probs), generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("draw", [by_race, by_pick])
+def test_draws_are_from_the_law(draw):
     """False alarm: the binomial deviations are 5 standard errors, 6e-7 each and 3e-6 for the five tokens."""
-    probs = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
-    exponentials = torch.empty(100_000, 5).exponential_(generator=torch.Generator().manual_seed(0))
-    seen = race(probs.expand(100_000, -1), exponentials).bincount(minlength=5) / 100_000
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    seen = draw(probs.expand(100_000, -1), torch.Generator().manual_seed(0)).bincount(minlength=5) / 100_000
     assert ((seen - probs).abs() <= 5 * (probs * (1 - probs) / 100_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_pick_never_draws_what_cannot_be(dtype: torch.dtype):
+    """At both ends of [0, 1), with zeros at both ends of the weights, also of weights that are next to nothing."""
+    weights = torch.tensor([[0.0, 0.2, 0.0, 0.7, 0.0]], dtype=dtype)
+    for scale in (1.0, 1e-30):
+        for uniform, token in [(0.0, 1), (1 - 2**-53, 3)]:
+            assert pick(weights * scale, torch.tensor([uniform], dtype=torch.float64)).tolist() == [token]
 
 
 def conditional_laws(seed: int, num_candidates: int, vocab: int, law: dict) -> tuple[torch.Tensor, Case]:
@@ -225,8 +241,8 @@ def conditional_laws(seed: int, num_candidates: int, vocab: int, law: dict) -> t
     possible = weights > 0
     arguments = [a[possible].repeat_interleave(len(grid), 0) for a in (texts, q, p)]
     uniforms = grid.repeat(int(possible.sum()), 1)
-    exponentials = torch.ones(len(uniforms), vocab, dtype=torch.float64)
-    return weights[possible].repeat_interleave(len(grid)) / len(grid), Case(*arguments, uniforms, exponentials)
+    choice = torch.full((len(uniforms),), 0.5, dtype=torch.float64)
+    return weights[possible].repeat_interleave(len(grid)) / len(grid), Case(*arguments, uniforms, choice)
 
 
 @pytest.mark.parametrize("num_candidates", [2, 3])
