@@ -2,7 +2,8 @@
 
 Under a mask the host's `sdpa` function repeats keys and values for every query head of a group (`repeat_kv`), in each
 layer of each forward. Heads that share keys are more queries to the same keys, so here they are folded into the query
-length, as the host does itself for a single token.
+length, as the host does itself for a single token. A bool mask is made additive once a forward, where torch does it in
+each layer.
 """
 
 import contextlib
@@ -53,8 +54,7 @@ class GroupedAttention:
         group = getattr(module, "num_key_value_groups", 1)
         rows, heads, count, _ = query.shape
         if (
-            group == 1
-            or heads != group * key.shape[1]
+            heads != group * key.shape[1]
             or attention_mask is None
             or attention_mask.shape[1:-1] != (1, count)
             or any(kwargs[name] is not None for name in kwargs.keys() - IGNORED)
@@ -80,7 +80,7 @@ class GroupedAttention:
             additive = mask
             if mask.dtype == torch.bool:
                 additive = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-            tiles[group, dtype] = additive.repeat(1, 1, group, 1)
+            tiles[group, dtype] = additive if group == 1 else additive.repeat(1, 1, group, 1)
         return tiles[group, dtype]
 
 

@@ -64,7 +64,7 @@ class SampledCandidateGenerator(CandidateGenerator):
             tokens.append(token)
             laws.append(law)
             live = slice(None) if sequences.over is None else ~sequences.over
-            if confidence.is_lost(scores[live], token[live]):
+            if threshold and confidence.is_lost(scores[live], token[live]):
                 break
         known = [law for law in laws if law is not None]
         return Draft(torch.stack(tokens, 1), torch.stack(known, 1) if known else None)

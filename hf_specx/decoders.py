@@ -259,13 +259,25 @@ class Decoder:
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
 
-    def _positions(self, sequences: Sequences, emitted: torch.Tensor) -> torch.Tensor | None:
-        """Positions [..., R, q] of the emitted tokens numbered [R, q]; None where the model is given none."""
+    def _positions(
+        self, sequences: Sequences, emitted: torch.Tensor, longest: int | None = None
+    ) -> torch.Tensor | None:
+        """Positions [..., R, q] of emitted tokens, None where the model is given none.
+
+        Args:
+            emitted: [R or 1, q], how many of its row come before each.
+            longest: no row has more, candidates among them; None where that is not known.
+        """
         if self.first_position is None:
             return None
-        # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
-        emitted = emitted.clamp(max=self.prompt.max_new_tokens - 2)
-        positions = self.first_position.index_select(-2, sequences.index) + emitted
+        last = self.prompt.max_new_tokens - 2
+        if longest is None or longest - 1 > last:
+            # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
+            emitted = emitted.clamp(max=last)
+        first = self.first_position
+        if len(sequences.rows) < first.shape[-2]:
+            first = first.index_select(-2, sequences.index)
+        positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 
 

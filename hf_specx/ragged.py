@@ -22,31 +22,39 @@ class RaggedDecoder(Decoder):
         self.masks = Masks(self.model)
 
     def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        count = tokens.shape[1]
-        ends = sequences.ends - sequences.width + ahead  # [R], emitted tokens with the candidates
-        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
-        slots, pads = (self.width + emitted).to(self.device), self.pads[sequences.index].to(self.device)
-        counts = [sequences.counts[row] for row in sequences.rows]
-        extent = self.width + max(counts) + ahead
-        even = len(set(counts)) == 1
+        count, last = tokens.shape[1], torch.arange(ahead - tokens.shape[1], ahead, device=tokens.device)
+        if sequences.together is None:
+            counts = [sequences.counts[row] for row in sequences.rows]
+            emitted = (sequences.ends - sequences.width)[:, None] + last  # [R, q], with the candidates
+            longest, even = max(counts), len(set(counts)) == 1
+        else:
+            longest, even = sequences.together, True
+            emitted = (longest + last)[None]  # [1, q]
+        slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) | self.notes.asked
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = keep
-        positions = self._positions(sequences, emitted)
+        positions = self._positions(sequences, emitted, longest + ahead)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
         with grouped_queries():
             output = self.model(
                 input_ids=tokens.to(self.device),
-                attention_mask=self.masks(slots, pads, extent, self._holes(sequences, extent)),
+                attention_mask=self._mask(sequences, slots, extent),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
                 **given,
             )
-        self.notes.note(output, slots[:, -keep:], extent)
+        self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
+
+    def _mask(self, sequences: Sequences, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        if sequences.together is not None and self.holes is None and not any(self.padding):
+            return self.masks.expand(self.masks(slots, None, extent), len(sequences.rows))
+        pads = self.pads[sequences.index].to(self.device)
+        return self.masks(slots, pads, extent, self._holes(sequences, extent))
 
     def _holes(self, sequences: Sequences, extent: int) -> torch.Tensor | None:
         """[R, extent] bool, slots of the prompts that are hidden behind the pads."""
@@ -75,32 +83,39 @@ class Masks:
         self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
 
     def __call__(
-        self, slots: torch.Tensor, pads: torch.Tensor, extent: int, holes: torch.Tensor | None = None
+        self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         Args:
             slots: [R, q], where the queries lie.
-            pads: [R], leading slots that hold no token.
+            pads: [R], leading slots that hold no token; None where there are none.
             extent: visible slots.
             holes: [R, extent] bool, other slots that are hidden.
 
         Returns:
             [R, 1, q, extent], or one for each kind of layer where the model has several.
         """
-        keys, first = torch.arange(extent, device=slots.device), pads[:, None, None, None]
+        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        if pads is None:
+            return self.between(queries, keys)
+        first = pads[:, None, None, None]
         known = keys >= first
         if holes is not None:
             known = known & ~holes[:, None, None]
-        return self.between(slots[:, None, :, None], keys, known, first)
+        return self.between(queries, keys, known, first)
 
     def between(
-        self, queries: torch.Tensor, keys: torch.Tensor, known: torch.Tensor, first: torch.Tensor | int = 0
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        known: torch.Tensor | None = None,
+        first: torch.Tensor | int = 0,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """The same for queries and keys at any places, of which `first` is that of a row's first token.
 
         All broadcast to [R, 1, q, extent]; `known` is False where the key is none of the query's row.
         """
-        full = known & (keys <= queries)
+        full = keys <= queries if known is None else known & (keys <= queries)
         if not self.kinds:
             return self._as_asked(full if self.window is None else full & (keys > queries - self.window))
         masks = {}
@@ -112,6 +127,15 @@ class Masks:
                 visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
             masks[kind] = self._as_asked(visible)
         return masks
+
+    @staticmethod
+    def expand(
+        masks: torch.Tensor | dict[str, torch.Tensor], rows: int
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks of one row as those of `rows` rows, without a copy."""
+        if isinstance(masks, dict):
+            return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+        return masks.expand(rows, -1, -1, -1)
 
     def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
         if self.additive is None:

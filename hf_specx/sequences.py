@@ -17,6 +17,7 @@ class Sequences:
         starts: [B] int64, the first column of each row that holds a token.
         counts: tokens emitted so far, per row.
         rows: the rows that still decode.
+        together: tokens emitted so far, where no row has left and all have as many; else None.
         over: [R] bool, rows that have ended but stay in the batch and are fed pads, as stock does; None if there are
             none.
     """
@@ -37,6 +38,7 @@ class Sequences:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
+        self.together: int | None = 0
         self.over: torch.Tensor | None = None
         self._select(list(range(rows)))
 
@@ -45,6 +47,11 @@ class Sequences:
         self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)  # [R]
         counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
         self.ends = self.width + counts  # [R], the column of the next token
+        self._note_together()
+
+    def _note_together(self) -> None:
+        alike = len(self.rows) == len(self.counts) and len(set(self.counts)) == 1
+        self.together = self.counts[0] if alike else None
 
     def reserve(self, columns: int) -> None:
         """Make room for `columns` columns behind the longest row."""
@@ -57,6 +64,10 @@ class Sequences:
     def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
         """Write tokens [R, n] at `ahead` and up behind each row's end, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
+        if self.together is not None:
+            first = self.width + self.together + ahead
+            self.ids[:, first : first + tokens.shape[1]] = tokens
+            return
         columns = self.ends[:, None] + ahead + torch.arange(tokens.shape[1], device=tokens.device)
         self.ids[self.index[:, None], columns] = tokens
 
@@ -71,6 +82,8 @@ class Sequences:
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
         """The last `count` tokens of each decoding row, of which `ahead` are not emitted yet: [R, count]."""
+        if self.together is not None and (end := self.width + self.together + ahead) >= count:
+            return self.ids[:, end - count : end].clone()
         columns = self.ends[:, None] + torch.arange(ahead - count, ahead, device=self.ids.device)
         return self.ids[self.index[:, None], columns.clamp(min=0)]
 
@@ -81,6 +94,7 @@ class Sequences:
         self.ends = self.ends + kept
         for row, number in zip(self.rows, kept_list, strict=True):
             self.counts[row] += number
+        self._note_together()
 
     def extend(self, input_ids: torch.Tensor) -> None:
         """Take input_ids [B, L + n] as the text so far, all rows decoding."""
@@ -98,6 +112,7 @@ class Sequences:
         """Keep the first `count` emitted tokens of a row that is about to leave."""
         self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
         self.counts[row] = count
+        self._note_together()
 
     def retire(self, rows: list[int]) -> torch.Tensor | None:
         """Take rows out of the batch; returns the places [R'] of those that stay, None where all do."""

@@ -149,8 +149,8 @@ def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
     return MASK(self, slots - 1, *others)
 
 
-def positions_off_by_one(self: RaggedDecoder, sequences: Sequences, emitted: torch.Tensor):
-    return POSITIONS(self, sequences, emitted + 1)
+def positions_off_by_one(self: RaggedDecoder, sequences: Sequences, emitted: torch.Tensor, *others):
+    return POSITIONS(self, sequences, emitted + 1, *others)
 
 
 def cut_one_late(self: Stopping, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor):
