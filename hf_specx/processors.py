@@ -13,6 +13,7 @@ from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from .sequences import Sequences
+from .warping import HeadWarper, in_runs
 
 
 WARPERS = frozenset(
@@ -91,7 +92,7 @@ class Processors:
         self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
         self.stateful = [type(p).__name__ for p in processors if not can_look_ahead(p)]
         first = next((i for i, p in enumerate(processors) if not can_look_ahead(p)), len(processors))
-        self.at_once = list(processors[:first])
+        self.at_once = in_runs(processors[:first])
         self.in_order = LogitsProcessorList(processors[first:])
         self.barred: dict[tuple[int, int], Exception] = {}
 
@@ -109,6 +110,8 @@ class Processors:
         for processor in self.at_once:
             if isinstance(processor, RoundProcessor):
                 scores = processor(sequences, scores, ahead)
+            elif isinstance(processor, HeadWarper):
+                scores = processor(scores.flatten(0, 1)).view_as(scores)
             elif type(processor) in WARPERS:
                 flat = scores.flatten(0, 1)  # [R * P, V]
                 scores = processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)

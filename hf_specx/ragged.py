@@ -129,9 +129,7 @@ class Masks:
         return masks
 
     @staticmethod
-    def expand(
-        masks: torch.Tensor | dict[str, torch.Tensor], rows: int
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    def expand(masks: torch.Tensor | dict[str, torch.Tensor], rows: int) -> torch.Tensor | dict[str, torch.Tensor]:
         """Masks of one row as those of `rows` rows, without a copy."""
         if isinstance(masks, dict):
             return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}

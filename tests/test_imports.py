@@ -13,7 +13,7 @@ from hf_specx.hub import core_modules
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
     "threads refusals wrappers devices pair_source",
-    "verify sequences cache lookahead drafting abilities attention past tables inputs checks_files",
+    "verify sequences cache lookahead drafting abilities attention past tables inputs warping checks_files",
     "seen checks_weights",
     "noise processors stopping report decoders states",
     "rules prompts streaming outputs ragged hosted whole",

@@ -1,0 +1,96 @@
+"""Warpers that keep only the likeliest tokens, computed on those tokens alone.
+
+Top-p sorts the scores of the whole vocabulary, which on a CPU takes longer than many a draft step. What it keeps lies
+among the likeliest few hundred tokens nearly always; where it does not, all scores are sorted as in stock.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as host
+from transformers.generation.logits_process import LogitsProcessor
+
+
+HEAD = 256  # tokens looked at, if top-k does not say how many
+FIRST = frozenset({host.TopKLogitsWarper, host.TopPLogitsWarper})
+AFTER = FIRST | {  # for these a token with a score of -inf is as good as none
+    host.TemperatureLogitsWarper,
+    host.MinPLogitsWarper,
+    host.TypicalLogitsWarper,
+    host.EpsilonLogitsWarper,
+    host.EtaLogitsWarper,
+    host.LogitNormalization,
+}
+
+
+class HeadWarper:
+    """A run of warpers, of which the first leaves few tokens.
+
+    Args:
+        warpers: top-k or top-p, then any of `AFTER`.
+    """
+
+    def __init__(self, warpers: Sequence[LogitsProcessor]):
+        self.warpers = warpers
+        first = warpers[0]
+        # twice as many as top-k keeps, since all that tie with the last of these stay
+        self.size = 2 * first.top_k if isinstance(first, host.TopKLogitsWarper) else HEAD
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [N, V] after all warpers: those of stock, but for the rounding of sums."""
+        # elsewhere sorting is quick, and asking whether the head was enough would wait for the device
+        if scores.device.type == "cpu" and scores.shape[-1] > 2 * self.size:
+            values, ids = scores.topk(self.size)
+            kept, enough = self._first(scores, values, ids)
+            if enough.all():
+                return torch.full_like(scores, -torch.inf).scatter_(-1, ids, _apply(self.warpers[1:], kept))
+        return _apply(self.warpers, scores)
+
+    def _first(
+        self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [N, head] after the first warper, and whether it drops all others [N]; of NaN that is not known."""
+        first = self.warpers[0]
+        if isinstance(first, host.TopKLogitsWarper):
+            return _apply([first], values), values[:, -1] < values[:, first.top_k - 1]
+        assert isinstance(first, host.TopPLogitsWarper)
+        probs = scores.softmax(-1)
+        total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
+        upwards = total[:, None] - head.cumsum(-1) + head  # up to and with each token, from the least likely one
+        dropped = upwards.to(scores.dtype) <= 1 - first.top_p
+        dropped[:, : first.min_tokens_to_keep] = False
+        return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
+
+
+def in_runs(processors: Sequence[Any]) -> list[Any]:
+    """The same processors in order, each run that a `HeadWarper` can take in one."""
+    found: list[Any] = []
+    place = 0
+    while place < len(processors):
+        end = place + 1
+        if _starts(processors[place]):
+            while end < len(processors) and type(processors[end]) in AFTER and _drops(processors[end]):
+                end += 1
+            found.append(HeadWarper(processors[place:end]))
+        else:
+            found.append(processors[place])
+        place = end
+    return found
+
+
+def _starts(processor: object) -> bool:
+    few = getattr(processor, "min_tokens_to_keep", 1) < HEAD
+    return type(processor) in FIRST and _drops(processor) and few
+
+
+def _drops(processor: object) -> bool:
+    """Whether what a warper takes away is out of reach for those behind it."""
+    return getattr(processor, "filter_value", -torch.inf) == -torch.inf
+
+
+def _apply(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    unread = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
+    for warper in warpers:
+        scores = warper(unread, scores)  # type: ignore[arg-type]
+    return scores
