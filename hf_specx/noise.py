@@ -1,6 +1,6 @@
 """Where randomness comes from: the noise of stock sampling, reproduced at any position, and streams of our own."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
@@ -22,40 +22,37 @@ class StockNoise:
 
     Drawn from a private copy of the default generator, in the order of positions. The state after each draw is kept,
     so that any of them can be drawn again, and so that the default generator can be left where stock leaves it.
+
+    Attributes:
+        window: so many positions from its end on, a row's noise is held; a row further behind has it drawn again.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int):
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
         self.states = [default_generator(device).get_state()]  # states[t] is the one before position t
-        self.held: OrderedDict[int, torch.Tensor] = OrderedDict()
+        self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by position
 
     def at(self, sequences: Sequences, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` behind each decoding row's end, like probs [R, P, V]."""
-        noise = torch.empty_like(probs)
-        counts = [sequences.counts[row] + ahead for row in sequences.rows]
-        for position in range(min(counts), max(counts) + probs.shape[1]):
-            members = [place for place, count in enumerate(counts) if count <= position < count + probs.shape[1]]
-            if len(members) == self.rows and len(set(counts)) == 1:
-                noise[:, position - counts[0]] = self._draw(position, probs)
-            elif members:
-                offsets = [position - counts[place] for place in members]
-                rows = [sequences.rows[place] for place in members]
-                noise[members, offsets] = self._draw(position, probs)[rows]
+        wanted = [(row, sequences.counts[row] + ahead + i) for row in sequences.rows for i in range(probs.shape[1])]
+        for position in sorted({position for row, position in wanted if position not in self.held[row]}):
+            drawn = self._draw(position, probs)
+            for row in sequences.rows:
+                if 0 <= position - sequences.counts[row] < max(self.window, ahead + probs.shape[1]):
+                    self.held[row][position] = drawn[row].clone()  # without those that are ahead
+        noise = torch.stack([self.held[row][position] for row, position in wanted]).view_as(probs)
+        for row in sequences.rows:
+            for position in [position for position in self.held[row] if position < sequences.counts[row]]:
+                del self.held[row][position]
         return noise
 
     def _draw(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        if position in self.held:
-            self.held.move_to_end(position)
-            return self.held[position]
         for t in range(min(position, len(self.states) - 1), position + 1):
             self.generator.set_state(self.states[t])
             drawn = like.new_empty(self.rows, like.shape[-1]).exponential_(generator=self.generator)
             if t + 1 == len(self.states):
                 self.states.append(self.generator.get_state())
-            self.held[t] = drawn
-        while len(self.held) > self.window:
-            self.held.popitem(last=False)
         return drawn
 
     @contextmanager

@@ -48,7 +48,7 @@ from .streaming import Stream
 from .wrappers import unwrapped
 
 
-NOISE_WINDOW = 4  # rounds whose shared noise is held
+NOISE_WINDOW = 8  # rounds for which the shared noise of a row is held
 FIXED_DRAFT_TOKENS = 5  # "auto" where costs are not known, or must not count
 LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "

@@ -92,5 +92,5 @@ def _drops(processor: object) -> bool:
 def _apply(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
     unread = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
     for warper in warpers:
-        scores = warper(unread, scores)  # type: ignore[arg-type]
+        scores = warper(unread, scores)
     return scores

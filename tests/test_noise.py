@@ -1,5 +1,6 @@
 """Randomness: the stream of stock sampling, and three independent ones."""
 
+import pytest
 import torch
 from tiny import near, prompts, tiny
 
@@ -29,7 +30,6 @@ def test_stock_noise_in_any_order_and_from_saved_states():
         sequences = Sequences(torch.ones(3, 4, dtype=torch.int64), None, 0)
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(sequences, like, position)[:, 0], expected[position])
-        assert len(noise.held) <= window
         noise.finish(4)
         assert torch.equal(torch.empty(3, 7).exponential_(), expected[4])
 
@@ -45,6 +45,21 @@ def test_rows_that_drifted_apart_get_their_own_positions():
     drawn = noise.at(sequences, torch.empty(2, 3, 7), ahead=0)
     assert torch.equal(drawn[0], expected[5:8, 0])
     assert torch.equal(drawn[1], expected[2:5, 2])
+
+
+def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
+    """Each position is drawn once while rows stay within the window, and what a row has passed is let go."""
+    positions, draw = [], StockNoise._draw
+    monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
+    noise = StockNoise(2, torch.device("cpu"), window=4)
+    sequences, like = Sequences(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    for sequences.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
+        noise.at(sequences, like, ahead=0)
+    assert positions == list(range(8))
+    assert [sorted(held) for held in noise.held] == [[2, 3, 4], [5, 6, 7]]
+    sequences.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
+    noise.at(sequences, like, ahead=0)
+    assert positions[8:] == [5, 6, 8, 9, 10]
 
 
 def test_the_three_streams_differ():
