@@ -1,5 +1,9 @@
 """Checks of what is asked of the bench."""
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
 from .refusals import refusal
 
 
@@ -17,8 +21,8 @@ def heads_that_do_not_divide(hidden: int, heads: int, kv_heads: int) -> str | No
     if hidden % (2 * heads) == 0 and heads % kv_heads == 0:
         return None
     return (
-        f"{heads} heads and {kv_heads} key-value heads do not divide a width of {hidden}; the heads must be a multiple "
-        "of the key-value heads, and each must be of an even width."
+        f"{heads} heads and {kv_heads} key-value heads do not divide a width of {hidden}; the heads must be a "
+        "multiple of the key-value heads, and each must be of an even width."
     )
 
 
@@ -26,3 +30,96 @@ def check_recipe(layers: int, draft_layers: int, hidden: int, heads: int, kv_hea
     """Whether a grafted pair can be made of these numbers."""
     draft_of_no_layers(layers, draft_layers)
     heads_that_do_not_divide(hidden, heads, kv_heads)
+
+
+@refusal
+def contender_of_no_kind(name: str, kind: str, numbers: list[str], compiled: bool) -> str | None:
+    counted = len(numbers) == 1 and (numbers[0].isdecimal() and int(numbers[0]) > 0)
+    automatic = numbers == ["auto"]
+    known = {
+        "plain": not numbers,
+        "stock": (counted or not numbers) and not compiled,
+        **dict.fromkeys(("token", "block", "coupled"), counted or automatic),
+    }
+    if known.get(kind, False):
+        return None
+    return (
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
+        "with a number or auto, like block-auto, and -compiled behind it, like block-5-compiled."
+    )
+
+
+def check_contender(name: str, kind: str, numbers: list[str], compiled: bool) -> None:
+    """Whether a name means a way to generate."""
+    contender_of_no_kind(name, kind, numbers, compiled)
+
+
+@refusal
+def pair_without_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> str | None:
+    if tokenizer is not None and prompts:
+        return None
+    lacks = (
+        "prompts of its own; give some with --file" if tokenizer is not None else "tokenizer, so it cannot read any"
+    )
+    return f"the pair {name!r} has no {lacks}."
+
+
+@refusal
+def encoder_decoder_in_turns(name: str, encodes: bool) -> str | None:
+    if not encodes:
+        return None
+    return (
+        f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them."
+    )
+
+
+@refusal
+def no_room_for_prompts(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> str | None:
+    if prompt_tokens + new_tokens <= limit:
+        return None
+    return (
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of {name!r}; "
+        "give fewer."
+    )
+
+
+@refusal
+def grafted_pair_of_no_recipe(name: str, prefix: str, known: list[str]) -> str | None:
+    if not name.startswith(prefix) or name.removeprefix(prefix) in known:
+        return None
+    return f"the grafted pair {name!r} is unknown; choose one of {', '.join(prefix + each for each in known)}."
+
+
+def check_grafted(name: str, prefix: str, known: list[str]) -> None:
+    """Whether a name that says so is one of a grafted pair."""
+    grafted_pair_of_no_recipe(name, prefix, known)
+
+
+def check_decodes(name: str, encodes: bool) -> None:
+    """Whether a pair's prompts are what its target goes on with."""
+    encoder_decoder_in_turns(name, encodes)
+
+
+def check_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> None:
+    """Whether there is anything to read, and something to read it with."""
+    pair_without_prompts(name, tokenizer, prompts)
+
+
+def check_room(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> None:
+    """Whether a text fits into the positions of a model."""
+    no_room_for_prompts(name, prompt_tokens, new_tokens, limit)
+
+
+@refusal
+def file_that_is_no_results(path: Path, text: str, schema: int) -> str | None:
+    try:
+        if json.loads(text)["schema"] == schema:
+            return None
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"{path} is there already and has no results of this version of the bench; name another file."
+
+
+def check_results(path: Path, text: str, schema: int) -> None:
+    """Whether a file can be taken up again."""
+    file_that_is_no_results(path, text, schema)

@@ -1,8 +1,8 @@
 """Grafted pairs, for measurements alone: random weights of any size whose acceptance is set by one number.
 
-The first layers of the target are the draft, and its later layers add a residual scaled by ε. So the two agree the more,
-the smaller ε is, while every forward costs what a trained model of this size costs. They know nothing of any language:
-whatever is measured on them has to be called synthetic.
+The first layers of the target are the draft, and its later layers add a residual scaled by ε. So the two agree the
+more, the smaller ε is, while every forward costs what a trained model of this size costs. They know nothing of any
+language: whatever is measured on them has to be called synthetic.
 """
 
 import copy

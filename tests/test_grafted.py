@@ -54,14 +54,14 @@ def test_epsilon_is_found(alpha):
 
 
 def test_a_call_accepts_as_often_as_the_recipe_says():
-    """Over more than 600 judged positions the standard error of α is about 0.01."""
-    made = graft(replace(TINY, hidden=256, vocab=4096, epsilon=None, alpha=0.8))  # smaller ones get stuck in loops
+    """Over more than 500 judged positions the standard error of α is about 0.01."""
+    made = graft(RECIPES["30M"])  # much smaller ones get stuck in loops, where both agree
     strategy = SpeculativeDecoding(made.draft, num_draft_tokens=4)
     torch.manual_seed(0)
-    ids = torch.randint(1, 4096, (8, 16))
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 100, "custom_generate": strategy}
+    ids = torch.randint(1, 8192, (8, 16))
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 80, "custom_generate": strategy}
     made.target.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    assert strategy.report.judged > 600
+    assert strategy.report.judged > 500
     assert strategy.report.alpha == pytest.approx(made.alpha, abs=0.05)
 
 
