@@ -94,8 +94,9 @@ class BareModel:
 
     def kv_bytes(self) -> float:
         """Bytes of keys and values for each token of a row."""
-        held = sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values))
-        return held / (len(self.cache.layers[0].keys) * self.cache.get_seq_length())
+        layers: list[Any] = self.cache.layers
+        held = sum(states.nbytes for layer in layers for states in (layer.keys, layer.values))
+        return held / (len(layers[0].keys) * self.cache.get_seq_length())
 
 
 @torch.no_grad()

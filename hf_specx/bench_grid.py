@@ -12,7 +12,7 @@ import torch
 
 from .bench import provenance
 from .bench_cells import Cell
-from .bench_pairs import BenchPair, load_bench_pair
+from .bench_pairs import BenchPair
 from .bench_probes import compare_contexts, measure_memory
 from .bench_turns import Advance, take_turns
 from .checks_bench import check_results
@@ -86,7 +86,7 @@ def run_grid(
     cells: Sequence[Cell],
     results: Results,
     command: str,
-    load: Load | None = None,
+    load: Load,
     advance: Advance = lambda: None,
     say: Callable[[str], object] = lambda text: None,
 ) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def run_grid(
     Returns:
         What was measured of each cell, now or before; where a pair or a cell failed as a whole, {"failed": why}.
     """
-    load, here, found = load or _load, machine(), []
+    here, found = machine(), []
     loaded: tuple[tuple[str, str], BenchPair] | None = None
     for cell in cells:
         known = results.find(cell, here)
@@ -150,7 +150,3 @@ class Steps:
         """Make the steps that are left."""
         while self.left > 0:
             self()
-
-
-def _load(name: str, dtype: str) -> BenchPair:
-    return load_bench_pair(name, dtype, [])

@@ -1,6 +1,7 @@
 """Pairs and prompts of measurements: grafted ones by name, and any other by its id or folder."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from .checks_bench import check_decodes, check_grafted, check_prompts, check_roo
 from .devices import execution_device
 from .grafted import PREFIX, RECIPES, graft
 from .pairs import DraftTargetPair
+
+
+Load = Callable[[str, str], DraftTargetPair]
 
 
 @dataclass
@@ -51,31 +55,37 @@ class BenchPair:
         return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
-def load_bench_pair(name: str, dtype: str, prompts: list[str], **loading: Any) -> BenchPair:
+def load_bench_pair(name: str, dtype: str, prompts: list[str], load: Load) -> BenchPair:
     """A pair by its name.
 
     Args:
-        name: "grafted-30M" and the like, "embedded", an id or a folder.
-        dtype: "float32", "bfloat16", or "auto".
+        name: "grafted-30M" and the like, which are made where accelerators are if there are any; else for `load`.
+        dtype: "float32", "bfloat16", "float16"; "auto" is as saved, and of grafted pairs what their device is best at.
         prompts: texts in place of the pair's own.
-        **loading: for `DraftTargetPair.from_pretrained`.
+        load: makes any other pair from its name and dtype.
 
     Raises:
         ValueError: for a grafted pair that is unknown, and a pair that cannot be measured by the bench.
     """
     check_grafted(name, PREFIX, list(RECIPES))
     if name.startswith(PREFIX):
-        recipe = RECIPES[name.removeprefix(PREFIX)]
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        made = graft(recipe, torch.float32 if dtype == "auto" else getattr(torch, dtype), device)
-        facts = {"synthetic": True, "epsilon": made.epsilon, "alpha": made.alpha, "unrelated": recipe.unrelated}
-        return BenchPair(name, made.target, made.draft, facts | _sizes(made.target, made.draft))
-    pair = DraftTargetPair.from_pretrained(name, dtype=dtype, **loading)
+        recipe, device = RECIPES[name.removeprefix(PREFIX)], "cuda" if torch.cuda.is_available() else "cpu"
+        best = torch.float32 if device == "cpu" else torch.bfloat16
+        made = graft(recipe, best if dtype == "auto" else getattr(torch, dtype), device)
+        facts: dict[str, Any] = {
+            "synthetic": True,
+            "epsilon": made.epsilon,
+            "alpha": made.alpha,
+            "unrelated": recipe.unrelated,
+        }
+        return BenchPair(name, made.target, made.draft, facts | sizes(made.target, made.draft))
+    pair = load(name, dtype)
     check_decodes(name, pair.target.config.is_encoder_decoder)
     check_prompts(name, pair.tokenizer, prompts or pair.prompts)
-    facts = {"synthetic": False} | _sizes(pair.target, pair.draft)
+    facts = {"synthetic": False} | sizes(pair.target, pair.draft)
     return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, prompts or pair.prompts)
 
 
-def _sizes(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, int]:
+def sizes(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
+    """Of both models."""
     return {"target_parameters": target.num_parameters(), "draft_parameters": draft.num_parameters()}

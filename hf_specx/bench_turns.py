@@ -157,6 +157,9 @@ def _of_rounds(runs: list[dict[str, Any]], speed: float | None) -> dict[str, Any
         phase: statistics.median(run["phases"][phase] / n for run, n in zip(runs, steps, strict=True))
         for phase in runs[0]["phases"]
     }
+    if "bare" in runs[0]:  # preparations of a call, and what its prompts took beyond their forwards
+        rest = [(r["seconds"] - r["decoding"] - r["bare"]["prompt"]) / n for r, n in zip(runs, steps, strict=True)]
+        found["phases_per_round"]["rest"] = max(0.0, statistics.median(rest))
     known = [run["predicted"] for run in runs if run["predicted"] is not None]
     found["predicted_speedup"] = statistics.median(known) if known else None
     sizes = [run["bare"]["round_bytes"] for run in runs if "round_bytes" in run.get("bare", {})]

@@ -123,3 +123,88 @@ def file_that_is_no_results(path: Path, text: str, schema: int) -> str | None:
 def check_results(path: Path, text: str, schema: int) -> None:
     """Whether a file can be taken up again."""
     file_that_is_no_results(path, text, schema)
+
+
+@refusal
+def plots_without_matplotlib(found: bool) -> str | None:
+    return None if found else "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out."
+
+
+def check_plots(found: bool) -> None:
+    """Whether figures can be drawn."""
+    plots_without_matplotlib(found)
+
+
+@refusal
+def options_beside_a_grid(grids: list[str], given: list[str]) -> str | None:
+    if not grids or not given:
+        return None
+    return f"{grids[0]} has its own pairs and sizes; leave {', '.join(given)} out, or choose with --only."
+
+
+@refusal
+def two_grids(grids: list[str]) -> str | None:
+    return None if len(grids) < 2 else f"{' and '.join(grids)} are two grids; choose one."
+
+
+@refusal
+def grid_without_accelerator(grids: list[str], accelerated: bool) -> str | None:
+    if "--full" not in grids or accelerated:
+        return None
+    return "--full has models of 1B and 7B parameters and there is no GPU here; use --grid."
+
+
+@refusal
+def experiments_that_are_unknown(grids: list[str], only: list[str], known: list[str]) -> str | None:
+    if not only:
+        return None
+    if not grids:
+        return "--only chooses experiments of a grid; use it with --grid or --full."
+    unknown = [name for name in only if name not in known]
+    return f"--only {unknown[0]} is unknown; choose among {', '.join(known)}." if unknown else None
+
+
+@refusal
+def sizes_of_nothing(prompt_tokens: int, new_tokens: int) -> str | None:
+    if prompt_tokens >= 1 and new_tokens >= 2:
+        return None
+    return (
+        f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} leave no round to time; give 1 or more, and 2 "
+        "or more."
+    )
+
+
+@refusal
+def warpers_out_of_range(temperature: float, top_p: float) -> str | None:
+    if 0 <= temperature < float("inf") and 0 < top_p <= 1:
+        return None
+    return (
+        f"--temperature {temperature} and --top-p {top_p}: give a temperature of 0 (greedy) or above, and a "
+        "top-p above 0 and at most 1."
+    )
+
+
+@refusal
+def file_of_no_folder(path: Path | None) -> str | None:
+    if path is None or path.resolve().parent.is_dir():
+        return None
+    return f"--out {path}: there is no folder {path.resolve().parent}; make it, or name another file."
+
+
+def check_grid(grids: list[str], given: list[str], only: list[str], known: list[str], accelerated: bool) -> None:
+    """Whether it is clear which cells are meant, and whether this machine can run them."""
+    two_grids(grids)
+    options_beside_a_grid(grids, given)
+    experiments_that_are_unknown(grids, only, known)
+    grid_without_accelerator(grids, accelerated)
+
+
+def check_cell(prompt_tokens: int, new_tokens: int, temperature: float, top_p: float) -> None:
+    """Whether there is anything to time."""
+    sizes_of_nothing(prompt_tokens, new_tokens)
+    warpers_out_of_range(temperature, top_p)
+
+
+def check_out(path: Path | None) -> None:
+    """Whether results could be written."""
+    file_of_no_folder(path)

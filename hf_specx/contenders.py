@@ -1,8 +1,8 @@
 """Ways to generate that are timed against each other, each told by its name.
 
 "plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
-transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "block-5", "token-auto"
-and the like are ours, and "block-5-compiled" is ours with `compile=True`.
+transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "block-5",
+"token-auto" and the like are ours, and "block-5-compiled" is ours with `compile=True`.
 """
 
 import copy
@@ -70,9 +70,9 @@ class Contender:
         self.name, self.way, self.target, self.draft = name, way(name), target, draft
         self.strategy: SpeculativeDecoding | None = None
         if self.way.is_ours:
-            compile = {"compile": True} if self.way.compiled else {}
+            number = "auto" if self.way.number is None else self.way.number
             self.strategy = SpeculativeDecoding(
-                draft, num_draft_tokens=self.way.number, verification=self.way.kind, **compile
+                draft, num_draft_tokens=number, verification=self.way.kind, compile=self.way.compiled
             )
 
     @property
@@ -96,10 +96,10 @@ class Contender:
         return output
 
     def _compile_config(self) -> CompileConfig:
-        """What transformers takes on an accelerator, and the same without graphs on a CPU, where it has to be asked."""
+        """As transformers compiles on an accelerator; without graphs on a CPU, where it compiles only if asked so."""
         on_cpu = execution_device(self.target).type == "cpu"
         config = CompileConfig(mode="default" if on_cpu else "reduce-overhead", dynamic=False)
-        config._compile_all_devices = True
+        config._compile_all_devices = True  # type: ignore[assignment]
         return config
 
     def prepare(self, inputs: dict[str, torch.Tensor]) -> None:

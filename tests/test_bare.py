@@ -51,7 +51,7 @@ def test_the_replay_runs_the_forwards_of_the_call(rows, noise, ends):
 
 
 def test_attention_sees_what_the_longest_row_has():
-    """The target holds all but the last token of the longest row; the draft is fed what the row that misses most lacks."""
+    """The target holds all but the longest row's last token; the draft is fed what the row that misses most lacks."""
     target, draft = tiny(), tiny(seed=1)
     # round 1: row 0 keeps both candidates, row 1 none; then row 1 leaves; a plain step; a round
     history = [
