@@ -35,7 +35,7 @@ from .grafted import PREFIX, RECIPES
 
 
 GRID_FILE = Path("specx-bench.json")
-COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/ bare", "limit", "3.8")
+COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
 LEGEND = (
     "medians; x plain: beside the runs of plain in the same turns, spread: of these; tokens a row and ms, of a round; "
     "a round over its bare forwards; limit: the speed-up if there were nothing but forwards, and the one of Theorem "
@@ -152,7 +152,7 @@ def show(made: list[dict[str, Any]]) -> None:
 
 def contenders_table(contenders: dict[str, Any]) -> Table:
     """One row for each contender that ran."""
-    table = Table(show_edge=False)
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
     for heading in COLUMNS:
         named = heading == COLUMNS[0]
         table.add_column(heading, justify="left" if named else "right", no_wrap=named)
