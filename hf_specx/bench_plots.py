@@ -56,7 +56,7 @@ def plot(cells: Iterable[Measured], folder: Path) -> list[Path]:
         if figure is not None:
             written.append(folder / f"{name}.svg")
             figure.tight_layout()
-            figure.savefig(written[-1], metadata={"Date": None})
+            figure.savefig(written[-1], metadata={"Date": None}, bbox_inches="tight")
             pyplot.close(figure)
     return written
 
@@ -184,5 +184,5 @@ def _of_rounds(cells: list[Measured]) -> Any:
     axes.axvline(1.0, color="grey", linestyle=":", label="bare forwards")
     axes.tick_params(axis="y", labelsize="x-small")
     axes.invert_yaxis()
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", ncol=5, loc="lower right", bbox_to_anchor=(1.0, 1.12), borderaxespad=0.0)
     return figure
