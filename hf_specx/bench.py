@@ -206,18 +206,18 @@ def emitted_per_row(output: torch.Tensor, width: int, eos_token_id: int | list[i
     return torch.where(ends.any(-1), ends.int().argmax(-1) + 1, new.shape[1]).tolist()
 
 
-def provenance(model: PreTrainedModel) -> dict[str, Any]:
-    """Where a number was made: versions, device, precision."""
-    device = execution_device(model)
-    return {
+def provenance(place: PreTrainedModel | torch.device) -> dict[str, Any]:
+    """Where a number was made: versions, device, and the precision of a model."""
+    device = place if isinstance(place, torch.device) else execution_device(place)
+    made = {
         "hf_specx": version("hf_specx"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({hardware(device)})",
         "threads": torch.get_num_threads(),
-        "dtype": str(model.dtype).removeprefix("torch."),
     }
+    return made if isinstance(place, torch.device) else made | {"dtype": str(place.dtype).removeprefix("torch.")}
 
 
 def _median_known(values: list[float | None]) -> float | None:

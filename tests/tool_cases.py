@@ -1,14 +1,20 @@
 """Misuse of what measures, places, shares, describes and exports pairs; as in `misuse_cases`."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 from repositories import SMALL, pair
 from tiny import tiny
 
+from hf_specx.bench_grid import Results
+from hf_specx.bench_pairs import BenchPair, load_bench_pair
 from hf_specx.cards import known_card
+from hf_specx.checks_bench import check_cell, check_grid, check_out, check_plots
 from hf_specx.checks_tune import check_drafts, check_reads, check_study, looking_for
+from hf_specx.contenders import way
 from hf_specx.export import vllm
+from hf_specx.grafted import Recipe
 from hf_specx.pair_config import ModelSource, PairConfig
 from hf_specx.placement import plan
 from hf_specx.shares import complete
@@ -44,6 +50,28 @@ def in_shards() -> None:
 def not_found() -> None:
     with looking_for("org/none"):
         raise OSError("no route")
+
+
+def benched(tokenizer: object = ..., encodes: bool = False, **settings: object):
+    """A pair that is loaded for the bench, and its inputs."""
+    known = tiny(**SMALL)
+    config = SimpleNamespace(is_encoder_decoder=encodes)
+    target = SimpleNamespace(config=config, num_parameters=known.num_parameters)
+    tokenizer = pair().tokenizer if tokenizer is ... else tokenizer
+    found = SimpleNamespace(target=target, draft=target, tokenizer=tokenizer, prompts=[])
+    return lambda: load_bench_pair("org/pair", "auto", [], lambda name, dtype: found)
+
+
+def grid(*grids: str, given: tuple[str, ...] = (), only: tuple[str, ...] = (), accelerated: bool = True):
+    return lambda: check_grid(list(grids), list(given), list(only), ["speed", "auto"], accelerated)
+
+
+def recipe(draft_layers: int = 1, kv_heads: int = 2):
+    return lambda: Recipe(64, 96, 4, draft_layers, 4, kv_heads, 100)
+
+
+def full_of(prompt_tokens: int):
+    return lambda: BenchPair("org/pair", tiny(), tiny(), {}).inputs(1, prompt_tokens, 8, 0)
 
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
@@ -88,5 +116,33 @@ CASES = {
     "options_of_one_call": ("seeds= belongs to one call of generate; leave", completed(seeds=[1])),
     "texts_without_tokenizer": ("the pair has no tokenizer to read texts with", completed(tokenizer=None)),
     "models_in_shards": ("the models are spread over processes", in_shards),
+    "draft_of_no_layers": ("draft_layers=0 is not between 0 and the 4 .*; give", recipe(draft_layers=0)),
+    "draft_of_no_layers, all": ("draft_layers=4 is not between", recipe(draft_layers=4)),
+    "heads_that_do_not_divide": ("4 heads and 3 key-value heads do not .* must be a multiple", recipe(kv_heads=3)),
+    "contender_of_no_kind": ("'block' is unknown; give plain", lambda: way("block")),
+    "contender_of_no_kind, greedy": ("'greedy-5' is unknown; give", lambda: way("greedy-5")),
+    "pair_without_prompts": ("'org/pair' has no prompts of its own; give some with --file", benched()),
+    "pair_without_prompts, tokenizer": ("has no tokenizer, so it cannot read any", benched(tokenizer=None)),
+    "encoder_decoder_in_turns": ("'org/pair' is of encoder-decoders, .*; specx generate", benched(encodes=True)),
+    "no_room_for_prompts": ("125 prompt tokens and 8 new ones are more than the 128 .*; give fewer", full_of(125)),
+    "grafted_pair_of_no_recipe": (
+        "'grafted-3B' is unknown; choose one of grafted-30M,",
+        lambda: load_bench_pair("grafted-3B", "auto", [], pair),
+    ),
+    "file_that_is_no_results": ("is there already and has no results .*; name", lambda: Results(Path(__file__))),
+    "plots_without_matplotlib": ("figures need matplotlib: pip install", lambda: check_plots(False)),
+    "options_beside_a_grid": (
+        "--grid has its own .*leave PAIR, --batch out",
+        grid("--grid", given=("PAIR", "--batch")),
+    ),
+    "two_grids": ("--grid and --full are two grids; choose", grid("--grid", "--full")),
+    "grid_without_accelerator": ("--full has .*there is no GPU here; use --grid", grid("--full", accelerated=False)),
+    "experiments_that_are_unknown": ("--only x is unknown; choose among speed, auto", grid("--grid", only=("x",))),
+    "experiments_that_are_unknown, no grid": ("use it with --grid or --full", grid(only=("speed",))),
+    "sizes_of_nothing": ("--prompt-tokens 0 and .* leave no round to time; give", lambda: check_cell(0, 8, 1, 1)),
+    "sizes_of_nothing, new": ("--new-tokens 1 leave no", lambda: check_cell(5, 1, 1, 1)),
+    "warpers_out_of_range": ("--temperature -1 and .*: give a temperature of 0", lambda: check_cell(5, 8, -1, 1)),
+    "warpers_out_of_range, top-p": ("--top-p 0: give .* a top-p above 0", lambda: check_cell(5, 8, 1, 0)),
+    "file_of_no_folder": ("there is no folder .*/no; make it", lambda: check_out(Path("no/results.json"))),
     "text_without_tokens": ("prompt 1 is empty, and the tokenizer puts nothing", completed(["a", ""])),
 }

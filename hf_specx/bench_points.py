@@ -1,0 +1,209 @@
+"""What the measurements must show: points with thresholds, told from measured cells alone."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from .bench_cells import AUTO_NUMBERS, COMPILED, FIXED, GAMMA, VERIFIED
+
+
+ROUND_OVER_BARE = 1.08
+OVER_STOCK = {"30M": (1.2, 1.7), "163M": (1.0, 1.08)}  # eager and compiled, at equal γ
+OVER_STOCK_BY_DEFAULT = 1.5
+OF_LIMIT = 0.9
+WORTH_IT = 1.05  # a predicted speed-up over plain compiled from which ours has to be faster
+USELESS = 0.97
+OF_BEST = 0.95
+CONTEXT_RATIO = 1.2
+VERIFIER_RATIO = 1.1
+Measured = dict[str, Any]
+
+
+class Verdict(NamedTuple):
+    """One claim.
+
+    Attributes:
+        point: its number.
+        what: what is claimed, and of what.
+        wanted: the threshold, with its sense.
+        found: the measured value, or None.
+        holds: None where it could not be told.
+        note: what helps to read it, or why it could not be told.
+    """
+
+    point: int
+    what: str
+    wanted: str
+    found: float | None
+    holds: bool | None
+    note: str = ""
+
+
+def verdicts(cells: Iterable[Measured]) -> list[Verdict]:
+    """All claims that these measured cells let us judge, in order."""
+    known = [cell for cell in cells if "failed" not in cell]
+    judges = (_rounds, _over_stock, _by_default, _limits, _compiled, _unrelated, _auto, _context, _memory, _verifiers)
+    return sorted((each for judge in judges for each in judge(known)), key=lambda each: each.point)
+
+
+def _of(cells: Iterable[Measured], experiment: str, **settings: Any) -> Iterator[Measured]:
+    for cell in cells:
+        if cell["cell"]["experiment"] == experiment and settings.items() <= cell["cell"].items():
+            yield cell
+
+
+def _name(cell: Measured) -> str:
+    own = cell["cell"]
+    return f"{own['pair'].removeprefix('grafted-')} {own['dtype']}, batch {own['batch']}"
+
+
+def _value(cell: Measured, contender: str, key: str) -> float | None:
+    """A median, or None where it was not measured."""
+    value = cell["contenders"].get(contender, {}).get(key)
+    return value["median"] if isinstance(value, dict) else value
+
+
+def _why(cell: Measured, *contenders: str) -> str:
+    """Why a figure is missing."""
+    for name in contenders:
+        noted = cell["contenders"].get(name)
+        if noted is None:
+            return f"{name} was not run"
+        if "unavailable" in noted:
+            return f"{name} is not available: {noted['unavailable']}"
+    return "not measured"
+
+
+def _ratio(cell: Measured, key: str, over: str, under: str) -> float | None:
+    """A figure of one contender by that of another one."""
+    first, second = _value(cell, over, key), _value(cell, under, key)
+    return None if first is None or not second else first / second
+
+
+def _at_least(point: int, what: str, least: float, found: float | None, note: str) -> Verdict:
+    return Verdict(point, what, f">= {least:.2f}", found, None if found is None else found >= least, note)
+
+
+def _at_most(point: int, what: str, most: float, found: float | None, note: str) -> Verdict:
+    return Verdict(point, what, f"<= {most:.2f}", found, None if found is None else found <= most, note)
+
+
+def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "speed"):
+        if cell["cell"]["batch"] > 8:
+            continue
+        found = _value(cell, FIXED, "round_over_bare")
+        note = _why(cell, FIXED) if found is None else ""
+        yield _at_most(1, f"round over bare forwards: {_name(cell)}", ROUND_OVER_BARE, found, note)
+
+
+def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
+    stock = f"stock-{GAMMA}"
+    for cell in _of(cells, "speed", batch=1):
+        thresholds = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])
+        for ours, least in zip((FIXED, COMPILED[1]), thresholds, strict=True):
+            found = _ratio(cell, "tokens_per_second", ours, stock)
+            note = _why(cell, stock, ours) if found is None else ""
+            yield _at_least(2, f"{ours} over {stock}: {_name(cell)}", least, found, note)
+
+
+def _by_default(cells: list[Measured]) -> Iterator[Verdict]:
+    at_eight = []
+    for cell in _of(cells, "defaults"):
+        batch = cell["cell"]["batch"]
+        if batch == 1:
+            found = _ratio(cell, "tokens_per_second", "block-auto", "stock")
+            note = _why(cell, "stock", "block-auto") if found is None else ""
+            yield _at_least(2, f"over stock, defaults: {_name(cell)}", OVER_STOCK_BY_DEFAULT, found, note)
+            yield _faster(cell, 2, f"over plain, defaults: {_name(cell)}", _value(cell, "block-auto", "speedup"))
+        elif batch == 8:
+            at_eight.append((_value(cell, "block-auto", "speedup") or 0.0, cell))
+    if at_eight:
+        found, best = max(at_eight, key=lambda each: each[0])
+        yield _faster(best, 2, f"over plain, defaults, better dtype: {_name(best)}", found or None)
+
+
+def _faster(cell: Measured, point: int, what: str, found: float | None) -> Verdict:
+    note = _why(cell, "plain", "block-auto") if found is None else ""
+    return Verdict(point, what, "> 1.00", found, None if found is None else found > 1, note)
+
+
+def _limits(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "speed"):
+        limit, found = _value(cell, FIXED, "forward_limited_speedup"), _value(cell, FIXED, "speedup")
+        ratio = None if limit is None or found is None else found / limit
+        note = _why(cell, "plain", FIXED) if ratio is None else gap(cell, FIXED)
+        yield _at_least(3, f"of forward-limited speed-up: {_name(cell)}", OF_LIMIT, ratio, note)
+
+
+def gap(cell: Measured, contender: str) -> str:
+    """Theorem 3.8, the limit by the forwards and what was measured, and what lies between each two."""
+    names = ("expected_speedup", "forward_limited_speedup", "bare_speedup", "speedup")
+    theorem, limit, whole, found = (_value(cell, contender, name) or 0.0 for name in names)
+    both = [cell["contenders"][name].get("bare", {}).get("target_step") for name in ("plain", contender)]
+    larger = both[1] / both[0] if all(both) else 1.0
+    return (
+        f"Theorem 3.8 says {theorem:.2f}, where a target step of all candidates would cost no more than of one token; "
+        f"it costs {larger:.2f} times as much, so {limit:.2f}; prompts, and rows that others wait for, make it "
+        f"{whole:.2f}; measured {found:.2f}, with all that is no forward"
+    )
+
+
+def _compiled(cells: list[Measured]) -> Iterator[Verdict]:
+    plain, ours = COMPILED
+    for cell in _of(cells, "speed"):
+        found, said = _ratio(cell, "tokens_per_second", ours, plain), _value(cell, ours, "predicted_speedup")
+        what = f"{ours} over {plain}: {_name(cell)}"
+        if found is None or said is None:
+            yield Verdict(3, what, "> 1.00", found, None, _why(cell, plain, ours))
+        elif said > WORTH_IT:
+            yield Verdict(3, what, "> 1.00", found, found > 1, f"its forwards say {said:.2f}")
+        else:
+            yield Verdict(3, what, "-", found, True, f"its forwards say {said:.2f}, so nothing is claimed")
+
+
+def _unrelated(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "unrelated"):
+        found = _value(cell, "block-auto", "speedup")
+        note = _why(cell, "plain", "block-auto") if found is None else ""
+        yield _at_least(4, f"unrelated draft over plain: {_name(cell)}", USELESS, found, note)
+
+
+def _auto(cells: list[Measured]) -> Iterator[Verdict]:
+    fixed = [f"block-{number}" for number in AUTO_NUMBERS]
+    for cell in _of(cells, "auto"):
+        rates = {name: rate for name in fixed if (rate := _value(cell, name, "tokens_per_second")) is not None}
+        own = _value(cell, "block-auto", "tokens_per_second")
+        what = f"auto over the best of {fixed[0]} to {fixed[-1]}: {_name(cell)}"
+        if own is None or len(rates) < len(fixed):
+            yield _at_least(4, what, OF_BEST, None, _why(cell, "block-auto", *fixed))
+        else:
+            best = max(rates, key=rates.__getitem__)
+            alpha = _value(cell, best, "alpha") or 0.0
+            yield _at_least(4, what, OF_BEST, own / rates[best], f"best {best}, α {alpha:.2f}")
+
+
+def _context(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "context"):
+        found = _value(cell, FIXED, "ratio")
+        what = f"outside of forwards, behind {cell['cell']['prompt_tokens']} tokens: {_name(cell)}"
+        yield _at_most(5, what, CONTEXT_RATIO, found, "" if found is not None else _why(cell, FIXED))
+
+
+def _memory(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "memory"):
+        for name, noted in cell["contenders"].items():
+            found = noted["beyond"] / noted["limit"]
+            note = f"{noted['beyond'] / 1e6:.2f} of {noted['limit'] / 1e6:.2f} million floats"
+            what = f"memory beyond models and KV, of 16 B γ V floats, {name}: {_name(cell)}"
+            yield Verdict(5, what, "< 1.00", found, found < 1, note)
+
+
+def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
+    for cell in _of(cells, "speed"):
+        times = {name: _value(cell, name, "seconds_per_round") for name in VERIFIED}
+        known = [seconds for seconds in times.values() if seconds is not None]
+        told = len(known) == len(times)
+        note = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items() if seconds is not None)
+        found = max(known) / min(known) if told else None
+        what = f"slowest over fastest verifier, time a round: {_name(cell)}"
+        yield _at_most(6, what, VERIFIER_RATIO, found, note if told else _why(cell, *VERIFIED))

@@ -1,0 +1,69 @@
+"""Markdown of a file of results: one table for each experiment, then the verdicts."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hf_specx.bench_points import verdicts
+
+
+FIGURES = {
+    "tokens/s": "tokens_per_second",
+    "× plain": "speedup",
+    "α": "alpha",
+    "tokens a round": "tokens_per_round",
+    "s a round": "seconds_per_round",
+    "/ bare": "round_over_bare",
+    "memory-bound, s": "bandwidth_seconds_per_round",
+    "limited": "forward_limited_speedup",
+    "Theorem 3.8": "expected_speedup",
+}
+HEADINGS = ("pair", "dtype", "batch", "prompt + new", "T", "contender", *FIGURES)
+WORDS = {True: "holds", False: "**fails**", None: "not told"}
+
+
+def main(file: Path) -> None:
+    """Print them."""
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    for experiment in dict.fromkeys(cell["cell"]["experiment"] for cell in cells):
+        rows = [row for cell in cells if cell["cell"]["experiment"] == experiment for row in rows_of(cell)]
+        if rows:
+            print(f"### {experiment}\n")
+            table(HEADINGS, rows)
+    print("### What it must show\n")
+    claims = [(str(v.point), v.what, v.wanted, number(v.found), WORDS[v.holds], v.note) for v in verdicts(cells)]
+    table(("point", "claim", "wanted", "found", "", ""), claims)
+
+
+def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One for each contender that was timed."""
+    own = cell["cell"]
+    pair = f"{own['pair']} (synthetic)" if cell["pair"]["synthetic"] else own["pair"]
+    lengths = f"{own['prompt_tokens']} + {own['new_tokens']}"
+    dtype = cell["provenance"].get("dtype", own["dtype"])  # "auto" is asked for, not measured
+    place = (pair, dtype, str(own["batch"]), lengths, f"{own['temperature']:g}")
+    return [
+        (*place, name, *(number(noted.get(key)) for key in FIGURES.values()))
+        for name, noted in cell["contenders"].items()
+        if "tokens_per_second" in noted
+    ]
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print one."""
+    for cells in (headings, ("---",) * len(headings), *rows):
+        print(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
+    print()
+
+
+def number(value: Any) -> str:
+    """Three digits of a figure or of its median."""
+    value = value["median"] if isinstance(value, dict) else value
+    return "-" if value is None else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

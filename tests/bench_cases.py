@@ -1,0 +1,57 @@
+"""What tests of the bench share: a tiny pair, small cells, and measured cells as a file has them."""
+
+from tiny import near, tiny
+
+from hf_specx.bench_cells import FIXED, VERIFIED, Cell
+from hf_specx.bench_pairs import BenchPair
+
+
+def tiny_pair(name: str = "tiny", dtype: str = "float32", **changes) -> BenchPair:
+    """Given random tokens, as grafted pairs are."""
+    target = tiny(**changes)
+    return BenchPair(name, target, near(target, 0.05), {"synthetic": True})
+
+
+def small(*contenders: str, **settings) -> Cell:
+    given = {"experiment": "speed", "pair": "tiny", "prompt_tokens": 5, "new_tokens": 8, "repeats": 1}
+    return Cell(contenders=contenders, **given | settings)
+
+
+def median(value: float) -> dict[str, float]:
+    return {"median": value, "min": value, "max": value}
+
+
+def ours(rate: float, speedup: float, **more) -> dict:
+    """A contender's figures."""
+    phases = {"draft": 0.1, "target": 0.2, "verify": 0.05}
+    return {
+        "runs": [{}],
+        "tokens_per_second": median(rate),
+        "speedup": median(speedup),
+        "alpha": 0.8,
+        "seconds_per_round": median(0.35),
+        "phases_per_round": phases,
+        "round_over_bare": median(1.05),
+        "bare": {"target_step": 0.25},
+        "forward_limited_speedup": 2.0,
+        "expected_speedup": 2.5,
+        "bare_speedup": 1.9,
+    } | more
+
+
+def plain(rate: float = 10.0) -> dict:
+    return {"runs": [{}], "tokens_per_second": median(rate), "speedup": median(1.0), "bare": {"target_step": 0.2}}
+
+
+def measured(cell: Cell, **contenders) -> dict:
+    """A cell of a file of results; names of contenders with _ for -."""
+    named = {name.replace("_", "-"): noted for name, noted in contenders.items()}
+    return {"cell": cell.to_dict(), "pair": {"synthetic": True}, "provenance": {}, "contenders": named}
+
+
+def speed(**settings) -> dict:
+    """One in which every claim holds."""
+    cell = small("plain", *VERIFIED, **{"pair": "grafted-30M"} | settings)
+    figures = {name.replace("-", "_"): ours(20.0, 2.0) for name in (FIXED, *VERIFIED)}
+    extra = {"stock_5": plain(10.0), "block_5_compiled": ours(30.0, 3.0, predicted_speedup=2.0)}
+    return measured(cell, plain=plain(), plain_compiled=plain(15.0), **figures, **extra)
