@@ -1,8 +1,8 @@
 """Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
 
 from .candidates import SampledCandidateGenerator
+from .costs import Costs
 from .generate import generate
-from .lookahead import Costs
 from .pairs import DraftTargetPair
 from .report import SpeculationReport
 from .strategy import SpeculativeDecoding

@@ -11,6 +11,7 @@ from typing import Any, get_origin
 
 from .checks_options import VERIFICATIONS
 from .layouts import LAYOUTS
+from .lookahead import MAX_DRAFT_TOKENS
 from .refusals import refusal
 
 
@@ -24,6 +25,7 @@ AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
 REVISION = re.compile(r"\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+ROUNDS = {str(number) for number in range(MAX_DRAFT_TOKENS + 1)}
 
 
 @refusal
@@ -180,12 +182,12 @@ def recommended_layout(layout: str, where: str) -> str | None:
 
 @refusal
 def costs_that_are_no_times(costs: Any, where: str) -> str | None:
-    if costs is None or all(_is_row(batch, row) for batch, row in costs.table.items()):
+    what = "rounds that are not {batch size: {candidates: seconds}}"
+    if costs is not None and not all(_is_row(batch, row) for batch, row in costs.table.items()):
+        what = "a row that is not {'target': {tokens: seconds}, 'draft': seconds} for 1 and at least one more number"
+    elif costs is None or all(_are_rounds(batch, row) for batch, row in costs.rounds.items()):
         return None
-    return (
-        f"{where}: costs has a row that is not {{'target': {{tokens: seconds}}, 'draft': seconds}} for 1 and at least "
-        "one more number of tokens; measure it anew with specx tune."
-    )
+    return f"{where}: costs has {what}; measure it anew with specx tune."
 
 
 @refusal
@@ -275,7 +277,16 @@ def _is_row(batch: str, row: Any) -> bool:
     times = row["target"]
     if not isinstance(times, dict) or len(times) < 2 or "1" not in times or not all(map(NUMBER.fullmatch, times)):
         return False
-    return all(isinstance(t, float) and math.isfinite(t) and t > 0 for t in (*times.values(), row["draft"]))
+    return all(map(_is_time, (*times.values(), row["draft"])))
+
+
+def _are_rounds(batch: str, row: Any) -> bool:
+    known = NUMBER.fullmatch(batch) and isinstance(row, dict) and row.keys() <= ROUNDS
+    return bool(known) and all(map(_is_time, row.values()))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0
 
 
 def _brief(value: Any) -> str:

@@ -32,8 +32,7 @@ def decode(run: Run, schedule: Schedule, peers: Peers) -> torch.Tensor:
         candidates = draft(run, schedule)
         logits = target(run, candidates)
         finished = verify(run, candidates, logits)
-        if candidates.tokens.shape[1]:
-            schedule.update(run.report.accepted_all)
+        schedule.update(run.outcome, len(run.sequences.rows))
     run.rule.finish(run.stopping.columns)
     return run.sequences.output(run.stopping.columns)
 
@@ -48,7 +47,19 @@ def _draft(run: Run, schedule: Schedule) -> Draft:
     if not run.fixed:
         shortest = min(run.sequences.counts[row] for row in run.sequences.rows)
         wanted = min(wanted, run.stopping.max_new_tokens - shortest - 1)
-    return run.drafter.propose(run.sequences, wanted, schedule.drafting.threshold) if wanted > 0 else _nothing(run)
+    if not schedule.wanted:
+        _rest(run)
+    return run.drafter.propose(run.sequences, wanted, schedule.threshold) if wanted > 0 else _nothing(run)
+
+
+def _rest(run: Run) -> None:
+    """Make the draft take its rejected candidates back, in one step, while it is still known which they are.
+
+    From then on it holds a prefix of each row's text. When it is asked again, one forward feeds it what is missing.
+    """
+    decoder = getattr(run.drafter, "decoder", None)
+    if decoder is not None and any(decoder.held[row] >= run.sequences.counts[row] for row in run.sequences.rows):
+        decoder.step(run.sequences, 0)
 
 
 def _target(run: Run, draft: Draft) -> torch.Tensor:

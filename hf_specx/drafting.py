@@ -1,13 +1,18 @@
-"""How long a round drafts where the user says so in transformers' own words: a number, its schedule, a threshold.
+"""How many candidates each round drafts: as "auto" finds best, or as the user says in transformers' own words.
 
-transformers reads all three from the draft's own file alone. Here a call may set them as well.
+These are a number, its schedule, and a threshold. transformers reads all three from the draft's own file alone. Here a
+call may set them as well.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
+
+from .costs import Costs, RoundTimes
+from .lookahead import LEARNED_WEIGHT, MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, Chooser, Outcome, Survival
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy; there such a value is as good as none
@@ -72,11 +77,16 @@ class Schedule:
 
     Attributes:
         wanted: that number.
+        most: the largest that is to be reckoned with.
         threshold: as in `Drafting`.
     """
 
     def __init__(self) -> None:
         self.drafting, self.wanted = Drafting(), 0
+
+    @property
+    def most(self) -> int:
+        return self.wanted
 
     @property
     def threshold(self) -> float:
@@ -88,10 +98,44 @@ class Schedule:
             self.wanted = number
         self.drafting = drafting
 
-    def update(self, all_accepted: bool) -> None:
-        """Take in a round that had candidates."""
-        if self.drafting.schedule != "constant":
-            self.wanted = self.wanted + 2 if all_accepted else max(1, self.wanted - 1)
+    def update(self, outcome: Outcome, rows: int) -> None:
+        """Take in a round, after which so many rows go on."""
+        if outcome.drafted and self.drafting.schedule != "constant":
+            self.wanted = self.wanted + 2 if outcome.all_accepted else max(1, self.wanted - 1)
+
+
+class Auto(Schedule):
+    """What "auto" drafts: the number with the most tokens a second, or none, chosen anew for each round of one call.
+
+    Args:
+        costs: with times for some batch size; what is learned here is put there by `end`.
+        verification: of the call. Under "token" and "block" the number changes what is drawn, so there it goes by what
+            was known of times before the call.
+        rows: B.
+        room: tokens that each of them may have emitted.
+        together: whether they advance by the least of the batch.
+    """
+
+    most = MAX_DRAFT_TOKENS
+
+    def __init__(self, costs: Costs, verification: str, rows: int, room: int, together: bool):
+        super().__init__()
+        self.costs = costs
+        self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
+        alpha, weight = costs.alpha.get(verification, PRIOR_ALPHA) ** (rows if together else 1), PRIOR_WEIGHT
+        if verification in costs.alpha:
+            weight = LEARNED_WEIGHT
+        self.chooser = Chooser(Survival(alpha, weight, together))
+        self.wanted, self.rows = self.chooser.first(self.times(rows), room), rows
+
+    def update(self, outcome: Outcome, rows: int) -> None:
+        self.times.observe(self.rows, outcome.drafted)
+        self.rows = rows or self.rows
+        self.wanted = self.chooser.next(outcome, self.times(self.rows), partial(self.times.catch_up, self.rows))
+
+    def end(self) -> None:
+        """The call is over."""
+        self.costs.remember_rounds(self.times)
 
 
 class Confidence:

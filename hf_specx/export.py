@@ -14,9 +14,9 @@ from typing import Any
 from .card_usage import SPEECH, auto_class_of
 from .checks_options import check_choices
 from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
+from .lookahead import FIXED_DRAFT_TOKENS
 from .pair_config import ModelSource, PairConfig
 from .refusals import refusal
-from .strategy import FIXED_DRAFT_TOKENS
 
 
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # in the name of a draft, these count more than `method`

@@ -21,8 +21,8 @@ from .checks import (
     check_one_name,
     check_stop_strings,
 )
+from .costs import Costs
 from .drafting import Schedule, given_drafting
-from .lookahead import Costs
 from .prompts import shallow_copy
 from .resolve import find_draft
 from .strategy import SpeculativeDecoding
@@ -100,7 +100,7 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             learned = LEARNED.setdefault(strategy.draft_model, WeakKeyDictionary())
         costs, schedule = learned.setdefault(model, (measured, Schedule()))
         if "costs" not in options:
-            strategy.costs.table, strategy.costs.alpha = costs.table, dict(costs.alpha)
+            strategy.costs = costs.apart()
         strategy.schedule = copy.copy(schedule)  # another thread may use the same models
         output = run(strategy, host, model, inputs, kwargs, reached)
         learned[model] = costs, strategy.schedule

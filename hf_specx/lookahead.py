@@ -1,23 +1,25 @@
-"""How many tokens to draft, and what that should bring: the theory of Leviathan et al. 2022 and a table of costs.
+"""How many tokens to draft next, and when not to: the theory of Leviathan et al. 2022, and what a call learns of it.
 
-The table holds times of bare forwards, so that choosing needs no clock while tokens are drawn.
+Arithmetic alone: it knows no model and no clock. How long rounds take is in `costs`.
 """
 
-import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 
 MAX_DRAFT_TOKENS = 8  # the largest number that "auto" considers
+FIXED_DRAFT_TOKENS = 5  # "auto" where costs are not known, or must not count
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-MEMORY = 100  # candidates that the past counts for when a call is taken in
-QUERY_LENGTHS = (1, 2, 3, 5, 9)  # target forwards that are timed
-TIMED_ROUNDS = 5  # times that each of them is timed
-DRAFT_STEPS = 4  # draft steps that are timed between two of them
-GRID = 2 ** (1 / 8)  # times are kept on a geometric grid, so that noise rarely changes a choice
+PRIOR_WEIGHT, LEARNED_WEIGHT = 4.0, 6.0  # candidates that this counts for, and what earlier calls have seen
+DEPTH_WEIGHT = 4.0  # candidates that the mean of all depths counts for at each of them
+FORGET = 0.98  # what a round is worth one round later
+LEAST_WEIGHT = 6.0  # candidates' worth that are never forgotten
+OFF, ON = 0.95, 1.03  # how fast drafting must be beside not drafting to be kept up, and to be taken up again
+PATIENCE = 32  # rounds for which it may be the slower one at all
+HASTE = 8  # rows count by their open tokens to this power, as the call ends with the last one
+FIRST_WAIT, LAST_WAIT = 32, 1024  # plain steps before the first probe, and before later ones at most
+PROBE_SHARE = 0.01  # of the time of plain steps that later probes may take
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
@@ -38,102 +40,143 @@ def expected_operations(alpha: float, num_draft_tokens: int, operations_coeffici
     return work / expected_tokens(alpha, num_draft_tokens)
 
 
-class Costs:
-    """What choosing a number of drafts goes by; kept by a strategy as `strategy.costs`.
-
-    With the same costs and seed, two processes draft the same numbers.
+class Outcome(NamedTuple):
+    """What came of a round, as far as the number of the next one goes by it.
 
     Attributes:
-        table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
-        alpha: acceptance in the calls so far, by verification; `PRIOR_ALPHA` before the first.
+        drafted: candidates a row, K.
+        all_accepted: whether every row kept all of them.
+        survival: for each row that took part, the chance that its first i candidates are all kept, i = 1 to K or as
+            far as it was judged, given what was drafted: `Verdict.survival`.
+        left: tokens that each of them may still have emitted before the round, at least 1.
     """
 
-    def __init__(self, table: dict[int, dict[str, Any]] | None = None, alpha: dict[str, float] | None = None):
-        self.table: dict[int, dict[str, Any]] = table or {}
-        self.alpha: dict[str, float] = alpha or {}
+    drafted: int
+    all_accepted: bool
+    survival: list[list[float]]
+    left: list[int]
 
-    def __repr__(self) -> str:
-        """Batch sizes that were measured, and acceptance so far."""
-        alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
-        return f"Costs(batch sizes {sorted(self.table)}, acceptance {{{alpha}}})"
 
-    def remember(self, verification: str, alpha: float, judged: int) -> None:
-        """Take in the acceptance of a call, weighed by the candidates it judged."""
-        old = self.alpha.get(verification, PRIOR_ALPHA)
-        self.alpha[verification] = old + (alpha - old) * judged / (judged + MEMORY)
+class Survival:
+    """The chance S_i that the first i candidates of a row are all kept, from the rounds so far.
 
-    def target(self, batch: int, query_length: int) -> float:
-        """T_t(B, q), between measured lengths a straight line."""
-        known = sorted(self.table[batch]["target"].items())
-        for (q0, t0), (q1, t1) in itertools.pairwise(known):
-            if query_length <= q1:
-                return t0 + (t1 - t0) * (query_length - q0) / (q1 - q0)
-        (q0, t0), (q1, t1) = known[-2:]
-        return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (query_length - q1)
+    Estimated by the ratios S_i / S_{i-1}, from the probabilities at all drafted positions, so that nothing is censored
+    where a round was rejected. A depth of which little was seen is taken for the mean of all. Rows are pooled, since
+    the sum of their tokens is that of as many mean rows; those that have fallen behind count more.
 
-    def draft(self, batch: int) -> float:
-        """T_d(B, 1)."""
-        return self.table[batch]["draft"]
+    Args:
+        alpha: what all ratios are taken for at first.
+        weight: candidates that this counts for.
+        together: whether rows advance by the least of the batch; then it is the chance that all rows keep them.
+    """
 
-    def cost_coefficient(self, batch: int) -> float:
-        """c, a draft step over a target step."""
-        return self.draft(batch) / self.target(batch, 1)
+    def __init__(self, alpha: float, weight: float, together: bool = False):
+        self.together = together
+        self.alpha = [alpha * weight, weight]  # kept and tried at all depths
+        self.depths = [[0.0, 0.0] for _ in range(MAX_DRAFT_TOKENS)]  # the same at each
 
-    def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
-        """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
-        round_time = self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
-        return tokens_per_round * self.target(batch, 1) / round_time
+    def take(self, outcome: Outcome) -> float:
+        """Take in a round; returns the tokens that a row could expect of it."""
+        worth = max(FORGET, min(1.0, LEAST_WEIGHT / self.alpha[1]))
+        for counts in (self.alpha, *self.depths):
+            counts[:] = [count * worth for count in counts]
+        rows, weights = outcome.survival, [(left / max(outcome.left)) ** HASTE for left in outcome.left]
+        if self.together:
+            rows, weights = [[math.prod(column) for column in zip(*rows, strict=True)]], [1.0]
+        scale, tokens = len(rows) / sum(weights), 1.0
+        for row, weight in zip(rows, weights, strict=True):
+            before = share = weight * scale
+            for counts, chance in zip(self.depths, row, strict=False):
+                for kept_and_tried in (self.alpha, counts):
+                    kept_and_tried[0] += share * chance
+                    kept_and_tried[1] += before
+                before = share * chance
+                tokens += before / len(rows)
+        return tokens
 
-    def best_num_draft_tokens(self, batch: int, verification: str) -> int:
-        """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`; every one is tried."""
-        alpha = self.alpha.get(verification, PRIOR_ALPHA)
-        return max(
-            range(1, MAX_DRAFT_TOKENS + 1),
-            key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g),
-        )
+    def expected_tokens(self) -> list[float]:
+        """E(γ) = 1 + S_1 + ... + S_γ for γ = 0 to `MAX_DRAFT_TOKENS`."""
+        alpha = self.alpha[0] / self.alpha[1]
+        chance, tokens = 1.0, [1.0]
+        for kept, tried in self.depths:
+            chance *= (kept + DEPTH_WEIGHT * alpha) / (tried + DEPTH_WEIGHT)
+            tokens.append(tokens[-1] + chance)
+        return tokens
 
-    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Fill the row of a batch size: medians over a few rounds in which the models take turns.
 
-        In turns, because on a processor with a small cache each model pushes the other's weights out of it.
+class Chooser:
+    """The number of candidates of the next round: the γ with the largest rate G(γ) = E(γ) / T(γ), every one tried.
+
+    Drafting ends when its rate falls below `OFF` times that of not drafting, or stays below it for `PATIENCE` rounds,
+    and is taken up again above `ON` times. In between it is probed: after 32 plain steps, then 64 and so on, if
+    catching up with the text takes little beside them. A probe goes on while its rounds alone are better than plain
+    steps.
+
+    Args:
+        survival: what E goes by.
+
+    Attributes:
+        on: whether the last choice was for drafting.
+        doubts: rounds since it last seemed the better one.
+        plain: plain steps since a round drafted.
+        wait: how many of them there are to be before a probe.
+    """
+
+    def __init__(self, survival: Survival):
+        self.survival, self.on, self.doubts = survival, True, 0
+        self.plain, self.wait = 0, FIRST_WAIT
+        self.probed = 0.0, 0.0  # tokens and seconds of a probe so far
+
+    def first(self, times: Sequence[float], room: int) -> int:
+        """The number for the first round of a call; a probe if drafting does not seem worth it.
 
         Args:
-            batch: B.
-            target: runs one target forward of that many tokens a row, and waits for it.
-            draft: the same for the draft.
+            times: T(γ) for γ = 0 to `MAX_DRAFT_TOKENS`, in seconds.
+            room: tokens that may be emitted.
         """
-        times: dict[int, list[float]] = {q: [] for q in QUERY_LENGTHS}
-        steps: list[float] = []
-        for _ in range(1 + TIMED_ROUNDS):
-            for query_length, seconds in times.items():
-                seconds.append(_seconds(target, query_length))
-                steps.append(sum(_seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
-        medians = {q: _on_grid(statistics.median(seconds[1:])) for q, seconds in times.items()}  # the first warms up
-        self.table[batch] = {"target": medians, "draft": _on_grid(statistics.median(steps[len(times) :]))}
+        best, gain = self._best(times)
+        self.on = gain >= 1
+        return best if self.on or times[best] - times[0] <= PROBE_SHARE * room * times[0] else 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, with text keys as JSON wants them."""
-        table = {
-            str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
-            for batch, row in self.table.items()
-        }
-        return {"table": table, "alpha": dict(self.alpha)}
+    def next(self, outcome: Outcome, times: Sequence[float], catch_up: Callable[[int], float]) -> int:
+        """The number for the next round.
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "Costs":
-        """The inverse of `to_dict`."""
-        table = {
-            int(batch): {"target": {int(q): float(t) for q, t in row["target"].items()}, "draft": float(row["draft"])}
-            for batch, row in values["table"].items()
-        }
-        return cls(table, dict(values["alpha"]))
+        Args:
+            outcome: of the last one.
+            times: T(γ) at the present batch size.
+            catch_up: seconds that a draft takes to read so many tokens a row.
+        """
+        tokens = self.survival.take(outcome)
+        best, gain = self._best(times)
+        self.doubts = 0 if gain >= 1 else self.doubts + 1
+        if gain > ON or (self.on and gain >= OFF and self.doubts < PATIENCE):
+            self.on = True
+            self._rest(FIRST_WAIT)
+            return best
+        if self.on:
+            self.on = False
+            return 0
+        if outcome.drafted:
+            self.probed = self.probed[0] + tokens, self.probed[1] + times[min(outcome.drafted, MAX_DRAFT_TOKENS)]
+            if self.probed[0] * times[0] >= self.probed[1]:
+                return best
+            self._rest(min(LAST_WAIT, 2 * self.wait))
+            return 0
+        self.plain += 1
+        return best if self._is_due(best, times, catch_up) else 0
 
+    def _rest(self, wait: int) -> None:
+        self.plain, self.wait, self.probed = 0, wait, (0.0, 0.0)
 
-def _seconds(forward: Callable[[int], object], query_length: int) -> float:
-    started = time.perf_counter()
-    forward(query_length)
-    return time.perf_counter() - started
+    def _best(self, times: Sequence[float]) -> tuple[int, float]:
+        """The best γ from 1 on, and its rate over that of plain decoding."""
+        tokens = self.survival.expected_tokens()
+        rates = [expected / seconds for expected, seconds in zip(tokens, times, strict=True)]
+        best = max(range(1, len(rates)), key=rates.__getitem__)
+        return best, rates[best] / rates[0]
 
-
-def _on_grid(seconds: float) -> float:
-    return GRID ** round(math.log(seconds, GRID))
+    def _is_due(self, best: int, times: Sequence[float], catch_up: Callable[[int], float]) -> bool:
+        if self.plain < self.wait:
+            return False
+        extra = times[best] - times[0] + catch_up(self.plain)
+        return self.wait == FIRST_WAIT or extra <= PROBE_SHARE * self.plain * times[0]

@@ -15,7 +15,7 @@ from .checks_pairs import (
     check_text,
     check_type,
 )
-from .lookahead import Costs
+from .costs import Costs
 
 
 CONFIG_NAME = "specx_config.json"
@@ -109,13 +109,14 @@ class SavedCosts:
 
     Attributes:
         hardware, dtype: times are of no use elsewhere.
-        table, alpha: as `Costs.to_dict` gives them.
+        table, alpha, rounds: as `Costs.to_dict` gives them.
     """
 
     hardware: str
     dtype: str
     table: dict[str, Any]
     alpha: dict[str, float]
+    rounds: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -179,7 +180,7 @@ class PairConfig:
         saved = self.costs
         if saved is None or (saved.hardware, saved.dtype) != (hardware, dtype):
             return Costs()
-        return Costs.from_dict({"table": saved.table, "alpha": saved.alpha})
+        return Costs.from_dict({"table": saved.table, "alpha": saved.alpha, "rounds": saved.rounds})
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:

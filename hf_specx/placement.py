@@ -19,8 +19,8 @@ from transformers.integrations.accelerate import (
 from transformers.quantizers.auto import get_hf_quantizer
 
 from .loading import auto_class
+from .lookahead import FIXED_DRAFT_TOKENS
 from .refusals import refusal
-from .strategy import FIXED_DRAFT_TOKENS
 
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16

@@ -1,6 +1,7 @@
-"""Read the prompts with both models, and put together what the loop works with."""
+"""Read the prompts with both models, and put together what the loop works with, its schedule included."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -8,9 +9,12 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
 from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
+from .costs import Costs
 from .decoders import Decoder, Prompt, vocabulary
+from .drafting import Auto, Drafting, Schedule
 from .guidance import guide, is_guidance
 from .layouts import make_decoder
+from .lookahead import FIXED_DRAFT_TOKENS
 from .outputs import Outputs
 from .plan import Plan
 from .processors import Processor, Processors, can_look_ahead
@@ -98,3 +102,28 @@ def make_sequences(prompt: Prompt) -> Sequences:
 def draft_decoder(run: Run) -> Decoder | None:
     """The draft's, where it is a model."""
     return run.drafter.decoder if isinstance(run.drafter, SampledCandidateGenerator) else None
+
+
+def begin_schedule(schedule: Schedule, drafting: Drafting, costs: Costs, run: Run) -> Schedule:
+    """What says how many candidates the rounds of a call draft; the costs are measured first if they are needed.
+
+    Args:
+        schedule: the strategy's own.
+        drafting: what was asked for.
+        costs: the strategy's.
+        run: the call.
+    """
+    draft, rows, number = draft_decoder(run), len(run.sequences.rows), drafting.number
+    if number is None and not run.fixed and draft is not None:
+        if rows not in costs.table:
+            measure(costs, run.sequences, run.target, draft)
+        if drafting == Drafting():
+            return Auto(costs, run.report.verification, rows, run.stopping.max_new_tokens, run.lockstep)
+        number = costs.best_num_draft_tokens(rows, run.report.verification)
+    schedule.begin(drafting, number or FIXED_DRAFT_TOKENS)
+    return schedule
+
+
+def measure(costs: Costs, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
+    """Time bare forwards of both models behind the prompts that they have read."""
+    costs.measure(len(sequences.rows), partial(target.rehearse, sequences), partial(draft.rehearse, sequences))

@@ -8,37 +8,16 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .lookahead import Costs, expected_speedup
+from .costs import Costs
+from .lookahead import expected_tokens
 
 
 Result = TypeVar("Result")
-REPORTED = (
-    "verification",
-    "layout",
-    "layout_reason",
-    "rows",
-    "rounds",
-    "rounds_per_row",
-    "num_draft_tokens",
-    "drafted",
-    "judged",
-    "accepted",
-    "emitted",
-    "drafted_per_row",
-    "accepted_per_row",
-    "emitted_per_row",
-    "drafted_per_position",
-    "judged_per_position",
-    "accepted_per_position",
-    "acceptance_rate",
-    "alpha",
-    "mean_acceptance_length",
-    "tokens_per_round",
-    "cost_coefficient",
-    "expected_speedup",
-    "forward_limited_speedup",
-    "seconds",
-)
+REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
+REPORTED += ["num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
+REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
+REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
+REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
 
 
 class RoundRecord(NamedTuple):
@@ -70,7 +49,10 @@ class SpeculationReport:
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
         costs: the strategy's cost table, if it has a row for this batch.
-        accepted_all: whether the last round kept every candidate of every row.
+        plain_steps: other target forwards, the one that read the prompts among them.
+        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
+        survival: sums over rows, rounds and depths i of the chances that the first i candidates are all kept, and that
+            those before them are; see `survival_rate`.
     """
 
     verification: str
@@ -82,8 +64,9 @@ class SpeculationReport:
     seconds: dict[str, float] = field(default_factory=dict)
     costs: Costs | None = None
     rounds: int = 0
+    plain_steps: int = 0
     num_draft_tokens: int = 0
-    accepted_all: bool = False
+    survival: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
@@ -109,17 +92,23 @@ class SpeculationReport:
         overlap: torch.Tensor,
         gained: list[int] | None = None,
         judged: list[int] | None = None,
+        survival: list[list[float]] | None = None,
     ) -> None:
         """Note a round of `rows`.
 
         Each gains one more than it accepted and judged as many, if there were so many, unless it is said otherwise.
+        Its survival is that of `Verdict`.
         """
         gained = [a + 1 for a in accepted] if gained is None else gained
         judged = [min(a + 1, drafted) for a in accepted] if judged is None else judged
         self.overlap = self.overlap + overlap
         self.rounds += drafted > 0
+        self.plain_steps += drafted == 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
-        self.accepted_all = all(a == drafted for a in accepted)
+        kept, tried = self.survival
+        for chances in survival or ():
+            kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
+        self.survival = kept, tried
         for row, *counts in zip(rows, accepted, emitted, judged, gained, strict=True):
             self.history[row].append(RoundRecord(drafted, *counts))
 
@@ -143,12 +132,25 @@ class SpeculationReport:
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
         both.rounds += other.rounds
+        both.plain_steps += other.plain_steps
+        both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
         both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         return both
 
     @property
     def _judged_rounds(self) -> list[RoundRecord]:
         return [record for row in self.history for record in row if record.drafted]
+
+    @property
+    def _steps(self) -> list[RoundRecord]:
+        """Rounds and plain steps, but not those that read the prompts."""
+        return [record for row in self.history for n, record in enumerate(row) if n or record.drafted]
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Candidates a row and round, of the rounds that had any."""
+        rounds = self._judged_rounds
+        return self.drafted / len(rounds) if rounds else 0.0
 
     @property
     def rounds_per_row(self) -> list[int]:
@@ -215,6 +217,12 @@ class SpeculationReport:
         return float(self.overlap) / self.judged if self.judged else 0.0
 
     @property
+    def survival_rate(self) -> float:
+        """The chance that a candidate is kept whose predecessors are, estimated at all drafted positions."""
+        kept, tried = self.survival
+        return kept / tried if tried else 0.0
+
+    @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted / rounds per row: tokens that a row could gain in a round, before any cut."""
         rounds = len(self._judged_rounds)
@@ -233,16 +241,27 @@ class SpeculationReport:
 
     @property
     def expected_speedup(self) -> float | None:
-        """Theorem 3.8 at this α, γ and c; None where c was not measured."""
-        c = self.cost_coefficient
-        return None if c is None else expected_speedup(self.alpha, self.num_draft_tokens, c)
+        """Theorem 3.8 at this α and c; None where c was not measured.
+
+        Where γ varies, it is what all steps behind the prompt are expected to emit over the target steps that they
+        should cost, plain steps with γ = 0 among them.
+        """
+        c, steps = self.cost_coefficient, self._steps
+        if c is None or not steps:
+            return None if c is None else 1.0
+        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.drafted * c + 1 for r in steps)
 
     @property
     def forward_limited_speedup(self) -> float | None:
-        """What the measured tokens a round would bring if a round were nothing but its forwards."""
-        if self._costs is None:
-            return None
-        return self._costs.forward_limited_speedup(self.rows, self.tokens_per_round, self.num_draft_tokens)
+        """What the measured tokens would bring if all steps behind the prompt were nothing but their forwards.
+
+        That is the tokens which rows gained in them over the plain steps that their forwards cost, at this batch.
+        """
+        costs, steps = self._costs, self._steps
+        if costs is None or not steps:
+            return None if costs is None else 1.0
+        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.drafted for r in steps)}}
+        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.drafted] for r in steps)
 
     @property
     def _costs(self) -> Costs | None:
@@ -255,7 +274,7 @@ class SpeculationReport:
     def __str__(self) -> str:
         lines = [
             f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
-            f"candidates, {self.verification} verification, {self.layout} layout",
+            f"candidates, {self.plain_steps} without, {self.verification} verification, {self.layout} layout",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round",
         ]

@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 from .checks_entry import check_draft_found
 from .checks_files import check_facts, check_reference
 from .checks_pairs import HUB_ID
+from .costs import Costs
 from .decoders import vocabulary
 from .devices import execution_device, hardware, last_device
 from .facts import COMMIT, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
-from .lookahead import Costs
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 from .pair_source import PAIR, REVISION
 

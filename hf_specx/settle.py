@@ -11,6 +11,7 @@ import torch
 
 from .candidates import Drafter
 from .decoders import Decoder
+from .lookahead import Outcome
 from .outputs import Outputs
 from .processors import Processors
 from .report import SpeculationReport
@@ -18,6 +19,9 @@ from .rules import Draft, Rule
 from .sequences import Sequences
 from .stopping import Stopping
 from .streaming import Stream
+
+
+NOTHING = Outcome(0, True, [], [])
 
 
 @dataclass
@@ -28,6 +32,7 @@ class Run:
         lockstep: whether all rows must advance alike.
         in_order: whether positions are judged one by one; all rows then stay to the end.
         fixed: whether each round drafts the same number, though the text may end before its last candidates.
+        outcome: what came of the last round.
         dead_ends: row -> emitted tokens behind which it has none to go on with, and the error to raise.
     """
 
@@ -43,6 +48,7 @@ class Run:
     lockstep: bool = False
     in_order: bool = False
     fixed: bool = False
+    outcome: Outcome = NOTHING
     dead_ends: dict[int, tuple[int, Exception]] = field(default_factory=dict)
 
 
@@ -58,7 +64,7 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     """
     sequences, stopping, rows = run.sequences, run.stopping, run.sequences.rows
     scores = run.processors(sequences, logits)
-    (accepted, next_token), overlap, undefined = run.rule.judge(sequences, draft, scores)
+    (accepted, next_token, survival), overlap, undefined = run.rule.judge(sequences, draft, scores)
     tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
     tokens = tokens.scatter(1, accepted[:, None], next_token[:, None])  # [R, K + 1]
     num_new = accepted + 1
@@ -66,8 +72,10 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
         num_new = num_new.min().expand_as(num_new)
     kept, ended = stopping.cut(sequences, tokens, num_new)
     decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype), _first(undefined)])
-    accepted_list, gained, kept_list, ended_list, lawless = decided.tolist()  # the round's one synchronisation
+    numbers, chances = _listed(decided, survival)
+    accepted_list, gained, kept_list, ended_list, lawless = numbers
     firsts = [sequences.counts[row] for row in rows]
+    run.outcome = _outcome(run, draft, accepted_list, chances, firsts)
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)
     emitted = [max(0, sequences.counts[row] - first) for row, first in zip(rows, firsts, strict=True)]
@@ -76,7 +84,7 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
         _stop_at_dead_ends(run)
     drafted = draft.tokens.shape[1]
     judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
-    run.report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum(), gained)
+    run.report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum(), gained, survival=chances)
     run.outputs.take(run.target, rows, firsts, emitted, logits, scores)
     run.stream.put(sequences, stopping)
     return _leave(run, leaving)
@@ -98,7 +106,7 @@ def settle_in_order(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
         prefix = sequences.prefix(first + length)
         with run.rule.alone():
             scores = run.processors.in_order(prefix, early[:, length])  # type: ignore[arg-type]
-        (kept, token), shared, undefined = run.rule.judge(sequences, *_one(draft, scores, length))
+        (kept, token, _), shared, undefined = run.rule.judge(sequences, *_one(draft, scores, length))
         here, live = [first + length] * len(rows), (~over).long().tolist()
         for _, error in _dead_ends(run, rows, here, live, _first(undefined).tolist()).values():
             raise error
@@ -121,8 +129,26 @@ def settle_in_order(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
         alike = alike and bool((before == over).all())
     counters = [x[known].tolist() for x in (accepted, emitted, judged)]
     gained = [length] * len(known)
-    run.report.observe(known.tolist(), drafted, counters[0], counters[1], overlap, gained, counters[2])
+    seen = max(counters[2], default=0)  # rows are judged up to where the first of them rejects
+    chances = [[float(i < number) for i in range(seen)] for number in counters[0]]
+    run.outcome = _outcome(run, draft, counters[0], chances, [first] * len(known))
+    run.report.observe(known.tolist(), drafted, counters[0], counters[1], overlap, gained, counters[2], chances)
     return _leave(run, rows if finished else [])
+
+
+def _listed(decided: torch.Tensor, survival: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
+    """Integers [n, R] and chances [R, K] on the host, by the round's one synchronisation."""
+    both = torch.cat([decided.double(), survival.double().T]).tolist()
+    chances = both[len(decided) :]
+    numbers = [list(map(int, values)) for values in both[: len(decided)]]
+    return numbers, [list(row) for row in zip(*chances, strict=True)] or [[] for _ in numbers[0]]
+
+
+def _outcome(run: Run, draft: Draft, accepted: list[int], survival: list[list[float]], firsts: list[int]) -> Outcome:
+    """What the next number of candidates goes by, of rows that had emitted `firsts` tokens before."""
+    drafted = draft.tokens.shape[1]
+    left = [max(1, run.stopping.max_new_tokens - count) for count in firsts]
+    return Outcome(drafted, all(number == drafted for number in accepted), survival, left)
 
 
 def _one(draft: Draft, scores: torch.Tensor, position: int) -> tuple[Draft, torch.Tensor]:

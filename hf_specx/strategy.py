@@ -5,7 +5,6 @@ import sys
 import time
 import warnings
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,20 +27,20 @@ from .checks import (
     check_withheld,
 )
 from .checks_rows import as_list
+from .costs import Costs
 from .decode import decode
-from .decoders import Decoder, Prompt
-from .drafting import Schedule, choose_drafting
+from .decoders import Prompt
+from .drafting import Auto, Schedule, choose_drafting
 from .layouts import make_decoder
-from .lookahead import MAX_DRAFT_TOKENS, Costs
+from .lookahead import MAX_DRAFT_TOKENS
 from .noise import StockNoise
 from .past import fill
 from .peers import Peers, synced_by_default
 from .plan import Plan, check_plan, make_plan
-from .prefill import draft_decoder, make_sequences, prefill, stateful_processors
+from .prefill import begin_schedule, make_sequences, measure, prefill, stateful_processors
 from .prompts import draft_prompt, prepare
 from .report import SpeculationReport
 from .rules import CoupledRule
-from .sequences import Sequences
 from .settle import Run
 from .stopping import Stopping
 from .streaming import Stream
@@ -49,7 +48,6 @@ from .wrappers import unwrapped
 
 
 NOISE_WINDOW = 8  # rounds for which the shared noise of a row is held
-FIXED_DRAFT_TOKENS = 5  # "auto" where costs are not known, or must not count
 LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
     "has been shown to be exact here; layout='lockstep' says that this is wanted."
@@ -68,9 +66,10 @@ class SpeculativeDecoding:
     Args:
         draft_model: a model with the target's vocabulary, also one that `torch.compile` or PEFT is put around, or a
             `CandidateGenerator` that goes by the text alone.
-        num_draft_tokens: candidates a round; "auto" takes the number with the best `forward_limited_speedup`, by a
-            cost table that is measured before the first token of the first call at each batch size. An int counts
-            more than `num_assistant_tokens` of the call or of the draft's own file, "auto" less.
+        num_draft_tokens: candidates a round; "auto" takes for each round the number from 0 to 8 with the most expected
+            tokens a second, by the acceptance seen so far and a cost table that is measured before the first token of
+            the first call at each batch size. An int counts more than `num_assistant_tokens` of the call or of the
+            draft's own file, "auto" less.
         verification: "block", "token", or "coupled", which gives the tokens of stock sampling under the same
             `torch.manual_seed`. None is "block", but "token" where a processor or criterion keeps state, and "coupled"
             for a `CandidateGenerator`.
@@ -85,8 +84,8 @@ class SpeculativeDecoding:
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
-        costs: what "auto" goes by: times of bare forwards, and acceptance in the calls so far. Started anew when the
-            strategy is used with another target.
+        costs: what "auto" goes by: times of bare forwards, and of rounds and acceptance in the calls so far. Started
+            anew when the strategy is used with another target.
         schedule: how many candidates the next round drafts; "heuristic" goes on from call to call.
         adds_reports, given_drafting, synced_gpus: set by `hf_specx.generate`, which has a strategy for each call: if
             reports add up, since Whisper decodes in windows, and arguments that transformers does not pass on as they
@@ -209,13 +208,15 @@ class SpeculativeDecoding:
         report = SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs)
         run = prefill(prompt, inputs_tensor, plan, self.draft_model, processors, stopping, stream, report, seeds)
         run.fixed = fixed
-        schedule.begin(drafting, drafting.number or _best_number(costs, run, plan.verification))
+        chosen = begin_schedule(schedule, drafting, costs, run)
         if isinstance(run.rule, CoupledRule) and isinstance(run.rule.noise, StockNoise):
-            run.rule.noise.window = NOISE_WINDOW * (schedule.wanted + 1)
+            run.rule.noise.window = NOISE_WINDOW * (chosen.most + 1)
         earlier, self.report = self.report if self.adds_reports else None, report
-        text = decode(run, schedule, peers)
+        text = decode(run, chosen, peers)
         report.finish(time.perf_counter() - started, stopping.columns)
-        costs.remember(plan.verification, report.alpha, report.judged)
+        costs.remember(plan.verification, report.survival_rate, report.survival[1])
+        if isinstance(chosen, Auto):
+            chosen.end()
         run.report = report if earlier is None else earlier + report
         self.report, self.schedule = run.report, schedule
         return text, run
@@ -272,19 +273,4 @@ class SpeculativeDecoding:
         draft = make_decoder(plan.draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
         target.read()
         draft.read()
-        _measure(self.costs, make_sequences(prompt), target, draft)
-
-
-def _best_number(costs: Costs, run: Run, verification: str) -> int:
-    """What "auto" comes to for this call."""
-    rows, draft = len(run.sequences.rows), draft_decoder(run)
-    if run.fixed or draft is None:
-        return FIXED_DRAFT_TOKENS
-    if rows not in costs.table:
-        _measure(costs, run.sequences, run.target, draft)
-    return costs.best_num_draft_tokens(rows, verification)
-
-
-def _measure(costs: Costs, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
-    rehearse = [partial(decoder.rehearse, sequences) for decoder in (target, draft)]
-    costs.measure(len(sequences.rows), *rehearse)
+        measure(self.costs, make_sequences(prompt), target, draft)

@@ -16,10 +16,11 @@ from .devices import execution_device, hardware, last_device
 from .facts import model_facts, tokenizer_facts
 from .fetch import SMALL_FILES, fingerprint, get_files, get_model, get_tokenizer
 from .loading import load_model
+from .lookahead import FIXED_DRAFT_TOKENS
 from .pair_config import Measurement, ModelSource, PairConfig, SavedCosts
 from .pair_loading import LoadedPair
 from .pairs import DraftTargetPair
-from .strategy import FIXED_DRAFT_TOKENS, SpeculativeDecoding
+from .strategy import SpeculativeDecoding
 from .study import Study, Trial
 
 
@@ -197,9 +198,8 @@ def _learn(
         assert strategy.report is not None
         reports.append(strategy.report)
         advance()
-    judged = sum(report.judged for report in reports)
-    alpha = sum(report.alpha * report.judged for report in reports) / max(1, judged)
-    strategy.costs.alpha[reports[0].verification] = alpha
+    kept, tried = (sum(report.survival[part] for report in reports) for part in range(2))
+    strategy.costs.alpha[reports[0].verification] = kept / max(1, tried)
     return reports[0].verification
 
 

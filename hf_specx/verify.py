@@ -24,10 +24,13 @@ class Verdict(NamedTuple):
     Attributes:
         accepted: [B] int64, how many leading candidates are kept, 0 to K.
         next_token: [B] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
+        survival: [B, K], the chance that at least i candidates are kept, i = 1 to K, given the candidates. Its mean is
+            P(accepted >= i) whatever came of this round: nothing is censored by a rejection.
     """
 
     accepted: torch.Tensor
     next_token: torch.Tensor
+    survival: torch.Tensor
 
 
 def verify_token(
@@ -49,13 +52,14 @@ def verify_token(
         choice: [B] float64 in [0, 1), independent of the two above; picks the next token.
     """
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [B, K]
-    accepted = _leading(uniforms * q < p)  # strict: u may be 0, and a token with p = 0 must never pass
+    accepted = _leading(uniforms * q < p).sum(-1)  # strict: u may be 0, and a token with p = 0 must never pass
     target = _row(target_probs, accepted)  # [B, V]
     residual = target
     if drafted := candidates.shape[1]:
         draft = _row(draft_probs, accepted.clamp(max=drafted - 1))
         residual = (target - draft.masked_fill_(accepted[:, None] == drafted, 0)).clamp_(min=0)
-    return Verdict(accepted, _draw(residual, target, choice))
+    survival = (p.double() / q).clamp(max=1).cumprod(-1)
+    return Verdict(accepted, _draw(residual, target, choice), survival)
 
 
 def verify_block(
@@ -82,7 +86,7 @@ def verify_block(
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
-    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice))
+    return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
 
 
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
@@ -90,8 +94,9 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
 
     Greedy and coupled verification both end here: `choices` [B, K + 1] is the target's argmax, or its argmax of p / E.
     """
-    accepted = _leading(candidates == choices[:, :-1])
-    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0])
+    alike = _leading(candidates == choices[:, :-1])
+    accepted = alike.sum(-1)
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
@@ -125,8 +130,8 @@ def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _leading(passed: torch.Tensor) -> torch.Tensor:
-    """How many of passed [B, K] hold before the first that does not."""
-    return passed.cumprod(-1, dtype=torch.int64).sum(-1)
+    """[B, K] int64, 1 up to the first of passed [B, K] that does not hold."""
+    return passed.cumprod(-1, dtype=torch.int64)
 
 
 def _draw(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,10 @@ def costs(**row: object):
     return said("costs", COSTS | {"table": {"2": ROW | row}})
 
 
+def rounds(seen: object):
+    return said("costs", COSTS | {"rounds": seen})
+
+
 def measured(**changes: object):
     return said("measurements", [MEASURED | changes])
 
@@ -104,6 +108,10 @@ CASES = {
     "costs_that_are_no_times, nan": ("costs has a row", costs(draft=float("nan"))),
     "costs_that_are_no_times, infinity": ("costs has a row", costs(target={"1": 1.0, "5": float("inf")})),
     "costs_that_are_no_times, one": ("costs has a row", costs(target={"1": 1.0, "01": 2.0})),
+    "costs_that_are_no_times, rounds": ("costs has rounds that .*specx tune", rounds({"2": {"1": 0.0}})),
+    "costs_that_are_no_times, rounds of 9": ("costs has rounds that are not", rounds({"2": {"9": 1.0}})),
+    "costs_that_are_no_times, rounds of 0 rows": ("costs has rounds that are not", rounds({"0": {"1": 1.0}})),
+    "costs_that_are_no_times, rounds in a list": ("costs has rounds that are not", rounds({"2": [1.0]})),
     "costs_that_are_no_times, no 1": ("for 1 and at least one more", costs(target={"2": 1.0, "3": 2.0})),
     "costs_that_are_no_times, key": ("costs has a row", said("costs", COSTS | {"table": {"0": ROW}})),
     "costs_that_are_no_times, deep": ("costs has a row", costs(target=json.loads("[" * 500 + "]" * 500))),

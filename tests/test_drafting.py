@@ -126,7 +126,7 @@ def draw_rounds(verify: Callable[..., Verdict], keeps: bool, rows: int) -> torch
         here = (lengths == length).nonzero()[:, 0]
         given, laws = contexts[here, : length + 1], P[contexts[here, : length + 1]]
         uniforms, choice = torch.rand(len(here), length).double(), torch.rand(len(here)).double()
-        accepted, token = verify(given[:, 1:], Q[given[:, :-1]], laws, uniforms, choice)
+        accepted, token, _ = verify(given[:, 1:], Q[given[:, :-1]], laws, uniforms, choice)
         for place in range(DRAFTED):
             plain = P[token].multinomial(1)[:, 0]
             drafted = contexts[here, place + 1]

@@ -176,12 +176,12 @@ def block_to_first_failure(candidates, q, p, uniforms, choice) -> Verdict:
 
 def token_without_unlikely(candidates, q, p, uniforms, choice) -> Verdict:
     """Token verification that takes an unlikely candidate, and those after it, as not drafted."""
-    accepted, next_token = verify_token(candidates, q, p, uniforms, choice)
+    accepted, next_token, survival = verify_token(candidates, q, p, uniforms, choice)
     likely = q.gather(-1, candidates[..., None])[..., 0] > 0.15
     drafted = likely.cumprod(1).sum(1)
     cut = (drafted <= accepted) & (drafted < candidates.shape[1])
     bonus = pick(p[torch.arange(len(p)), drafted], choice)
-    return Verdict(torch.minimum(accepted, drafted), torch.where(cut, bonus, next_token))
+    return Verdict(torch.minimum(accepted, drafted), torch.where(cut, bonus, next_token), survival)
 
 
 CONTROLS: dict[str, tuple[str, str, str, object]] = {

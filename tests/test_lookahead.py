@@ -1,18 +1,19 @@
-"""The theory of how many tokens to draft against published numbers, and the cost table against fake forwards."""
+"""How many to draft: the theory against published numbers, and choices in simulated calls of known acceptance."""
 
-import json
-from types import SimpleNamespace
+import itertools
+import random
+from collections.abc import Sequence
 
 import pytest
 
-from hf_specx import lookahead
 from hf_specx.lookahead import (
-    GRID,
+    FIRST_WAIT,
     MAX_DRAFT_TOKENS,
-    MEMORY,
     PRIOR_ALPHA,
-    QUERY_LENGTHS,
-    Costs,
+    PRIOR_WEIGHT,
+    Chooser,
+    Outcome,
+    Survival,
     expected_operations,
     expected_speedup,
     expected_tokens,
@@ -28,35 +29,6 @@ LEVIATHAN = [
     (0.9, 2, 1.11, 2.71),
     (0.9, 10, 1.60, 6.86),
 ]
-# where a target forward of any length takes 1 and a draft step c: c, α, the best γ, its speed-up
-CLOSED_FORM = [
-    (0.05, 0.5, 3, 1.63),
-    (0.05, 0.6, 4, 1.92),
-    (0.05, 0.7, 6, 2.35),
-    (0.05, 0.8, 8, 3.09),
-    (0.1, 0.5, 2, 1.46),
-    (0.1, 0.6, 3, 1.67),
-    (0.1, 0.7, 4, 1.98),
-    (0.1, 0.8, 6, 2.47),
-    (0.2, 0.5, 1, 1.25),
-    (0.2, 0.6, 2, 1.40),
-    (0.2, 0.7, 3, 1.58),
-    (0.2, 0.8, 4, 1.87),
-    (0.2, 0.9, 7, 2.37),
-    (0.4, 0.5, 1, 1.07),
-    (0.4, 0.6, 1, 1.14),
-    (0.4, 0.7, 2, 1.22),
-    (0.4, 0.8, 2, 1.36),
-    (0.4, 0.9, 4, 1.58),
-    (0.6, 0.7, 1, 1.06),
-    (0.6, 0.8, 1, 1.12),
-    (0.6, 0.9, 2, 1.23),
-]
-
-
-def flat(draft: float, alpha: float) -> Costs:
-    """Target forwards take 1 at any length."""
-    return Costs({4: {"target": dict.fromkeys(QUERY_LENGTHS, 1.0), "draft": draft}}, {"block": alpha})
 
 
 @pytest.mark.parametrize(("alpha", "gamma", "operations", "speed"), LEVIATHAN)
@@ -78,109 +50,166 @@ def test_extreme_acceptance(alpha: float):
     assert expected_tokens(alpha, 5) == pytest.approx(6 if alpha else 1)
 
 
-@pytest.mark.parametrize(("c", "alpha", "gamma", "speedup"), CLOSED_FORM)
-def test_best_number_is_that_of_the_closed_form(c: float, alpha: float, gamma: int, speedup: float):
-    costs = flat(c, alpha)
-    assert costs.best_num_draft_tokens(4, "block") == gamma
-    assert costs.forward_limited_speedup(4, expected_tokens(alpha, gamma), gamma) == pytest.approx(speedup, abs=0.006)
-    assert expected_speedup(alpha, gamma, costs.cost_coefficient(4)) == pytest.approx(speedup, abs=0.006)
+def outcome(*survival: list[float], left: Sequence[int] = ()) -> Outcome:
+    return Outcome(len(survival[0]), False, list(survival), list(left) or [9] * len(survival))
 
 
-def test_best_number_stays_in_its_range():
-    assert flat(0.05, 0.99).best_num_draft_tokens(4, "block") == MAX_DRAFT_TOKENS
-    assert flat(2.0, 0.1).best_num_draft_tokens(4, "block") == 1
+def taken(*rounds: Outcome, together: bool = False) -> list[float]:
+    """E(γ) after many turns of these rounds."""
+    survival = Survival(PRIOR_ALPHA, PRIOR_WEIGHT, together)
+    for _ in range(400):
+        for made in rounds:
+            survival.take(made)
+    return survival.expected_tokens()
 
 
-def test_every_number_is_tried():
-    """A forward of 5 costs as one of 9, so speed falls from γ = 1 to 4 and then rises to its best at 8."""
-    costs = Costs({1: {"target": {1: 1.0, 2: 1.0, 3: 2.0, 5: 3.5, 9: 3.5}, "draft": 0.01}}, {"token": 0.95})
-    speeds = [costs.forward_limited_speedup(1, expected_tokens(0.95, g), g) for g in range(1, 9)]
-    assert speeds[0] > speeds[1] > speeds[3] < speeds[4] < speeds[7]
-    assert costs.best_num_draft_tokens(1, "token") == 8
-    assert speeds[7] == max(speeds)
+def test_what_is_assumed_at_first():
+    expected = [expected_tokens(0.6, number) for number in range(MAX_DRAFT_TOKENS + 1)]
+    assert Survival(0.6, 3.0).expected_tokens() == pytest.approx(expected)
 
 
-def test_forward_limited_speedup_by_hand():
-    costs = Costs({2: {"target": {1: 1.0, 2: 1.5, 4: 2.0}, "draft": 0.2}})
-    assert costs.cost_coefficient(2) == pytest.approx(0.2)
-    assert costs.forward_limited_speedup(2, tokens_per_round=2.6, num_draft_tokens=3) == pytest.approx(2.6 / 2.6)
-    assert costs.forward_limited_speedup(2, tokens_per_round=1.9, num_draft_tokens=2) == pytest.approx(1.9 / 2.15)
+def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
+    """Beyond the deepest candidate the mean ratio of all depths goes on."""
+    rounds = [outcome([1.0, 0.5, 0.5], [0.6, 0.3, 0.1]), outcome([0.8, 0.4, 0.3], [0.4, 0.0, 0.0])]
+    tokens = taken(*rounds)
+    assert tokens[:4] == pytest.approx([1, 1.7, 2.0, 2.225], rel=0.02)
+    alpha = (0.7 + 0.3 + 0.225) / (1 + 0.7 + 0.3)
+    assert tokens[5] - tokens[4] == pytest.approx(0.225 * alpha**2, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("query_length", "seconds"),
-    [(1, 1.0), (2, 1.5), (3, 2.5), (4, 3.5), (5, 4.5), (9, 8.5)],
-)
-def test_lengths_between_and_beyond_the_measured_are_on_a_line(query_length: int, seconds: float):
-    costs = Costs({1: {"target": {1: 1.0, 2: 1.5, 4: 3.5}, "draft": 0.2}})
-    assert costs.target(1, query_length) == pytest.approx(seconds)
+def test_depths_are_not_censored_by_short_rounds():
+    """Most rounds draft one; the second candidate stays as likely as in those that had it."""
+    tokens = taken(outcome(*[[0.9, 0.45]] * 8), *[outcome(*[[0.9]] * 8)] * 3)
+    assert tokens[2] == pytest.approx(1 + 0.9 + 0.45, rel=0.03)
 
 
-def test_times_that_fall_are_not_prolonged_below():
-    """Noise may make the longest measured forward the faster one."""
-    costs = Costs({1: {"target": {1: 1.0, 5: 1.2, 9: 1.1}, "draft": 0.2}})
-    assert costs.target(1, 20) == pytest.approx(1.1)
+def test_rows_that_advance_together_keep_what_all_keep():
+    assert taken(outcome([0.5, 0.2], [0.8, 0.5]), together=True)[:3] == pytest.approx([1, 1.4, 1.5], rel=0.02)
 
 
-class FakeForward:
-    """Advances a clock of its own by the seconds of a query length; the first call and two more are slow."""
-
-    def __init__(self, clock: SimpleNamespace, seconds: dict[int, float]):
-        self.clock, self.seconds = clock, seconds
-        self.calls: list[int] = []
-
-    def __call__(self, query_length: int) -> None:
-        self.calls.append(query_length)
-        slow = self.calls.count(query_length) in (1, 3, 4)
-        self.clock.now += self.seconds[query_length] * (100 if slow else 1)
+def test_rows_that_have_fallen_behind_count_more():
+    tokens = taken(outcome([0.9], [0.1], left=[50, 100]))
+    assert tokens[1] == pytest.approx(1 + (0.9 / 256 + 0.1) / (1 + 1 / 256), rel=0.02)
 
 
-def measured(monkeypatch: pytest.MonkeyPatch, target: dict[int, float], draft: float) -> tuple[Costs, FakeForward]:
-    clock = SimpleNamespace(now=5.0)
-    monkeypatch.setattr(lookahead, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    costs, forward = Costs(), FakeForward(clock, target)
-    costs.measure(8, forward, FakeForward(clock, {1: draft}))
-    return costs, forward
+def test_rounds_without_candidates_tell_nothing():
+    survival = Survival(0.3, 6.0)
+    for _ in range(1000):
+        survival.take(outcome([], []))
+    assert survival.expected_tokens()[1] == pytest.approx(1.3)
+    survival.take(outcome([1.0]))  # and what is known gives way quickly by then
+    assert survival.expected_tokens()[1] > 1.35
 
 
-def test_measure_takes_typical_times(monkeypatch: pytest.MonkeyPatch):
-    seconds = {1: 0.010, 2: 0.011, 3: 0.013, 5: 0.018, 9: 0.030}
-    costs, forward = measured(monkeypatch, seconds, 0.003)
-    assert set(forward.calls) == set(QUERY_LENGTHS)
-    assert set(costs.table) == {8}
-    for query_length, expected in seconds.items():
-        assert GRID**-0.5 <= costs.target(8, query_length) / expected <= GRID**0.5
-    assert GRID**-0.5 <= costs.draft(8) / 0.003 <= GRID**0.5
+STAIRS = [1.0, 1.3, 1.6, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]  # 4 to 8 candidates cost little more than 3
+LINE = [1 + 0.2 * number for number in range(9)]
+DEAR = [1 + 0.6 * number for number in range(9)]
+SIMULATED = {  # T(γ), α, the best γ
+    "stairs": (STAIRS, 0.9, 8),
+    "line": (LINE, 0.7, 3),
+    "not worth it": (DEAR, 0.45, 0),
+}
 
 
-def test_noise_within_a_grid_cell_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    """So that two processes that time the same machine mostly draft the same numbers."""
-    tables = []
-    for factor in (0.99, 1.01):
-        seconds = {q: factor * GRID ** -(50 - q) for q in QUERY_LENGTHS}
-        tables.append(measured(monkeypatch, seconds, factor * GRID**-60)[0].table)
-    assert tables[0] == tables[1]
+class Simulated:
+    """A call in which each candidate of a row is kept with probability α, and rounds take known times."""
+
+    def __init__(self, times: list[float], alphas: list[float], seed: int, soft: bool, memory: float | None = None):
+        self.times, self.alphas, self.soft, self.random = times, alphas, soft, random.Random(seed)
+        self.chooser = Chooser(Survival(PRIOR_ALPHA if memory is None else memory, PRIOR_WEIGHT))
+
+    def run(self, tokens: int, fixed: int | None = None) -> float:
+        """Seconds until each row has so many tokens; `drafted` has the number of each round."""
+        left, seconds, self.drafted = [tokens] * len(self.alphas), 0.0, []
+        number = self.chooser.first(self.times, tokens) if fixed is None else fixed
+        missing = 0
+        while max(left) > 0:
+            rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
+            drawn = [self.draw(self.alphas[row], number) for row in rows]
+            made = Outcome(number, False, [survival for survival, _ in drawn], [left[row] for row in rows])
+            seconds += self.times[number] + (self.catch_up(missing) if number else 0)
+            missing = 0 if number else missing + 1
+            for row, (_, kept) in zip(rows, drawn, strict=True):
+                left[row] -= kept + 1
+            self.drafted.append(number)
+            number = self.chooser.next(made, self.times, self.catch_up) if fixed is None else fixed
+        return seconds
+
+    def draw(self, alpha: float, number: int) -> tuple[list[float], int]:
+        """The survival of a row, as indicators or by probabilities as of token verification, and what it keeps."""
+        survival, chance, kept, alive = [], 1.0, 0, True
+        for _ in range(number):
+            passes = min(1.0, self.random.uniform(0, 2) * alpha) if self.soft else alpha
+            alive = alive and self.random.random() < passes
+            kept += alive
+            chance = chance * passes if self.soft else float(alive)
+            survival.append(chance)
+        return survival, kept
+
+    def catch_up(self, tokens: int) -> float:
+        return 0.02 * tokens
 
 
-def test_round_trip_through_json(monkeypatch: pytest.MonkeyPatch):
-    costs, _ = measured(monkeypatch, {q: 0.01 + 0.001 * q for q in QUERY_LENGTHS}, 0.003)
-    costs.table[1] = {"target": {1: 1.0, 9: 2.0}, "draft": 0.5}
-    costs.alpha["block"] = 0.8
-    back = Costs.from_dict(json.loads(json.dumps(costs.to_dict())))
-    assert back.table == costs.table
-    assert back.alpha == costs.alpha == {"block": 0.8}
+@pytest.mark.parametrize("soft", [False, True], ids=["indicators", "probabilities"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("case", SIMULATED)
+def test_choices_come_close_to_the_best_number(case: str, rows: int, soft: bool):
+    """Within 5 % of the largest G; the mean of 10 simulated calls from nothing known, whose seeds are fixed."""
+    times, alpha, best = SIMULATED[case]
+    tokens = 1000
+    if not soft:
+        rates = [expected_tokens(alpha, number) / seconds for number, seconds in enumerate(times)]
+        assert rates.index(max(rates)) == best
+    calls = [Simulated(times, [alpha] * rows, seed, soft) for seed in range(10)]
+    fixed = [sum(call.run(tokens, number) for call in calls) for number in range(9)]
+    assert sum(call.run(tokens) for call in calls) < 1.05 * min(fixed)
+    assert soft or min(fixed) < 1.03 * fixed[best]
 
 
-def test_an_empty_table_is_not_shared():
-    first, second = Costs(), Costs()
-    first.table[1] = {"target": {1: 1.0, 2: 1.0}, "draft": 0.1}
-    first.remember("block", 0.9, judged=100)
-    assert (second.table, second.alpha) == ({}, {})
+@pytest.mark.parametrize("cost", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_useless_draft_costs_next_to_nothing(rows: int, cost: float):
+    """Against plain steps, over 512 tokens, nothing being known at first; later calls are cheaper still."""
+    times = [1 + (cost + 0.02) * number for number in range(9)]
+    calls = [Simulated(times, [0.02] * rows, seed, soft=False) for seed in range(10)]
+    assert sum(call.run(512) for call in calls) < 1.02 * 10 * 512
+    assert any(number > 0 for call in calls for number in call.drafted)
+    later = [Simulated(times, [0.02] * rows, seed, soft=False, memory=0.02) for seed in range(10)]
+    assert sum(call.run(512) for call in later) < 1.015 * 10 * 512
 
 
-def test_acceptance_is_remembered_by_verification():
-    """100 judged candidates weigh as much as all that was known before."""
-    costs = Costs()
-    costs.remember("block", 0.9, judged=MEMORY)
-    costs.remember("token", 0.5, judged=0)
-    assert costs.alpha == {"block": pytest.approx((PRIOR_ALPHA + 0.9) / 2), "token": PRIOR_ALPHA}
+def test_probes_are_rare_and_find_what_has_become_better():
+    """They wait twice as long each time; once the draft is good, drafting is taken up for good."""
+    call = Simulated(LINE, [0.02], seed=0, soft=False)
+    call.catch_up = lambda tokens: 0.0
+    call.run(700)
+    drafted = [place for place, number in enumerate(call.drafted) if number]
+    gaps = [b - a - 1 for a, b in itertools.pairwise(drafted) if b > a + 1]
+    assert gaps[0] == FIRST_WAIT
+    assert all(later >= 2 * sooner for sooner, later in itertools.pairwise(gaps))
+    assert len(gaps) >= 4
+    call.alphas = [0.9]
+    call.run(2000)
+    assert 0 not in call.drafted[-200:]
+
+
+def test_a_probe_that_would_take_long_to_catch_up_is_made_once_only():
+    call = Simulated(LINE, [0.02], seed=0, soft=False)
+    call.catch_up = lambda tokens: 0.1 * tokens
+    call.run(3000)
+    first = call.drafted.index(0)
+    assert sum(map(bool, call.drafted[first:])) == 1
+
+
+def test_a_row_that_draft_does_not_help_holds_the_others_up_little():
+    """Seven rows would go fast; the call ends with the eighth, which loses by each candidate."""
+    times = [1 + 0.34 * number for number in range(9)]
+    calls = [Simulated(times, [0.9] * 7 + [0.2], seed, soft=False) for seed in range(5)]
+    assert sum(call.run(512) for call in calls) < 1.15 * 5 * 512
+
+
+def test_choices_are_the_same_again():
+    first, second = (Simulated(LINE, [0.6, 0.8], seed=3, soft=True) for _ in range(2))
+    assert first.run(400) == second.run(400)
+    assert first.drafted == second.drafted
+    assert len(set(first.drafted)) > 1

@@ -8,6 +8,7 @@ import torch
 from tiny import near, prompts, tiny
 
 from hf_specx import Costs, SpeculationReport, SpeculativeDecoding, report
+from hf_specx.report import RoundRecord
 
 
 COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
@@ -77,12 +78,43 @@ def test_tokens_behind_the_last_column_are_not_emitted():
 
 
 def test_ratios_with_costs():
-    """c = 0.25; a round of 3 takes T_t(4) + 3 T_d = 1.75 + 0.75."""
+    """c = 0.25; a round of 3 takes T_t(4) + 3 T_d = 1.75 + 0.75, and one of 1 T_t(2) + T_d = 1.25 + 0.25."""
     made = three_rounds(Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}}))
     assert made.cost_coefficient == pytest.approx(0.25)
-    assert made.expected_speedup == pytest.approx((1 - 0.55**4) / (1 - 0.55) / 1.75)
-    assert made.forward_limited_speedup == pytest.approx(2.4 / 2.5)
-    assert "0.96 limited by the forwards" in str(made)
+    expected = 4 * (1 - 0.55**4) / (1 - 0.55) + 1.55
+    assert made.expected_speedup == pytest.approx(expected / (4 * 1.75 + 1.25))
+    assert made.forward_limited_speedup == pytest.approx((4 + 2 + 1 + 3 + 2) / (4 * 2.5 + 1.5))
+    assert "1.04 limited by the forwards" in str(made)
+
+
+def test_plain_steps_count_in_predictions_and_nowhere_else():
+    """Where "auto" draws no candidates; the prompt's own forward is no step."""
+    costs = Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
+    made, plain = three_rounds(costs), three_rounds(costs)
+    plain.history = [[*row, RoundRecord(0, 0, 1, 0, 1), RoundRecord(0, 0, 1, 0, 1)] for row in plain.history]
+    for name in ("alpha", "acceptance_rate", "mean_acceptance_length", "tokens_per_round", "drafted_per_position"):
+        assert getattr(plain, name) == getattr(made, name)
+    assert (plain.rounds_per_row, plain.mean_draft_tokens) == (made.rounds_per_row, 13 / 5)
+    assert plain.forward_limited_speedup == pytest.approx((12 + 4) / (11.5 + 4))
+    assert plain.expected_speedup == pytest.approx((made.expected_speedup * 8.25 + 4) / (8.25 + 4))
+
+
+def test_steps_without_candidates_are_told_apart():
+    made = three_rounds()
+    assert (made.rounds, made.plain_steps) == (3, 1)
+    made.observe([0], 0, [0], [1], torch.tensor(0.0))
+    assert (made.rounds, made.plain_steps) == (3, 2)
+    assert (made + three_rounds()).plain_steps == 3
+
+
+def test_survival_rate_goes_by_all_drafted_positions():
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([0, 1], 2, [2, 0], [3, 1], torch.tensor(1.0), survival=[[1.0, 0.5], [0.4, 0.1]])
+    assert made.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
+    made.observe([1], 0, [0], [1], torch.tensor(0.0), survival=[[]])
+    assert made.survival_rate == pytest.approx(2 / 3.4)
+    assert (made + made).survival == pytest.approx((4, 6.8))
+    assert SpeculationReport("block", "ragged", "chosen", rows=2).survival_rate == 0
 
 
 OTHER_BATCH = Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
@@ -107,7 +139,8 @@ def test_plain_values_are_json():
 
 def test_it_reads_well():
     first, second, third = str(three_rounds()).splitlines()
-    assert first == "13 tokens in 2 rows, 3 rounds of at most 3 candidates, token verification, ragged layout"
+    rounds = "3 rounds of at most 3 candidates, 1 without"
+    assert first == f"13 tokens in 2 rows, {rounds}, token verification, ragged layout"
     assert second == "alpha 0.550, acceptance rate 0.538, 2.40 tokens a row and round"
     assert third.startswith("2.00 s")
 

@@ -161,7 +161,7 @@ def test_impossible_tokens_are_never_emitted(verify, dtype: torch.dtype):
     for seed in range(5):
         candidates, q, p, uniforms, choice = case(seed, rows=400, num_candidates=4, vocab=4, sparsity=0.5)
         q, p = q.to(dtype), p.to(dtype)
-        accepted, next_token = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
+        accepted, next_token, _ = verify(candidates, q, p, torch.zeros_like(uniforms), choice)
         chances = p[:, :-1].gather(-1, candidates[..., None])[..., 0]
         kept = torch.arange(4) < accepted[:, None]
         assert (chances[kept] > 0).all()
@@ -177,7 +177,7 @@ def test_equal_laws_accept_everything(verify, dtype: torch.dtype, sparsity: floa
     candidates, q, p, uniforms, choice = case(seed=3, rows=500, num_candidates=4, sparsity=sparsity)
     q, p = q.to(dtype), p.to(dtype)
     p = torch.cat([q, p[:, -1:]], 1)
-    accepted, next_token = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), choice)
+    accepted, next_token, _ = verify(candidates, q, p, uniforms.clamp(min=1 - 1e-9), choice)
     assert (accepted == 4).all()
     assert torch.equal(next_token, pick(p[:, -1], choice))
 
