@@ -31,7 +31,7 @@ class Slots:
 
     Attributes:
         start: the first slot, where all rows write the same run of slots.
-        index: [R, q] int64, the slot of each token where rows differ, else None.
+        index: where rows differ, the places [R, 1] and slots [R, q] of the tokens, else None.
         aimed: whether somebody has said so yet; before, each layer writes behind what it holds, as chunks of a prompt.
         extent: how many leading slots attention sees where rows differ; else they end with the run.
         written: slots filled by the last forward of a run.
@@ -41,13 +41,15 @@ class Slots:
     def __init__(self, limit: int = 0) -> None:
         self.start = self.extent = self.written = 0
         self.limit = limit
-        self.index: torch.Tensor | None = None
+        self.index: tuple[torch.Tensor, torch.Tensor] | None = None
         self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
     def aim(self, index: torch.Tensor | None, start: int, extent: int = 0) -> None:
         """Say where the next forward writes: at index [R, q], or a run from `start` on."""
-        self.index, self.start, self.extent, self.aimed = index, start, extent, True
+        places = None if index is None else torch.arange(len(index), device=index.device)[:, None]
+        self.index = None if index is None or places is None else (places, index)
+        self.start, self.extent, self.aimed = start, extent, True
 
     def end(self, query_length: int) -> int:
         """How many leading slots attention sees in a forward of that many tokens a row."""
@@ -96,14 +98,18 @@ class SlotLayer(CacheLayerMixin):
         if index is None:
             stored[:, :, end - count : end] = states
         else:
-            rows = torch.arange(len(states), device=states.device)[:, None]
-            stored[rows, :, index.to(states.device)] = states.transpose(1, 2)
+            places, slots = (x.to(states.device) for x in index)
+            stored[places, :, slots] = states.transpose(1, 2)
         return stored
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R']."""
+    def select(self, places: list[int]) -> None:
+        """Keep only the rows at places in ascending order; those behind one that leaves move up."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[places.to(self.keys.device)], self.values[places.to(self.values.device)]
+            for stored in (self.keys, self.values):
+                for place, source in enumerate(places):
+                    if place < source:
+                        stored[place] = stored[source]
+            self.keys, self.values = self.keys[: len(places)], self.values[: len(places)]
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots kept [n] of all rows, in that order."""
@@ -164,11 +170,12 @@ class SlotCache(Cache):
         return cache
 
     def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R']."""
+        """Keep only the rows at places [R'], in ascending order."""
         self.slots.spare.clear()
+        kept = places.tolist()
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
-            layer.select(places)
+            layer.select(kept)
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots kept [n] of all rows, in that order."""
@@ -200,7 +207,7 @@ class SlotCache(Cache):
 
 
 def select_rows(cache: Cache, places: torch.Tensor) -> None:
-    """Keep only the rows at places [R'] of any cache that can be reordered."""
+    """Keep only the rows at places [R'], in ascending order, of any cache that can be reordered."""
     if isinstance(cache, SlotCache):
         cache.select(places)
     elif isinstance(cache, EncoderDecoderCache):
