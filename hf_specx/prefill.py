@@ -49,7 +49,7 @@ def prefill(
     """
     sequences = make_sequences(prompt)
     stream.prompt(sequences)
-    target = make_decoder(plan.layout, prompt)
+    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     own = draft_prompt(draft_model, prompt, inputs_tensor) if isinstance(draft_model, PreTrainedModel) else None
     target.read()
     rule = _rule(plan.verification, prompt.input_ids, seeds)  # takes the generator as stock has it here
@@ -59,7 +59,7 @@ def prefill(
         assert isinstance(draft_model, CandidateGenerator)
         drafter = ForeignCandidateGenerator(draft_model, target.after_prompt.shape[-1])
     else:
-        decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model))
+        decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model), plan.compiled)
         decoder.read()
         of_draft = Processors([p for p in processors if can_look_ahead(p)], *limits)
         drafter = SampledCandidateGenerator(own.model, of_draft, rule, target.after_prompt.shape[-1], decoder=decoder)

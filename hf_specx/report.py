@@ -19,6 +19,7 @@ REPORTED = (
     "rows",
     "rounds",
     "rounds_per_row",
+    "compilations",
     "num_draft_tokens",
     "drafted",
     "judged",
@@ -70,6 +71,7 @@ class SpeculationReport:
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
         costs: the strategy's cost table, if it has a row for this batch.
+        compilations: forwards that torch compiled for this call, since there were none yet for such sizes.
         accepted_all: whether the last round kept every candidate of every row.
     """
 
@@ -83,6 +85,7 @@ class SpeculationReport:
     costs: Costs | None = None
     rounds: int = 0
     num_draft_tokens: int = 0
+    compilations: int = 0
     accepted_all: bool = False
 
     def __post_init__(self) -> None:
@@ -143,6 +146,7 @@ class SpeculationReport:
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
         both.rounds += other.rounds
+        both.compilations += other.compilations
         both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         return both
 
