@@ -39,9 +39,7 @@ def forward_that_cannot_be_compiled(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     rope, quantizer = getattr(config, "rope_parameters", None) or {}, getattr(model, "hf_quantizer", None)
     kinds = [parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]
-    if config._attn_implementation != "sdpa":
-        why = f"it has attn_implementation={config._attn_implementation!r} instead of 'sdpa'"
-    elif not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
+    if not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
         why = "transformers does not say that its forward is one graph by position"
     elif any(kind in LENGTHENING for kind in kinds):
         why = "its frequencies follow the length of the text"

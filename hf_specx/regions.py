@@ -3,7 +3,6 @@
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache
 from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -24,11 +24,11 @@ def row_bucket(rows: int) -> int:
 def capacity_bucket(slots: int) -> int:
     """The next power of two from 64 on, or three quarters of it."""
     whole = max(64, 1 << (slots - 1).bit_length())
-    return whole * 3 // 4 if 64 < whole and slots <= whole * 3 // 4 else whole
+    return whole * 3 // 4 if whole > 64 and slots <= whole * 3 // 4 else whole
 
 
 def length_bucket(count: int) -> int:
-    """The query length itself where it is short, else at most an eighth more: four between powers of two."""
+    """The query length itself where it is short, else up to a quarter more: one of four between powers of two."""
     step = max(1, 1 << (count - 2).bit_length() >> 3) if count > EXACT else 1
     return -(-count // step) * step
 

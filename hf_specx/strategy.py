@@ -219,7 +219,9 @@ class SpeculativeDecoding:
         earlier, self.report = self.report if self.adds_reports else None, report
         text = decode(run, schedule, peers)
         report.finish(time.perf_counter() - started, stopping.columns)
-        report.compilations = sum(x.compilations for x in (run.target, draft_decoder(run)) if isinstance(x, CompiledDecoder))
+        report.compilations = sum(
+            x.compilations for x in (run.target, draft_decoder(run)) if isinstance(x, CompiledDecoder)
+        )
         costs.remember(plan.verification, report.alpha, report.judged)
         run.report = report if earlier is None else earlier + report
         self.report, self.schedule = run.report, schedule
