@@ -2,6 +2,7 @@
 
 import inspect
 from functools import cache
+from typing import Any
 
 import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
@@ -29,8 +30,8 @@ def compiled_in_another_layout(model: PreTrainedModel, layout: str, reason: str)
     if layout == "ragged" and model.config.model_type not in WHOLE:
         return None
     return (
-        f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} ({reason}); "
-        "use compile=False, or what takes the ragged layout."
+        f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} "
+        f"({reason}); use compile=False, or what takes the ragged layout."
     )
 
 
@@ -55,9 +56,11 @@ def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str |
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
     if not synced and not hooked and model.device.type in ("cpu", "cuda"):
         return None
+    place = (
+        f"{str(model.device)!r}{' under hooks of accelerate' if hooked else ''}{' of several ranks' if synced else ''}"
+    )
     return (
-        f"compile=True takes models that lie whole on one CPU or CUDA device, and {type(model).__name__} is on "
-        f"{str(model.device)!r}{' under hooks of accelerate' if hooked else ''}{' of several ranks' if synced else ''}; "
+        f"compile=True takes models that lie whole on one CPU or CUDA device; {type(model).__name__} is on {place}; "
         "use compile=False, or load it on one device."
     )
 
@@ -119,7 +122,7 @@ class CompiledDecoder(RaggedDecoder):
 
     def read(self) -> None:
         super().read()
-        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]  # type: ignore[misc]
+        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
         del self.cache
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], numbers in the whole batch
         self.places: torch.Tensor | None = None  # [R], None for the first R
@@ -166,14 +169,20 @@ class CompiledDecoder(RaggedDecoder):
         if end > capacity:
             self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
         starts = sequences.ends + (self.width - sequences.width + ahead - count)
-        given = {name: self._placed(value) for name, value in self._others(length).items()} | self.given
+        given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
         kept = keep
         if length > count:
             tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = kept
         logits = self.regions(
-            self.model, self.buffers, self._placed(tokens), keep=kept, starts=self._placed(starts), **given
+            self.model,
+            self.buffers,
+            self._placed(tokens),
+            keep=kept,
+            starts=self._placed(starts),
+            **self.given,
+            **given,
         )
         if rows > len(counts):
             logits = logits[: len(counts)] if self.places is None else logits[self.places]

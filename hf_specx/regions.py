@@ -63,7 +63,8 @@ class Regions:
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.compilations += 1
         options = {"triton.cudagraphs": True} if self.captures else None  # what mode="reduce-overhead" stands for
-        return lookup_backend("inductor")(graph, inputs, config_patches=options)
+        inductor: Callable[..., Any] = lookup_backend("inductor")
+        return inductor(graph, inputs, config_patches=options)
 
     def _say(self) -> None:
         if not self.functions:
