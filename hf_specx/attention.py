@@ -77,20 +77,37 @@ class GroupedAttention:
         """[R or 1, 1, n * q, S], additive as torch would make it in every layer."""
         tiles = self.tiles.setdefault(mask, {})
         if (group, dtype) not in tiles:
-            additive = mask
-            if mask.dtype == torch.bool:
-                additive = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-            tiles[group, dtype] = additive if group == 1 else additive.repeat(1, 1, group, 1)
+            tiles[group, dtype] = tiled(mask, group, dtype)
         return tiles[group, dtype]
+
+
+class TracedAttention(GroupedAttention):
+    """The same for torch to compile, which finds by itself that all layers need the same mask."""
+
+    def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        return tiled(mask, group, dtype)
+
+
+TRACED = TracedAttention()
+
+
+def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask [R or 1, 1, q, S] for folded queries: [R or 1, 1, n * q, S], additive."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask if group == 1 else mask.repeat(1, 1, group, 1)
 
 
 @contextlib.contextmanager
 def grouped_queries() -> Iterator[None]:
-    """Let `sdpa` fold groups of query heads in this thread's forwards inside; another function of that name stays."""
+    """Let `sdpa` fold groups of query heads in this thread's forwards inside, also in what torch compiles of them.
+
+    Another function of that name stays.
+    """
     usual = usually(ALL_ATTENTION_FUNCTIONS["sdpa"])
     if usual is not sdpa_attention_forward:
         yield
         return
     own = ALL_ATTENTION_FUNCTIONS._local_mapping  # comes before what all such registries share
-    with in_this_thread(own, "sdpa", usual, GroupedAttention()):
+    with in_this_thread(own, "sdpa", usual, GroupedAttention(), TRACED):
         yield

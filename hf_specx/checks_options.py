@@ -130,10 +130,10 @@ def unknown_stream_by(stream_by: Any) -> str | None:
 
 
 @refusal
-def compiled(compile: Any) -> str | None:
-    if compile is False:
+def compile_of_no_kind(compile: Any) -> str | None:
+    if isinstance(compile, bool):
         return None
-    return f"compile={compile!r} is not available in this version; use compile=False."
+    return f"compile={compile!r} is not a bool; use True or False."
 
 
 @refusal
@@ -185,7 +185,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     unknown_option(unknown, options)
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
     unknown_stream_by(options["stream_by"])
-    compiled(options["compile"])
+    compile_of_no_kind(options["compile"])
     streamer_without_methods(options["streamer"])
     for name in ("tokenizer", "draft_tokenizer"):
         tokenizer_without_methods(name, options[name])

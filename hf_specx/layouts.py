@@ -4,6 +4,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from .abilities import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN, WHOLE
+from .compiled import CompiledDecoder
 from .decoders import Decoder, Prompt
 from .lockstep import LockstepDecoder
 from .packed import PackedDecoder
@@ -94,8 +95,10 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     return found
 
 
-def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None) -> Decoder:
+def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
     """The decoder of a layout for one model, its prompts not yet read."""
+    if compiled:
+        return CompiledDecoder(prompt, known_ids)
     whole = prompt.model.config.model_type in WHOLE
     return (WholeDecoder if whole else DECODERS[layout])(prompt, known_ids)
 

@@ -7,6 +7,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .cache import has_columns
 from .checks import check_assistant_settings, check_fixed, check_in_order, check_past, check_seeds, check_synced
+from .compiled import check_compile
 from .decoders import Prompt
 from .drafting import Drafting
 from .layouts import choose_layout, layouts_of
@@ -21,6 +22,7 @@ class Plan(NamedTuple):
         draft_layout: the draft's.
         stateful: names of processors and criteria that must be shown each emitted token once, in order.
         states: whether a model takes no layout but lockstep, where what cannot be cropped is put back and fed again.
+        compiled: whether forwards behind the prompts are compiled.
     """
 
     verification: str
@@ -29,6 +31,7 @@ class Plan(NamedTuple):
     draft_layout: str
     stateful: list[str]
     states: bool
+    compiled: bool = False
 
     @property
     def in_order(self) -> bool:
@@ -47,6 +50,8 @@ def make_plan(
     layout: str,
     verification: str | None,
     stateful: list[str],
+    compiled: bool = False,
+    synced: bool = False,
 ) -> Plan:
     """
     Args:
@@ -54,6 +59,8 @@ def make_plan(
         draft_model: as the strategy has it.
         layout, verification: as they were asked for.
         stateful: names of processors and criteria that cannot look ahead.
+        compiled: whether forwards are to be compiled.
+        synced: whether other ranks have to run the same forwards.
 
     Raises:
         ValueError: for what was asked for and cannot be done exactly.
@@ -75,7 +82,12 @@ def make_plan(
         draft_able = layouts_of(draft_model, drafts=True)
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
-    return Plan(verification, chosen, reason, draft_layout, stateful, states)
+    if compiled:
+        check_compile(prompt.model, chosen, reason, prompt.generation_config, synced)
+        if isinstance(draft_model, PreTrainedModel):
+            why = "its best for a draft"
+            check_compile(draft_model, draft_layout, why, prompt.generation_config, synced)
+    return Plan(verification, chosen, reason, draft_layout, stateful, states, compiled)
 
 
 def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:

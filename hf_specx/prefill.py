@@ -9,6 +9,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
 from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
+from .compiled import CompiledDecoder
 from .costs import Costs
 from .decoders import Decoder, Prompt, vocabulary
 from .drafting import Auto, Drafting, Schedule
@@ -53,7 +54,7 @@ def prefill(
     """
     sequences = make_sequences(prompt)
     stream.prompt(sequences)
-    target = make_decoder(plan.layout, prompt)
+    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     own = draft_prompt(draft_model, prompt, inputs_tensor) if isinstance(draft_model, PreTrainedModel) else None
     target.read()
     rule = _rule(plan.verification, prompt.input_ids, seeds)  # takes the generator as stock has it here
@@ -63,7 +64,7 @@ def prefill(
         assert isinstance(draft_model, CandidateGenerator)
         drafter = ForeignCandidateGenerator(draft_model, target.after_prompt.shape[-1])
     else:
-        decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model))
+        decoder = make_decoder(plan.draft_layout, own, vocabulary(own.model), plan.compiled)
         decoder.read()
         of_draft = Processors([p for p in processors if can_look_ahead(p)], *limits)
         drafter = SampledCandidateGenerator(own.model, of_draft, rule, target.after_prompt.shape[-1], decoder=decoder)
@@ -127,3 +128,9 @@ def begin_schedule(schedule: Schedule, drafting: Drafting, costs: Costs, run: Ru
 def measure(costs: Costs, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
     """Time bare forwards of both models behind the prompts that they have read."""
     costs.measure(len(sequences.rows), partial(target.rehearse, sequences), partial(draft.rehearse, sequences))
+
+
+def compilations(run: Run) -> int:
+    """Forwards that were compiled for a call."""
+    decoders = run.target, draft_decoder(run)
+    return sum(decoder.compilations for decoder in decoders if isinstance(decoder, CompiledDecoder))

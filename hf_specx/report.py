@@ -14,7 +14,7 @@ from .lookahead import expected_tokens
 
 Result = TypeVar("Result")
 REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
-REPORTED += ["num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
+REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
 REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
 REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
 REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
@@ -53,6 +53,7 @@ class SpeculationReport:
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: sums over rows, rounds and depths i of the chances that the first i candidates are all kept, and that
             those before them are; see `survival_rate`.
+        compilations: forwards that torch compiled for this call, since there were none yet for such sizes.
     """
 
     verification: str
@@ -67,6 +68,7 @@ class SpeculationReport:
     plain_steps: int = 0
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
+    compilations: int = 0
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
@@ -134,6 +136,7 @@ class SpeculationReport:
         both.rounds += other.rounds
         both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        both.compilations += other.compilations
         both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         return both
 

@@ -37,7 +37,7 @@ from .noise import StockNoise
 from .past import fill
 from .peers import Peers, synced_by_default
 from .plan import Plan, check_plan, make_plan
-from .prefill import begin_schedule, make_sequences, measure, prefill, stateful_processors
+from .prefill import begin_schedule, compilations, make_sequences, measure, prefill, stateful_processors
 from .prompts import draft_prompt, prepare
 from .report import SpeculationReport
 from .rules import CoupledRule
@@ -75,7 +75,8 @@ class SpeculativeDecoding:
             for a `CandidateGenerator`.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
-        compile: must be False in this version.
+        compile: whether to compile the forwards behind the prompts, for fixed sizes of batch, text and query; on CUDA
+            they are captured in graphs. The first call of each size takes seconds longer.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
         stream_by: "token", one at a time as in stock, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
@@ -128,6 +129,7 @@ class SpeculativeDecoding:
         draft_model = unwrapped(draft_model, adapters=True)
         check_options(options, unknown, draft_model)
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
+        self.compile = compile
         self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
@@ -193,8 +195,9 @@ class SpeculativeDecoding:
     ) -> tuple[torch.Tensor, Run]:
         self._check(prompt, processors)
         waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
-        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, waiting)
         peers = Peers(self._is_synced(prompt.model), prompt.input_ids.device)
+        asked = self.layout, self.verification, waiting, self.compile, peers.synced
+        plan = make_plan(prompt, self.draft_model, *asked)
         prompt.keeps_past &= not peers.synced  # what it takes differs between ranks
         fixed = peers.synced or (seeds is not None and plan.verification in ("token", "block"))
         drafting = choose_drafting(
@@ -217,6 +220,7 @@ class SpeculativeDecoding:
         costs.remember(plan.verification, report.survival_rate, report.survival[1])
         if isinstance(chosen, Auto):
             chosen.end()
+        report.compilations = compilations(run)
         run.report = report if earlier is None else earlier + report
         self.report, self.schedule = run.report, schedule
         return text, run
@@ -268,9 +272,10 @@ class SpeculativeDecoding:
         assert isinstance(self.draft_model, PreTrainedModel)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(unwrapped(model), MAX_DRAFT_TOKENS + 1, given)
-        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [])
-        target = make_decoder(plan.layout, prompt)
-        draft = make_decoder(plan.draft_layout, draft_prompt(self.draft_model, prompt, input_ids))
+        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [], self.compile)
+        target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
+        own = draft_prompt(self.draft_model, prompt, input_ids)
+        draft = make_decoder(plan.draft_layout, own, compiled=plan.compiled)
         target.read()
         draft.read()
         measure(self.costs, make_sequences(prompt), target, draft)

@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
+import torch
+
 
 LOCK = threading.Lock()
 
@@ -15,13 +17,19 @@ class PerThread:
     Args:
         usual: what was found before.
         had: whether the place itself had it, so that it has to be put back.
+
+    Attributes:
+        traced: what torch finds when it compiles, which can ask for no thread.
     """
 
     def __init__(self, usual: Any, had: bool):
         self.__wrapped__, self.had = usual, had  # `inspect.signature` looks for the first by this name
         self.mine: dict[int, Any] = {}
+        self.traced = usual
 
     def _meant(self) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return self.traced
         return self.mine.get(threading.get_ident(), self.__wrapped__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -37,13 +45,16 @@ def usually(found: Any) -> Any:
 
 
 @contextlib.contextmanager
-def in_this_thread(place: MutableMapping[str, Any], name: str, usual: Any, mine: Any) -> Iterator[None]:
+def in_this_thread(
+    place: MutableMapping[str, Any], name: str, usual: Any, mine: Any, traced: Any = None
+) -> Iterator[None]:
     """Let this thread alone find `mine` in a place that all threads look at.
 
     Args:
         place, name: where they look first, as in `vars(module), "forward"`.
         usual: what they find, there or elsewhere; see `usually`.
         mine: a function or a tuple, as `usual` is.
+        traced: what torch finds when it compiles meanwhile; the usual one if None.
     """
     thread = threading.get_ident()
     with LOCK:
@@ -51,6 +62,7 @@ def in_this_thread(place: MutableMapping[str, Any], name: str, usual: Any, mine:
         shared = found if isinstance(found, PerThread) else PerThread(usual, name in place)
         earlier = shared.mine.get(thread)
         shared.mine[thread] = mine
+        shared.traced = shared.traced if traced is None else traced
         place[name] = shared
     try:
         yield

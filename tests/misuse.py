@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding, generate, layouts, peers
+from hf_specx import DraftTargetPair, SpeculativeDecoding, compiled, generate, layouts, peers, regions
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -191,6 +192,20 @@ def spread(**settings):
     """As one of two ranks."""
     with patch.object(peers, "world_size", return_value=2):
         return function(synced_gpus=True, **settings)
+
+
+def to_compile(options: dict | None = None, found: bool = True, **settings):
+    """With compile=True, where what gets as far as the compiler fails."""
+    with (
+        patch.object(regions, "lookup_backend", side_effect=NotImplementedError),
+        patch.object(compiled, "has_compiler", return_value=found),
+    ):
+        return call({"compile": True} | (options or {}), **settings)
+
+
+def to_compile_under_hooks():
+    with patch.object(get("target").model.layers[1], "_hf_hook", SimpleNamespace(), create=True):
+        return to_compile()
 
 
 def on_the_oldest(target: str):

@@ -36,6 +36,8 @@ from misuse import (
     put,
     spread,
     strategy,
+    to_compile,
+    to_compile_under_hooks,
     two_tokens,
 )
 from tiny import prompts
@@ -79,7 +81,33 @@ CASES = {
     "unknown_verification": ("verification='typical' is unknown; choose", partial(made, verification="typical")),
     "unknown_layout": ("layout='diagonal' is unknown; choose one of auto, rag", partial(made, layout="diagonal")),
     "unknown_stream_by": ("stream_by='word' is unknown; choose one of token", partial(made, stream_by="word")),
-    "compiled": ("compile=True is not available.*use compile=False", partial(made, compile=True)),
+    "compile_of_no_kind": ("compile='max' is not a bool; use True", partial(made, compile="max")),
+    "compiled_in_another_layout": (
+        "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
+        partial(to_compile, {"layout": "padded"}),
+    ),
+    "compiled_in_another_layout, in order": (
+        "decoded in 'lockstep' .needed: Counting must be shown",
+        lambda: to_compile(logits_processor=[Counting()]),
+    ),
+    "forward_that_cannot_be_compiled": (
+        "cannot compile LlamaForCausalLM: its frequencies follow the length of the text; use compile=False",
+        partial(to_compile, target="long"),
+    ),
+    "forward_that_cannot_be_compiled, draft": (
+        "cannot compile LlamaForCausalLM: its frequencies",
+        partial(to_compile, draft="long"),
+    ),
+    "compiled_over_several_devices": ("is on 'cpu' under hooks of accelerate; use", to_compile_under_hooks),
+    "compiled_over_several_devices, ranks": ("is on 'cpu' of several ranks; use", partial(spread, compile=True)),
+    "compiled_without_compiler": (
+        "compile=True needs a C.. compiler for device 'cpu'; install one, or use compile=False",
+        partial(to_compile, found=False),
+    ),
+    "compiled_with_outputs": (
+        "output_hidden_states=True is not compiled; leave it out, or use compile=False",
+        partial(to_compile, return_dict_in_generate=True, output_hidden_states=True),
+    ),
     "streamer_without_methods": ("streamer is a int without put and end; pass a", partial(made, streamer=3)),
     "tokenizer_without_methods": ("^tokenizer is a str without get_vocab; pass", partial(made, tokenizer="x")),
     "tokenizer_without_methods, draft": ("draft_tokenizer is a str without", partial(made, draft_tokenizer="x")),

@@ -13,11 +13,12 @@ from hf_specx.hub import core_modules
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
     "threads refusals wrappers devices pair_source lookahead",
-    "verify sequences cache costs abilities attention past tables inputs warping checks_files",
+    "verify sequences cache costs abilities attention past tables inputs warping checks_files static",
     "seen checks_weights drafting",
     "noise processors stopping report decoders states",
     "rules prompts streaming outputs ragged hosted whole",
-    "packed padded lockstep",
+    "packed padded lockstep regions",
+    "compiled",
     "layouts",
     "candidates guidance",
     "checks_options checks_models checks_calls checks_inputs checks_rows peers settle",

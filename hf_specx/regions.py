@@ -1,0 +1,132 @@
+"""Forwards of one model that torch has compiled, one for each size that has occurred."""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._dynamo import lookup_backend
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .attention import grouped_queries
+from .ragged import Masks
+from .static import Buffers, Pool, StaticLayer
+
+
+Size = tuple[Any, ...]
+
+
+class Regions:
+    """What is compiled for a model stays as long as the model does, for all strategies and threads.
+
+    Attributes:
+        compilations: how many forwards torch has compiled so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, captures: bool):
+        """
+        Args:
+            model: not kept.
+            captures: whether forwards are captured in CUDA graphs.
+        """
+        self.name, self.captures = type(model).__name__, captures
+        self.masks, self.pool = Masks(model), Pool()
+        self.compilations = 0
+        self.lock = threading.Lock()
+        self.functions: dict[Size, Callable[..., torch.Tensor]] = {}
+
+    def __call__(self, model: PreTrainedModel, buffers: Buffers, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
+        """A compiled `forward`; see there. The result is the caller's own, also where graphs are captured."""
+        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, *(name for name in given if given[name] is not None))
+        with self.lock:
+            if size not in self.functions:
+                self._say()
+                self.functions[size] = self._compiled("_".join(map(str, size)))
+        if self.captures:
+            torch.compiler.cudagraph_mark_step_begin()
+        with grouped_queries():
+            logits = self.functions[size](model, self.masks, buffers, tokens, keep=keep, **given)
+        return logits.clone() if self.captures else logits
+
+    def _compiled(self, name: str) -> Callable[..., torch.Tensor]:
+        """`forward` under a code object of its own, since torch compiles one only for a few sizes."""
+        code = forward.__code__.replace(co_name=f"forward_{name}")
+        alone = FunctionType(code, forward.__globals__, code.co_name)
+        alone.__kwdefaults__ = forward.__kwdefaults__
+        options: Any = {"guard_filter_fn": unshared}
+        return torch.compile(alone, fullgraph=True, dynamic=False, backend=self._inductor, options=options)
+
+    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.compilations += 1
+        options = {"triton.cudagraphs": True} if self.captures else None  # what mode="reduce-overhead" stands for
+        inductor: Callable[..., Any] = lookup_backend("inductor")
+        return inductor(graph, inputs, config_patches=options)
+
+    def _say(self) -> None:
+        if not self.functions:
+            warnings.warn(
+                f"compile=True compiles the forwards of {self.name} once for each size that occurs, which takes "
+                "seconds for each; later calls of these sizes find them compiled.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+REGIONS: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()
+
+
+def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
+    """The compiled forwards of a model."""
+    return REGIONS.setdefault(model, Regions(model, device.type == "cuda"))
+
+
+def forward(
+    model: PreTrainedModel,
+    masks: Masks,
+    buffers: Buffers,
+    tokens: torch.Tensor,
+    starts: torch.Tensor,
+    offsets: torch.Tensor,
+    last: torch.Tensor,
+    pads: torch.Tensor,
+    *,
+    holes: torch.Tensor | None = None,
+    keep: int,
+    **others: torch.Tensor,
+) -> torch.Tensor:
+    """One forward over buffers of fixed size, in which nothing depends on the host.
+
+    Args:
+        model, masks: of one another.
+        buffers: written at the slots of the tokens.
+        tokens: [R, q] int64, to lie side by side.
+        starts: [R] int64, the slot of each row's first one.
+        offsets: [..., R, 1] int64, by which positions are ahead of slots.
+        last: as `offsets`, the last slot whose position exists; those behind it take the same one.
+        pads: [R] int64, leading slots that hold no token.
+        holes: [R, C] bool, other slots that are hidden.
+        keep: logits wanted for this many last tokens.
+        others: what else the forward is given.
+
+    Returns:
+        logits [R, keep, V] in the model's dtype.
+    """
+    slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    return model(
+        input_ids=tokens,
+        attention_mask=masks(slots, pads, buffers[0][0].shape[2], holes),
+        position_ids=offsets + torch.minimum(slots, last),
+        past_key_values=Cache(layers=[StaticLayer(keys, values, slots) for keys, values in buffers]),
+        use_cache=True,
+        return_dict=True,
+        **others,
+    ).logits[:, -keep:]
+
+
+def unshared(guards: Sequence[Any]) -> list[bool]:
+    """All guards but those on the registry of attention functions, in which other threads put theirs meanwhile."""
+    return ["_local_mapping" not in guard.name for guard in guards]
