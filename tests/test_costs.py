@@ -9,6 +9,11 @@ from hf_specx.costs import ENOUGH, ENOUGH_TO_KEEP, GRID, MEMORY, QUERY_LENGTHS, 
 from hf_specx.lookahead import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_speedup, expected_tokens
 
 
+@pytest.fixture(autouse=True)
+def drafts_are_cheap():
+    """No: here times are what a clock says."""
+
+
 # where a target forward of any length takes 1 and a draft step c: c, α, the best γ, its speed-up
 CLOSED_FORM = [
     (0.05, 0.5, 3, 1.63),

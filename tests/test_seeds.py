@@ -69,7 +69,7 @@ def play(rows: list[int], seeds: list[int], leaving: dict[int, int], rule_type=R
             draft = Draft(*(torch.stack(parts, 1) for parts in zip(*chosen, strict=True)))
         judgement: Judgement = rule.judge(sequences, draft, mine[:, : len(chosen) + 1, 1])
         for place, row in enumerate(sequences.rows):
-            verdict = [*draft.tokens[place].tolist(), *(x[place].item() for x in judgement.verdict)]
+            verdict = [*draft.tokens[place].tolist(), *(x[place].item() for x in judgement.verdict[:2])]
             seen[rows[row]].append(verdict)
         sequences.retire([row for row, last in leaving.items() if last == turn])
     return seen
