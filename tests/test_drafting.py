@@ -9,6 +9,7 @@ from scipy import stats
 from transformers import GenerationConfig
 
 from hf_specx.drafting import UNSET, Confidence, Drafting, Schedule, choose_drafting, given_drafting
+from hf_specx.lookahead import Outcome
 from hf_specx.verify import Verdict, verify_block, verify_token
 
 
@@ -72,7 +73,7 @@ def test_schedules_move_as_in_stock(schedule: str, wanted: list[int]):
     assert moving.wanted == 2
     seen = []
     for all_accepted in (True, False, False, False, False, True):
-        moving.update(all_accepted)
+        moving.update(Outcome(1, all_accepted, [[1.0]], [9]), 1)
         seen.append(moving.wanted)
     assert seen == wanted
 
@@ -81,7 +82,7 @@ def test_schedules_move_as_in_stock(schedule: str, wanted: list[int]):
 def test_heuristic_goes_on_in_the_next_call(schedule: str, wanted: int):
     moving = Schedule()
     moving.begin(Drafting(2, schedule), 2)
-    moving.update(True)
+    moving.update(Outcome(1, True, [[1.0]], [9]), 1)
     moving.begin(Drafting(2, schedule), 2)
     assert moving.wanted == wanted
     moving.begin(Drafting(5, schedule), 5)
