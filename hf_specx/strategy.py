@@ -28,7 +28,7 @@ from .checks import (
     check_withheld,
 )
 from .checks_rows import as_list
-from .compiled import CompiledDecoder
+from .compiled import compilations
 from .decode import decode
 from .decoders import Decoder, Prompt
 from .drafting import Schedule, choose_drafting
@@ -219,9 +219,7 @@ class SpeculativeDecoding:
         earlier, self.report = self.report if self.adds_reports else None, report
         text = decode(run, schedule, peers)
         report.finish(time.perf_counter() - started, stopping.columns)
-        report.compilations = sum(
-            x.compilations for x in (run.target, draft_decoder(run)) if isinstance(x, CompiledDecoder)
-        )
+        report.compilations = compilations(run.target, draft_decoder(run))
         costs.remember(plan.verification, report.alpha, report.judged)
         run.report = report if earlier is None else earlier + report
         self.report, self.schedule = run.report, schedule
