@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .abilities import WHOLE
 from .cache import MARGIN
-from .decoders import Prompt
+from .decoders import Decoder, Prompt
 from .past import Columns
 from .ragged import RaggedDecoder
 from .refusals import refusal
@@ -215,3 +215,9 @@ class CompiledDecoder(RaggedDecoder):
         at = place if self.places is None else int(self.places[place])
         end = self.width + self.held[row]
         return [(keys[at, :, :end].clone(), values[at, :, :end].clone()) for keys, values in self.buffers]
+
+
+def compilations(*decoders: Decoder | None) -> int:
+    """Forwards that were compiled for a call, whose draft may be its target."""
+    found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
+    return sum(found.values())

@@ -9,7 +9,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
 from .candidates import Drafter, ForeignCandidateGenerator, SampledCandidateGenerator
-from .compiled import CompiledDecoder
 from .costs import Costs
 from .decoders import Decoder, Prompt, vocabulary
 from .drafting import Auto, Drafting, Schedule
@@ -128,9 +127,3 @@ def begin_schedule(schedule: Schedule, drafting: Drafting, costs: Costs, run: Ru
 def measure(costs: Costs, sequences: Sequences, target: Decoder, draft: Decoder) -> None:
     """Time bare forwards of both models behind the prompts that they have read."""
     costs.measure(len(sequences.rows), partial(target.rehearse, sequences), partial(draft.rehearse, sequences))
-
-
-def compilations(run: Run) -> int:
-    """Forwards that were compiled for a call."""
-    decoders = run.target, draft_decoder(run)
-    return sum(decoder.compilations for decoder in decoders if isinstance(decoder, CompiledDecoder))

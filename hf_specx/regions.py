@@ -1,5 +1,6 @@
 """Forwards of one model that torch has compiled, one for each size that has occurred."""
 
+import re
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +19,10 @@ from .static import Buffers, Pool, StaticLayer
 
 
 Size = tuple[Any, ...]
+PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # what a trace takes as constants
+HELD = {"_parameters", "_buffers"}  # of a module: what a trace takes as inputs, of such and such a kind
+SHARED = vars(torch.nn.Module()).keys() - HELD - {"training"}  # what every module has
+OTHERS = re.compile(r"\bmodel\b")  # in the source of a guard
 
 
 class Regions:
@@ -27,13 +32,14 @@ class Regions:
         compilations: how many forwards torch has compiled so far.
     """
 
-    def __init__(self, model: PreTrainedModel, captures: bool):
+    def __init__(self, model: PreTrainedModel, captures: bool, traits: int = 0):
         """
         Args:
             model: not kept.
             captures: whether forwards are captured in CUDA graphs.
+            traits: of the model, by which it is known to be as it was.
         """
-        self.name, self.captures = type(model).__name__, captures
+        self.name, self.captures, self.traits = type(model).__name__, captures, traits
         self.masks, self.pool = Masks(model), Pool()
         self.compilations = 0
         self.lock = threading.Lock()
@@ -57,7 +63,7 @@ class Regions:
         code = forward.__code__.replace(co_name=f"forward_{name}")
         alone = FunctionType(code, forward.__globals__, code.co_name)
         alone.__kwdefaults__ = forward.__kwdefaults__
-        options: Any = {"guard_filter_fn": unshared}
+        options: Any = {"guard_filter_fn": on_inputs}
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=self._inductor, options=options)
 
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
@@ -80,8 +86,28 @@ REGIONS: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()
 
 
 def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
-    """The compiled forwards of a model."""
-    return REGIONS.setdefault(model, Regions(model, device.type == "cuda"))
+    """The compiled forwards of a model as it is now; those of what it was before are dropped."""
+    found, now = REGIONS.get(model), traits(model)
+    if found is None or found.traits != now:
+        found = REGIONS[model] = Regions(model, device.type == "cuda", now)
+    return found
+
+
+def traits(model: PreTrainedModel) -> int:
+    """What a compiled forward takes for granted: modules, their settings and hooks, and kinds of tensors."""
+    configs = {id(config): vars(config) for config in (model.config, model.config.get_text_config(decoder=True))}
+    found: list[Any] = [repr({k: v for k, v in config.items() if isinstance(v, PLAIN)}) for config in configs.values()]
+    for module in model.modules():
+        found.append((id(module), type(module)))
+        for name, value in vars(module).items():
+            if name in HELD:
+                found += [(key, x.shape, x.dtype, x.device) for key, x in value.items() if x is not None]
+            elif name in SHARED:
+                if value and name.endswith("_hooks"):
+                    found += map(id, value.values())
+            elif isinstance(value, PLAIN):
+                found.append((name, repr(value)))
+    return hash(tuple(found))
 
 
 def forward(
@@ -127,6 +153,11 @@ def forward(
     ).logits[:, -keep:]
 
 
-def unshared(guards: Sequence[Any]) -> list[bool]:
-    """All guards but those on the registry of attention functions, in which other threads put theirs meanwhile."""
-    return ["_local_mapping" not in guard.name for guard in guards]
+def on_inputs(guards: Sequence[Any]) -> list[bool]:
+    """The guards to keep: those on what differs from forward to forward, and on settings of torch.
+
+    Those on a model are hundreds, and take as long as a small layer; its traits are looked at once a call. Globals
+    that a forward reads do not change, but for the registry of attention functions, in which other threads may have
+    put theirs meanwhile.
+    """
+    return [not guard.is_global and not OTHERS.search(guard.name) for guard in guards]

@@ -27,6 +27,7 @@ from .checks import (
     check_withheld,
 )
 from .checks_rows import as_list
+from .compiled import compilations
 from .costs import Costs
 from .decode import decode
 from .decoders import Prompt
@@ -37,7 +38,7 @@ from .noise import StockNoise
 from .past import fill
 from .peers import Peers, synced_by_default
 from .plan import Plan, check_plan, make_plan
-from .prefill import begin_schedule, compilations, make_sequences, measure, prefill, stateful_processors
+from .prefill import begin_schedule, draft_decoder, make_sequences, measure, prefill, stateful_processors
 from .prompts import draft_prompt, prepare
 from .report import SpeculationReport
 from .rules import CoupledRule
@@ -220,7 +221,7 @@ class SpeculativeDecoding:
         costs.remember(plan.verification, report.survival_rate, report.survival[1])
         if isinstance(chosen, Auto):
             chosen.end()
-        report.compilations = compilations(run)
+        report.compilations = compilations(run.target, draft_decoder(run))
         run.report = report if earlier is None else earlier + report
         self.report, self.schedule = run.report, schedule
         return text, run
