@@ -237,7 +237,7 @@ class Wild:
 def test_the_clock_of_a_call_does_not_change_what_it_draws(mode: str):
     """What it saw is kept for later calls; there it does."""
     target = tiny()
-    draft, texts, numbers = near(target, 0.2), [], []
+    draft, texts, numbers = near(target, 0.05), [], []
     for seed in range(3):
         costs = Costs({4: KNOWN}, clock=Wild(seed))
         strategy = SpeculativeDecoding(draft, verification=mode, costs=costs)
