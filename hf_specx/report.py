@@ -91,7 +91,7 @@ class SpeculationReport:
         drafted: int,
         accepted: list[int],
         emitted: list[int],
-        overlap: torch.Tensor,
+        overlap: torch.Tensor | float,
         gained: list[int] | None = None,
         judged: list[int] | None = None,
         survival: list[list[float]] | None = None,

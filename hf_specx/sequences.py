@@ -89,8 +89,10 @@ class Sequences:
 
     def append(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
         """Emit the first kept [R] of tokens [R, n]; `kept_list` is the same on the host."""
-        index = torch.arange(tokens.shape[1], device=tokens.device)
-        self.put(tokens.masked_fill(index >= kept[:, None], self.pad_token_id))
+        if min(kept_list) < tokens.shape[1]:
+            index = torch.arange(tokens.shape[1], device=tokens.device)
+            tokens = tokens.masked_fill(index >= kept[:, None], self.pad_token_id)
+        self.put(tokens)
         self.ends = self.ends + kept
         for row, number in zip(self.rows, kept_list, strict=True):
             self.counts[row] += number

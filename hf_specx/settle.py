@@ -83,8 +83,11 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     if run.dead_ends:
         _stop_at_dead_ends(run)
     drafted = draft.tokens.shape[1]
-    judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
-    run.report.observe(rows, drafted, accepted_list, emitted, (overlap * judged).sum(), gained, survival=chances)
+    shared: torch.Tensor | float = 0.0
+    if drafted:
+        judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
+        shared = (overlap * judged).sum()
+    run.report.observe(rows, drafted, accepted_list, emitted, shared, gained, survival=chances)
     run.outputs.take(run.target, rows, firsts, emitted, logits, scores)
     run.stream.put(sequences, stopping)
     return _leave(run, leaving)
