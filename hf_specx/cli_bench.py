@@ -73,7 +73,7 @@ def bench(
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
-    grid: Annotated[bool, typer.Option("--grid", help="All experiments, half an hour on two cores.")] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="All experiments, which takes long.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help=f"Of a grid: {', '.join(list(EXPERIMENTS)[1:])}.")] = None,
     out: Annotated[
@@ -83,7 +83,7 @@ def bench(
 ) -> None:
     """Time plain, stock assisted and speculative generation in turns, beside their bare forwards.
 
-    Without options a minute on the pair in the package. A grid says which of the project's claims hold here.
+    Without options one or two minutes on the pair in the package. A grid says which of the project's claims hold here.
     """
     with errors_in_one_line():
         sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
