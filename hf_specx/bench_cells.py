@@ -13,6 +13,7 @@ FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
 COMPILED = ("plain-compiled", f"{FIXED}-compiled")
 STOCKS = ("stock", f"stock-{GAMMA}")  # they take one row alone
+BARED = ("plain", FIXED)
 EXPERIMENTS = {  # in the words of a table
     "quick": "a first look",
     "speed": "verifiers, eager and compiled, beside plain, stock and the bare forwards",
@@ -40,7 +41,7 @@ class Cell:
         temperature: 0 is greedy.
         top_p: 1 is off.
         repeats: timed runs of each contender, after one that warms up.
-        bare: whether the forwards of plain and of eager ours are run on their own as well.
+        bare: those of the contenders, plain and eager ours, whose forwards are run on their own as well.
         seed: run i of every contender starts from `torch.manual_seed(seed + i)`.
     """
 
@@ -54,7 +55,7 @@ class Cell:
     temperature: float = 1.0
     top_p: float = 1.0
     repeats: int = 3
-    bare: bool = False
+    bare: tuple[str, ...] = ()
     seed: int = 0
 
     @property
@@ -72,7 +73,7 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are in a file of results."""
-        return asdict(self) | {"contenders": list(self.contenders)}
+        return asdict(self) | {"contenders": list(self.contenders), "bare": list(self.bare)}
 
     def __str__(self) -> str:
         warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"
@@ -96,24 +97,26 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
         **settings: of each cell.
     """
     usual = ("plain", "stock", "block-auto", "coupled-auto")
-    settings = {"new_tokens": 64, "bare": True} | settings
-    return [
-        Cell("quick", pair, tuple(names) or contenders(batch, *usual), batch=batch, **settings) for batch in batches
-    ]
+    cells = []
+    for batch in batches:
+        chosen = tuple(names) or contenders(batch, *usual)
+        bare = tuple(name for name in chosen if not name.startswith("stock") and not name.endswith("-compiled"))
+        cells.append(Cell("quick", pair, chosen, batch=batch, bare=bare, **{"new_tokens": 64} | settings))
+    return cells
 
 
 def cpu_grid() -> list[Cell]:
     """What can be told on two cores within half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
-    sixteen = {"dtype": "bfloat16", "new_tokens": 64}
-    both = {"small": (small, {}, (1, 4, 8, 16)), "middle": (middle, sixteen, (1, 4, 8))}
+    half, warpers = {"dtype": "bfloat16", "new_tokens": 48}, {"temperature": 0.7, "top_p": 0.9}
     return [
-        *(cell for name, settings, sizes in both.values() for cell in speed_cells(name, sizes, **settings)),
-        *(long_cell(name, **settings) for name, settings, _ in both.values()),
-        *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 4, 8)),
-        long_cell("embedded", temperature=0.7, top_p=0.9),
+        *speed_cells(small, (1, 4, 8, 16), (1, 8), new_tokens=64, repeats=5),
+        *speed_cells(middle, (1, 4, 8), (1, 8), **half),
+        *(long_cell(name, **settings) for name, settings in ((small, {}), (middle, half))),
+        *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
+        *(default_cell("float32", 4), long_cell("embedded", **warpers)),
         *unrelated_cells(f"{small}-unrelated", (1, 8)),
-        *auto_cells(("embedded", f"{small}-low", f"{small}-deep"), (1,)),
+        *auto_cells(("embedded", f"{small}-low", f"{small}-deep"), (1,), new_tokens=64),
         *context_cells((small, f"{small}-gqa")),
         *memory_cells(small, (1, 8)),
         *temperature_cells("embedded", (1,), new_tokens=64),
@@ -122,7 +125,8 @@ def cpu_grid() -> list[Cell]:
 
 def gpu_grid() -> list[Cell]:
     """The same with models of sizes that people use."""
-    half, sizes = {"dtype": "bfloat16"}, (1, 2, 4, 8, 16, 32)
+    half: dict[str, Any] = {"dtype": "bfloat16"}
+    sizes = (1, 2, 4, 8, 16, 32)
     one, seven = "grafted-1B", "grafted-7B"
     return [
         *(cell for name in (one, seven) for cell in speed_cells(name, sizes, **half)),
@@ -137,15 +141,20 @@ def gpu_grid() -> list[Cell]:
     ]
 
 
-def speed_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Points 1, 2, 3 and 6."""
-    names = ("plain", *STOCKS, *VERIFIED, *COMPILED)
-    return [Cell("speed", pair, contenders(b, *names), batch=b, bare=True, **settings) for b in batches]
+def speed_cells(
+    pair: str, batches: Sequence[int], compiled: Sequence[int] | None = None, **settings: Any
+) -> list[Cell]:
+    """Points 1, 2, 3 and 6; `compiled` are the batch sizes at which compiled forwards take part, if not all."""
+    cells = []
+    for batch in batches:
+        names = ("plain", *STOCKS, *VERIFIED, *(COMPILED if compiled is None or batch in compiled else ()))
+        cells.append(Cell("speed", pair, contenders(batch, *names), batch=batch, bare=BARED, **settings))
+    return cells
 
 
 def long_cell(pair: str, **settings: Any) -> Cell:
     names = ("plain", f"stock-{GAMMA}", FIXED)
-    return Cell("long", pair, names, prompt_tokens=1000, bare=True, **{"new_tokens": 64} | settings)
+    return Cell("long", pair, names, prompt_tokens=1000, bare=BARED, **{"new_tokens": 64} | settings)
 
 
 def default_cell(dtype: str, batch: int) -> Cell:
@@ -164,7 +173,7 @@ def unrelated_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[
 def auto_cells(pairs: Sequence[str], batches: Sequence[int], **settings: Any) -> list[Cell]:
     """Point 4, its second half."""
     names = ("plain", "block-auto", *(f"block-{number}" for number in AUTO_NUMBERS))
-    return [Cell("auto", pair, names, batch=b, **settings) for pair in pairs for b in batches]
+    return [Cell("auto", pair, names, batch=b, repeats=6, **settings) for pair in pairs for b in batches]
 
 
 def context_cells(pairs: Sequence[str], **settings: Any) -> list[Cell]:

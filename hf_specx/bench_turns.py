@@ -90,22 +90,23 @@ class Turns:
         report = contender.report
         if report is not None:
             result |= counts(report)
-        if self.cell.bare and not contender.way.compiled:
+        if contender.name in self.cell.bare:
             result |= self._bare(contender, max(tokens), report)
         return result
 
     def _bare(self, contender: Contender, new_tokens: int, report: SpeculationReport | None) -> dict[str, Any]:
-        """The forwards of the run that was just made; nothing for stock, whose rounds are not known."""
+        """The forwards of the run that was just made, of plain or of ours."""
         ids, target, draft = self.inputs["input_ids"], self.pair.target, self.pair.draft
-        if report is not None:
-            bare = replay(target, draft, ids, report.history)
-        elif contender.name == PLAIN:
+        if report is None:
             bare = replay(target, None, ids, plain_history(len(ids), new_tokens))
         else:
-            return {}
+            bare = replay(target, draft, ids, report.history)
         full = bare.full(len(ids)) or bare.rounds
         drafted = full[0].drafted if full else 0
         noted = {"prompt": bare.prompt, "decoding": bare.decoding, "drafted": drafted}
+        if report is not None and bare.rounds:
+            pairs = zip(round_seconds(report), bare.rounds, strict=True)
+            noted["round_ratio"] = statistics.median(own / (each.draft + each.target) for own, each in pairs)
         if full:
             noted["target_step"] = statistics.median(each.target for each in full)
         if drafted:
@@ -114,14 +115,20 @@ class Turns:
         return {"bare": noted}
 
 
+def round_seconds(report: SpeculationReport) -> list[float]:
+    """Of each step behind the prompts'."""
+    laps = report.laps
+    return [sum(phases) for phases in zip(laps["draft"], laps["target"], laps["verify"][1:], strict=True)]
+
+
 def counts(report: SpeculationReport) -> dict[str, Any]:
-    """What a result says of a call: ratios, its steps (rounds, and plain ones between them) and seconds by phase."""
-    phases = {name: seconds for name, seconds in report.seconds.items() if name != "total"}
+    """What a result says of a call: ratios, its steps (rounds, and plain ones between them) and their median times."""
     return {
         **{name: getattr(report, name) for name in COUNTED},
         "steps": max(map(len, report.history)) - 1,
-        "decoding": sum(phases.values()),
-        "phases": phases,
+        "decoding": sum(report.seconds[phase] for phase in report.laps),
+        "round": statistics.median(round_seconds(report) or [0.0]),
+        "phases": {phase: statistics.median(laps) for phase, laps in report.laps.items() if laps},
         "predicted": report.forward_limited_speedup,
     }
 
@@ -152,10 +159,9 @@ def summarise(noted: dict[str, Any], plain: dict[str, Any] | None, speed: float 
 def _of_rounds(runs: list[dict[str, Any]], speed: float | None) -> dict[str, Any]:
     steps = [max(1, run["steps"]) for run in runs]
     found = {name: statistics.median(run[name] for run in runs) for name in COUNTED if name != "layout"}
-    found["seconds_per_round"] = spread([run["decoding"] / n for run, n in zip(runs, steps, strict=True)])
+    found["seconds_per_round"] = spread([run["round"] for run in runs])
     found["phases_per_round"] = {
-        phase: statistics.median(run["phases"][phase] / n for run, n in zip(runs, steps, strict=True))
-        for phase in runs[0]["phases"]
+        phase: statistics.median(run["phases"][phase] for run in runs) for phase in runs[0]["phases"]
     }
     if "bare" in runs[0]:  # preparations of a call, and what its prompts took beyond their forwards
         rest = [(r["seconds"] - r["decoding"] - r["bare"]["prompt"]) / n for r, n in zip(runs, steps, strict=True)]
@@ -176,7 +182,7 @@ def _beside_bare(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dic
     }
     if "steps" not in runs[0]:
         return found
-    found["round_over_bare"] = spread([r["decoding"] / r["bare"]["decoding"] for r in runs if r["bare"]["decoding"]])
+    found["round_over_bare"] = spread(_known(runs, "round_ratio") or [1.0])
     if len(plain) != len(runs) or not _known(plain, "target_step"):
         return found
     limits = []

@@ -50,8 +50,13 @@ class RaggedDecoder(Decoder):
         self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
 
-    def _mask(self, sequences: Sequences, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(
+        self, sequences: Sequences, slots: torch.Tensor, extent: int
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """None where one token a row sees all that the cache holds."""
         if sequences.together is not None and self.holes is None and not any(self.padding):
+            if slots.shape[1] == 1 and self.masks.only_causal:
+                return None
             return self.masks.expand(self.masks(slots, None, extent), len(sequences.rows))
         pads = self.pads[sequences.index].to(self.device)
         return self.masks(slots, pads, extent, self._holes(sequences, extent))
@@ -81,6 +86,7 @@ class Masks:
         self.window: int | None = getattr(config, "sliding_window", None)
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+        self.only_causal = self.additive is None and self.window is None and not self.kinds
 
     def __call__(
         self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None

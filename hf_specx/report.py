@@ -48,6 +48,7 @@ class SpeculationReport:
         history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
+        laps: those of each phase, step by step; the first of "verify" is that of the prompts' own step.
         costs: the strategy's cost table, if it has a row for this batch.
         plain_steps: other target forwards, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
@@ -63,6 +64,7 @@ class SpeculationReport:
     history: list[list[RoundRecord]] = field(default_factory=list)
     overlap: torch.Tensor | float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
+    laps: dict[str, list[float]] = field(default_factory=dict, repr=False)
     costs: Costs | None = None
     rounds: int = 0
     plain_steps: int = 0
@@ -74,13 +76,14 @@ class SpeculationReport:
         self.history = [[] for _ in range(self.rows)]
 
     def timed(self, phase: str, function: Callable[..., Result]) -> Callable[..., Result]:
-        """The function, its time added to `seconds` under the name of the phase."""
-        self.seconds[phase] = 0.0
+        """The function, its times noted in `seconds` and `laps` under the name of the phase."""
+        self.seconds[phase], laps = 0.0, self.laps.setdefault(phase, [])
 
         def call(*args: Any) -> Result:
             started = time.perf_counter()
             result = function(*args)
-            self.seconds[phase] += time.perf_counter() - started
+            laps.append(time.perf_counter() - started)
+            self.seconds[phase] += laps[-1]
             return result
 
         return call
@@ -133,6 +136,7 @@ class SpeculationReport:
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
+        both.laps = {name: laps + other.laps.get(name, []) for name, laps in self.laps.items()}
         both.rounds += other.rounds
         both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]

@@ -153,7 +153,9 @@ def law(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     probs = scores.softmax(-1)
     undefined = probs[..., :1].isnan()  # one NaN makes the whole softmax NaN
-    return probs.masked_fill_(undefined, 1 / probs.shape[-1]), undefined[..., 0]
+    if probs.device.type != "cpu" or undefined.any():  # to ask would make other devices wait
+        probs.masked_fill_(undefined, 1 / probs.shape[-1])
+    return probs, undefined[..., 0]
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:

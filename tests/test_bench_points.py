@@ -115,6 +115,15 @@ def test_auto_is_beside_the_best(rate, holds):
     assert told([found], 4, "auto over the best").holds is None
 
 
+def test_a_number_that_was_lucky_is_judged_by_its_other_turns():
+    """One that was the fastest by chance in the turns that chose it."""
+    fixed = {f"block_{number}": ours(20.0, 1.5) for number in AUTO_NUMBERS}
+    fixed["block_7"]["runs"] = [{"tokens": rate, "seconds": 1.0} for rate in (24.0, 20.0, 24.0, 20.0)]
+    cell = small("plain", "block-auto", experiment="auto", pair="embedded")
+    verdict = told([measured(cell, plain=plain(), block_auto=ours(19.5, 1.5), **fixed)], 4, "auto over the best")
+    assert (verdict.found, verdict.note) == (19.5 / 20.0, "best block-7, α 0.80")
+
+
 @pytest.mark.parametrize(("ratio", "beyond", "holds"), [(1.2, 99.0, True), (1.21, 100.0, False)])
 def test_context_and_memory(ratio, beyond, holds):
     context = measured(small(FIXED, experiment="context", prompt_tokens=4000), block_5={"ratio": ratio})

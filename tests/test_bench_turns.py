@@ -54,7 +54,8 @@ def test_an_option_that_is_not_there_is_reported(monkeypatch):
 
 def test_what_a_cell_says():
     torch.set_num_threads(1)
-    found = take_turns(small("plain", "stock-2", "coupled-2", "block-auto", bare=True), tiny_pair(), lambda: None)
+    names = ("plain", "stock-2", "coupled-2", "block-auto")
+    found = take_turns(small(*names, bare=(names[0], *names[2:])), tiny_pair(), lambda: None)
     assert found["bandwidth"] > 0
     contenders = found["contenders"]
     for noted in contenders.values():
@@ -83,10 +84,11 @@ def a_run(**changes):
         "target_step": 1.25,
         "draft_step": 0.25,
         "round_bytes": 100.0,
+        "round_ratio": 1.125,
     }
     counted = {"alpha": 0.5, "tokens_per_round": 3.0, "num_draft_tokens": 3, "rounds": 8, "layout": "ragged"}
-    times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "predicted": 1.4}
-    return counted | times | {"phases": {"draft": 8.0, "target": 8.0, "verify": 2.0}, "bare": bare} | changes
+    times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "round": 2.25, "predicted": 1.4}
+    return counted | times | {"phases": {"draft": 1.0, "target": 1.0, "verify": 0.25}, "bare": bare} | changes
 
 
 def test_figures():
@@ -94,9 +96,9 @@ def test_figures():
     found = summarise({"runs": [a_run()]}, plain, speed=50.0)
     assert found["tokens_per_second"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert found["speedup"]["median"] == 2.0
-    assert found["seconds_per_round"]["median"] == 18 / 8
+    assert found["seconds_per_round"]["median"] == 2.25
     assert found["phases_per_round"] == {"draft": 1.0, "target": 1.0, "verify": 0.25, "rest": 1 / 8}
-    assert found["round_over_bare"]["median"] == 18 / 16
+    assert found["round_over_bare"]["median"] == 1.125
     assert found["call_over_bare"]["median"] == 20 / 17
     assert found["bandwidth_seconds_per_round"] == 2.0
     assert found["forward_limited_speedup"] == 3.0 * 1.0 / (1.25 + 3 * 0.25)
@@ -115,9 +117,12 @@ def test_ratios_are_of_the_same_turn():
 
 def test_plain_steps_of_ours_have_a_limit_of_one(monkeypatch):
     """As where nothing is worth drafting."""
-    bare = Bare(1.0, [BareRound(1, 0, 0.0, 2.0, 9)] * 7, (4.0, 0.0))
-    monkeypatch.setattr(bench_turns, "replay", lambda *args: bare)
-    found = take_turns(small("plain", "block-2", bare=True), tiny_pair(), lambda: None)
+
+    def replay(target, draft, ids, history):
+        return Bare(1.0, [BareRound(1, 0, 0.0, 2.0, 9)] * (len(history[0]) - 1), (4.0, 0.0))
+
+    monkeypatch.setattr(bench_turns, "replay", replay)
+    found = take_turns(small("plain", "block-2", bare=("plain", "block-2")), tiny_pair(), lambda: None)
     noted = found["contenders"]["block-2"]
     assert noted["forward_limited_speedup"] == noted["tokens_per_round"]
     assert noted["cost_coefficient"] == 0

@@ -179,6 +179,7 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
     draft = made.timed("draft", more)
     assert (draft(1), draft(2)) == (2, 3)
     assert made.seconds == {"draft": 2.5}
+    assert sum(made.laps["draft"]) == 2.5
 
 
 def test_several_calls_add_up():
