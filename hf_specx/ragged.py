@@ -54,7 +54,9 @@ class RaggedDecoder(Decoder):
         self, sequences: Sequences, slots: torch.Tensor, extent: int
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """None where one token a row sees all that the cache holds."""
-        if sequences.together is not None and self.holes is None and not any(self.padding):
+        if self.holes is None and not any(self.padding):
+            if sequences.together is None:
+                return self.masks(slots, None, extent)
             if slots.shape[1] == 1 and self.masks.only_causal:
                 return None
             return self.masks.expand(self.masks(slots, None, extent), len(sequences.rows))

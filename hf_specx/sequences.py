@@ -68,8 +68,11 @@ class Sequences:
             first = self.width + self.together + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
             return
-        columns = self.ends[:, None] + ahead + torch.arange(tokens.shape[1], device=tokens.device)
-        self.ids[self.index[:, None], columns] = tokens
+        columns = self._columns(ahead, tokens.shape[1])
+        if len(self.rows) == len(self.ids):
+            self.ids.scatter_(1, columns, tokens)
+        else:
+            self.ids[self.index[:, None], columns] = tokens
 
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """The next tokens [R] of the rows, with pads for those that are over."""
@@ -84,8 +87,14 @@ class Sequences:
         """The last `count` tokens of each decoding row, of which `ahead` are not emitted yet: [R, count]."""
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
-        columns = self.ends[:, None] + torch.arange(ahead - count, ahead, device=self.ids.device)
-        return self.ids[self.index[:, None], columns.clamp(min=0)]
+        columns = self._columns(ahead - count, count).clamp_(min=0)
+        if len(self.rows) == len(self.ids):
+            return self.ids.gather(1, columns)
+        return self.ids[self.index[:, None], columns]
+
+    def _columns(self, first: int, count: int) -> torch.Tensor:
+        """[R, count], the columns from `first` behind each decoding row's end."""
+        return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
     def append(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
         """Emit the first kept [R] of tokens [R, n]; `kept_list` is the same on the host."""
