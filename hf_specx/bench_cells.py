@@ -16,7 +16,9 @@ STOCKS = ("stock", f"stock-{GAMMA}")  # they take one row alone
 BARED = ("plain", FIXED)
 EXPERIMENTS = {  # in the words of a table
     "quick": "a first look",
-    "speed": "verifiers, eager and compiled, beside plain, stock and the bare forwards",
+    "speed": "a fixed number of candidates beside plain, stock and the bare forwards",
+    "verifiers": "a round of each verifier",
+    "compiled": "compiled forwards beside plain compiled ones and stock",
     "long": "the same behind prompts of 1,000 tokens",
     "defaults": "what users get without options",
     "unrelated": "a draft that knows nothing of its target",
@@ -108,11 +110,17 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
 def cpu_grid() -> list[Cell]:
     """What can be told on two cores within half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
-    half, warpers = {"dtype": "bfloat16", "new_tokens": 48}, {"temperature": 0.7, "top_p": 0.9}
+    half: dict[str, Any] = {"dtype": "bfloat16"}
+    warpers = {"temperature": 0.7, "top_p": 0.9}
     return [
-        *speed_cells(small, (1, 4, 8, 16), (1, 8), new_tokens=64, repeats=5),
-        *speed_cells(middle, (1, 4, 8), (1, 8), **half),
-        *(long_cell(name, **settings) for name, settings in ((small, {}), (middle, half))),
+        *speed_cells(small, (1, 4, 8, 16), new_tokens=192),
+        *compiled_cells(small, (1, 8), new_tokens=64),
+        *verifier_cells(small, (1, 4, 8)),
+        long_cell(small),
+        *speed_cells(middle, (1, 4, 8), new_tokens=96, **half),
+        *compiled_cells(middle, (1,), new_tokens=64, **half),
+        *verifier_cells(middle, (1, 8), **half),
+        long_cell(middle, **half),
         *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
         *(default_cell("float32", 4), long_cell("embedded", **warpers)),
         *unrelated_cells(f"{small}-unrelated", (1, 8)),
@@ -129,7 +137,12 @@ def gpu_grid() -> list[Cell]:
     sizes = (1, 2, 4, 8, 16, 32)
     one, seven = "grafted-1B", "grafted-7B"
     return [
-        *(cell for name in (one, seven) for cell in speed_cells(name, sizes, **half)),
+        *(
+            cell
+            for name in (one, seven)
+            for cells in (speed_cells, compiled_cells, verifier_cells)
+            for cell in cells(name, sizes, **half)
+        ),
         *(long_cell(name, **half) for name in (one, seven)),
         *(default_cell("bfloat16", batch) for batch in (1, 8, 32)),
         *unrelated_cells(f"{one}-unrelated", (1, 8), **half),
@@ -141,15 +154,22 @@ def gpu_grid() -> list[Cell]:
     ]
 
 
-def speed_cells(
-    pair: str, batches: Sequence[int], compiled: Sequence[int] | None = None, **settings: Any
-) -> list[Cell]:
-    """Points 1, 2, 3 and 6; `compiled` are the batch sizes at which compiled forwards take part, if not all."""
-    cells = []
-    for batch in batches:
-        names = ("plain", *STOCKS, *VERIFIED, *(COMPILED if compiled is None or batch in compiled else ()))
-        cells.append(Cell("speed", pair, contenders(batch, *names), batch=batch, bare=BARED, **settings))
-    return cells
+def speed_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
+    """Points 1, 2 and 3."""
+    names = ("plain", *STOCKS, FIXED)
+    return [Cell("speed", pair, contenders(b, *names), batch=b, bare=BARED, **settings) for b in batches]
+
+
+def compiled_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
+    """Points 2 and 3, their second halves."""
+    names = ("plain", f"stock-{GAMMA}", *COMPILED)
+    return [Cell("compiled", pair, contenders(b, *names), batch=b, **settings) for b in batches]
+
+
+def verifier_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
+    """Point 6."""
+    given = {"new_tokens": 48, "repeats": 5} | settings
+    return [Cell("verifiers", pair, VERIFIED, batch=b, **given) for b in batches]
 
 
 def long_cell(pair: str, **settings: Any) -> Cell:

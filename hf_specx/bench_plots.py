@@ -91,7 +91,7 @@ def _finish(axes: Any) -> Any:
 
 def _by_batch(cells: list[Measured]) -> Any:
     axes = _axes("batch", "times as fast as plain generate", "Speed-up by batch")
-    chosen = [cell for cell in cells if cell["cell"]["experiment"] in ("speed", "quick", "defaults")]
+    chosen = [cell for cell in cells if cell["cell"]["experiment"] in ("speed", "quick", "defaults", "compiled")]
     for label, experiment in sorted({(_label(c), c["cell"]["experiment"]) for c in chosen}):
         own = [c for c in chosen if (_label(c), c["cell"]["experiment"]) == (label, experiment)]
         own.sort(key=lambda c: c["cell"]["batch"])

@@ -99,9 +99,9 @@ def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
 
 def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
     stock = f"stock-{GAMMA}"
-    for cell in _of(cells, "speed", batch=1):
-        thresholds = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])
-        for ours, least in zip((FIXED, COMPILED[1]), thresholds, strict=True):
+    for experiment, ours, place in (("speed", FIXED, 0), ("compiled", COMPILED[1], 1)):
+        for cell in _of(cells, experiment, batch=1):
+            least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[place]
             found = _ratio(cell, "tokens_per_second", ours, stock)
             note = _why(cell, stock, ours) if found is None else ""
             yield _at_least(2, f"{ours} over {stock}: {_name(cell)}", least, found, note)
@@ -151,7 +151,7 @@ def gap(cell: Measured, contender: str) -> str:
 
 def _compiled(cells: list[Measured]) -> Iterator[Verdict]:
     plain, ours = COMPILED
-    for cell in (each for each in _of(cells, "speed") if ours in each["cell"]["contenders"]):
+    for cell in _of(cells, "compiled"):
         found, said = _ratio(cell, "tokens_per_second", ours, plain), _value(cell, ours, "predicted_speedup")
         what = f"{ours} over {plain}: {_name(cell)}"
         if found is None or said is None:
@@ -206,7 +206,7 @@ def _memory(cells: list[Measured]) -> Iterator[Verdict]:
 
 
 def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "speed"):
+    for cell in _of(cells, "verifiers"):
         times = {name: _value(cell, name, "seconds_per_round") for name in VERIFIED}
         known = [seconds for seconds in times.values() if seconds is not None]
         told = len(known) == len(times)

@@ -59,7 +59,10 @@ class Turns:
         self.runs: dict[str, dict[str, Any]] = {name: {"runs": []} for name in cell.contenders}
 
     def take(self, name: str, run: int) -> None:
-        """Run number `run` of a contender; -1 warms up. What fails is noted, and not tried again."""
+        """Run number `run` of a contender, in which nothing is compiled; -1 warms up.
+
+        What fails is noted, and not tried again.
+        """
         noted = self.runs[name]
         if "unavailable" in noted:
             return
@@ -67,12 +70,14 @@ class Turns:
             if name not in self.contenders:
                 self.contenders[name] = Contender(name, self.pair.target, self.pair.draft)
                 self.contenders[name].prepare(self.inputs)
-            result = self._run(self.contenders[name], max(run, 0))
+            result = first = self._run(self.contenders[name], max(run, 0))
+            while (report := self.contenders[name].report) is not None and report.compilations:
+                result = self._run(self.contenders[name], max(run, 0))  # a size had not occurred before
         except Exception as error:  # compilers, memory, and options that are not there: any of them is a result
             self.runs[name] = {"runs": [], "unavailable": f"{type(error).__name__}: {_first_line(error)}"}
             return
         if run < 0:
-            noted["first_seconds"] = result["seconds"]
+            noted["first_seconds"] = first["seconds"]
         else:
             noted["runs"].append(result)
 

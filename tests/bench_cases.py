@@ -49,9 +49,15 @@ def measured(cell: Cell, **contenders) -> dict:
     return {"cell": cell.to_dict(), "pair": {"synthetic": True}, "provenance": {}, "contenders": named}
 
 
-def speed(**settings) -> dict:
+def speed(experiment: str = "speed", **settings) -> dict:
     """One in which every claim holds."""
-    cell = small("plain", "stock-5", *VERIFIED, *COMPILED, **{"pair": "grafted-30M"} | settings)
-    figures = {name.replace("-", "_"): ours(20.0, 2.0) for name in (FIXED, *VERIFIED)}
-    extra = {"stock_5": plain(10.0), "block_5_compiled": ours(30.0, 3.0, predicted_speedup=2.0)}
-    return measured(cell, plain=plain(), plain_compiled=plain(15.0), **figures, **extra)
+    known = {name: ours(20.0, 2.0) for name in (FIXED, *VERIFIED)}
+    known |= {"plain": plain(), "stock-5": plain(10.0), "plain-compiled": plain(15.0)}
+    known["block-5-compiled"] = ours(30.0, 3.0, predicted_speedup=2.0)
+    names = {"speed": ("plain", "stock-5", FIXED), "compiled": ("plain", "stock-5", *COMPILED), "verifiers": VERIFIED}
+    cell = small(*names[experiment], experiment=experiment, **{"pair": "grafted-30M"} | settings)
+    return measured(cell, **{name: known[name] for name in names[experiment]})
+
+
+def speeds(**settings) -> list[dict]:
+    return [speed(experiment, **settings) for experiment in ("speed", "compiled", "verifiers")]

@@ -46,6 +46,8 @@ def test_grids_ask_for_what_there_is(grid):
 def test_the_grid_on_a_cpu_has_the_sizes_that_the_claims_are_about():
     sizes = {(c.pair, c.batch) for c in cpu_grid() if c.experiment == "speed"}
     assert {("grafted-30M", b) for b in (1, 4, 8, 16)} | {("grafted-163M", b) for b in (1, 4, 8)} == sizes
+    for experiment in ("compiled", "verifiers"):
+        assert {c.pair for c in cpu_grid() if c.experiment == experiment} == {"grafted-30M", "grafted-163M"}
     assert {(c.batch, c.new_tokens) for c in cpu_grid() if c.experiment == "unrelated"} == {(1, 512), (8, 512)}
     assert len({c.pair for c in cpu_grid() if c.experiment == "auto"}) == 3
     assert {c.batch for c in gpu_grid() if c.experiment == "speed"} == {1, 2, 4, 8, 16, 32}

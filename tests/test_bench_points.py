@@ -1,7 +1,7 @@
 """Verdicts: each claim is told from figures alone; it holds and fails where it should, and is open where it must."""
 
 import pytest
-from bench_cases import measured, median, ours, plain, small, speed
+from bench_cases import measured, median, ours, plain, small, speed, speeds
 
 from hf_specx.bench_cells import AUTO_NUMBERS, FIXED
 from hf_specx.bench_points import verdicts
@@ -14,13 +14,15 @@ def told(cells, point, part):
 
 
 def changed(contender, **figures):
-    cell = speed()
-    cell["contenders"][contender] |= figures
-    return [cell]
+    cells = speeds()
+    for cell in cells:
+        if contender in cell["contenders"]:
+            cell["contenders"][contender] |= figures
+    return cells
 
 
 def test_all_hold():
-    found = verdicts([speed()])
+    found = verdicts(speeds())
     assert [each.point for each in found] == [1, 2, 2, 3, 3, 6]
     assert all(each.holds for each in found)
 
@@ -45,7 +47,7 @@ def test_what_fails(point, part, contender, figures):
 
 @pytest.mark.parametrize("contender", ["block-5-compiled", "plain-compiled"])
 def test_what_was_not_available_is_open(contender):
-    cell = speed()
+    cell = speed("compiled")
     cell["contenders"][contender] = {"runs": [], "unavailable": "ValueError: no compiler"}
     found = told([cell], 3, "over plain-compiled")
     assert found.holds is None
@@ -61,14 +63,14 @@ def test_nothing_is_claimed_where_forwards_promise_nothing():
 
 
 def test_thresholds_are_those_of_the_pair():
-    cell = speed(pair="grafted-163M", dtype="bfloat16")
-    cell["contenders"]["stock-5"]["tokens_per_second"] = median(19.0)
-    assert told([cell], 2, "block-5 over stock-5").holds
-    assert told([cell], 2, "block-5-compiled over stock-5").wanted == ">= 1.08"
+    cells = speeds(pair="grafted-163M", dtype="bfloat16")
+    cells[0]["contenders"]["stock-5"]["tokens_per_second"] = median(19.0)
+    assert told(cells, 2, "block-5 over stock-5").holds
+    assert told(cells, 2, "block-5-compiled over stock-5").wanted == ">= 1.08"
 
 
 def test_rounds_of_large_batches_and_stock_beside_several_rows_are_not_judged():
-    points = [each.point for each in verdicts([speed(batch=16)])]
+    points = [each.point for each in verdicts(speeds(batch=16))]
     assert points == [3, 3, 6]
 
 

@@ -7,15 +7,14 @@ import sys
 
 import pytest
 import torch
+from command import command
 from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.text import Text
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
-from transformers.utils import logging
-from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, bench, cli, cli_options, console, fetch
+from hf_specx import DraftTargetPair, bench, cli_options, console, fetch
 from hf_specx.pair_config import ModelSource, PairConfig
 
 
@@ -43,21 +42,9 @@ def pair(models_of_pair, tokenizer, monkeypatch):
     return fresh
 
 
-@pytest.fixture(autouse=True)
-def host_logging():
-    """The command silences transformers; other tests may want to hear it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
 def specx(*arguments: str, input: str | None = None, colour: bool = False):
-    env = {"FORCE_COLOR": "1", "TERM": "xterm-256color"} if colour else {"TERM": "dumb"}
-    result = CliRunner(env=env).invoke(cli.app, ["generate", *arguments], input=input)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    env = {"FORCE_COLOR": "1", "TERM": "xterm-256color"} if colour else {}
+    return command("generate", *arguments, input=input, **env)
 
 
 def document(result):
@@ -204,7 +191,7 @@ def not_there(*args, **options):
 
 
 @pytest.mark.parametrize(
-    "command",
+    "arguments",
     [
         ["generate", "a", "--pair", "org/none"],
         ["card", "org/none"],
@@ -213,9 +200,9 @@ def not_there(*args, **options):
         ["tune", "org/none", "org/draft", "--no-measure"],
     ],
 )
-def test_names_that_are_not_found_are_named(monkeypatch, command):
+def test_names_that_are_not_found_are_named(monkeypatch, arguments):
     monkeypatch.setattr(fetch, "snapshot_download", not_there)
-    result = CliRunner(env={"TERM": "dumb"}).invoke(cli.app, command)
+    result = command(*arguments)
     assert result.exit_code == 2
     assert "error: 'org/none' cannot be got from the Hub, and there is no folder of that name here" in result.stderr
 

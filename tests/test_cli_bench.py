@@ -5,12 +5,11 @@ import sys
 
 import pytest
 from bench_cases import speed, tiny_pair
+from command import command
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from transformers.utils import logging
-from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, cli, cli_bench
+from hf_specx import DraftTargetPair, cli_bench
 from hf_specx.bench_cells import cpu_grid
 from hf_specx.bench_points import verdicts
 
@@ -34,20 +33,8 @@ def texts(tmp_path):
     return str(file)
 
 
-@pytest.fixture(autouse=True)
-def host_logging():
-    """The command silences transformers; other tests may want to hear it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
 def specx(*arguments: str):
-    result = CliRunner(env={"TERM": "dumb", "COLUMNS": "160"}).invoke(cli.app, ["bench", *arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return command("bench", *arguments, COLUMNS="160")
 
 
 def test_a_first_look(folder, texts, tmp_path, monkeypatch):

@@ -3,12 +3,11 @@
 import json
 
 import pytest
+from command import command
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
-from transformers.utils import logging
-from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, cli, cli_pairs
+from hf_specx import DraftTargetPair, cli_pairs
 from hf_specx.cards import known_card, render
 from hf_specx.export import vllm
 from hf_specx.fetch import Files
@@ -28,24 +27,8 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(autouse=True)
-def host_logging():
-    """The command silences transformers; other tests may want to hear it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
-def specx(*arguments: object):
-    result = CliRunner(env={"TERM": "dumb"}).invoke(cli.app, list(map(str, arguments)))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def output(*arguments: object) -> str:
-    result = specx(*arguments)
+    result = command(*arguments)
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
@@ -192,7 +175,7 @@ def test_export_of_a_known_pair(name):
 )
 def test_errors_are_one_line(folder, tmp_path, arguments, message):
     names = {"FOLDER": folder, "EMPTY": tmp_path}
-    result = specx(*(names.get(a, a) for a in arguments))
+    result = command(*(names.get(a, a) for a in arguments))
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1

@@ -5,12 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from command import command
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from transformers.utils import logging
-from typer.testing import CliRunner
 
-from hf_specx import DraftTargetPair, cli, cli_options, cli_tune
+from hf_specx import DraftTargetPair, cli_options, cli_tune
 from hf_specx.pair_config import ModelSource, PairConfig
 from hf_specx.study import Trial
 
@@ -35,20 +34,8 @@ def folders(tmp_path_factory):
     return {name: str(root / name) for name in parts}
 
 
-@pytest.fixture(autouse=True)
-def host_logging():
-    """The command silences transformers; other tests may want to hear it."""
-    verbosity = logging.get_verbosity()
-    yield
-    logging.set_verbosity(verbosity)
-    logging.enable_progress_bar()
-
-
 def specx(*arguments: str, input: str = "\n".join(TEXTS)):
-    result = CliRunner(env={"TERM": "dumb", "COLUMNS": "200"}).invoke(cli.app, ["tune", *arguments], input=input)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
+    return command("tune", *arguments, input=input, COLUMNS="200")
 
 
 @pytest.mark.parametrize("source", ["--file", "--prompts", "stdin"])
