@@ -198,7 +198,8 @@ def auto_cells(pairs: Sequence[str], batches: Sequence[int], **settings: Any) ->
 
 def context_cells(pairs: Sequence[str], **settings: Any) -> list[Cell]:
     """Point 5, its first half."""
-    return [Cell("context", pair, (FIXED,), prompt_tokens=LONG, **{"new_tokens": 64} | settings) for pair in pairs]
+    given = {"new_tokens": 64, "repeats": 5} | settings
+    return [Cell("context", pair, (FIXED,), prompt_tokens=LONG, **given) for pair in pairs]
 
 
 def memory_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:

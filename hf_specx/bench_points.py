@@ -130,10 +130,12 @@ def _faster(cell: Measured, point: int, what: str, found: float | None) -> Verdi
 
 def _limits(cells: list[Measured]) -> Iterator[Verdict]:
     for cell in _of(cells, "speed"):
-        limit, found = _value(cell, FIXED, "forward_limited_speedup"), _value(cell, FIXED, "speedup")
-        ratio = None if limit is None or found is None else found / limit
-        note = _why(cell, "plain", FIXED) if ratio is None else gap(cell, FIXED)
-        yield _at_least(3, f"of forward-limited speed-up: {_name(cell)}", OF_LIMIT, ratio, note)
+        found = _value(cell, FIXED, "speedup")
+        for what, name in (("forward-limited speed-up", "forward_limited_speedup"), ("its forwards", "bare_speedup")):
+            limit = _value(cell, FIXED, name)
+            ratio = None if limit is None or found is None else found / limit
+            note = _why(cell, "plain", FIXED) if ratio is None else gap(cell, FIXED)
+            yield _at_least(3, f"of {what}: {_name(cell)}", OF_LIMIT, ratio, note)
 
 
 def gap(cell: Measured, contender: str) -> str:
@@ -185,8 +187,8 @@ def _auto(cells: list[Measured]) -> Iterator[Verdict]:
 
 
 def _rates(cell: Measured, contender: str) -> list[float]:
-    """Tokens a second, run by run; [] where there is none."""
-    return [run["tokens"] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
+    """Expected tokens a second, run by run; [] where there is none."""
+    return [run["expected_tokens"] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
 
 
 def _context(cells: list[Measured]) -> Iterator[Verdict]:
@@ -207,10 +209,10 @@ def _memory(cells: list[Measured]) -> Iterator[Verdict]:
 
 def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
     for cell in _of(cells, "verifiers"):
-        times = {name: _value(cell, name, "seconds_per_round") for name in VERIFIED}
-        known = [seconds for seconds in times.values() if seconds is not None]
-        told = len(known) == len(times)
-        note = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items() if seconds is not None)
-        found = max(known) / min(known) if told else None
+        rounds = [[run["full_round"] for run in cell["contenders"].get(name, {}).get("runs", [])] for name in VERIFIED]
+        turns = [[own / statistics.mean(turn) for own in turn] for turn in zip(*rounds, strict=True)]
+        shares = [statistics.median(own) for own in zip(*turns, strict=True)]
+        note = ", ".join(f"{name} {share:.2f}" for name, share in zip(VERIFIED, shares, strict=False))
+        found = max(shares) / min(shares) if shares else None
         what = f"slowest over fastest verifier, time a round: {_name(cell)}"
-        yield _at_most(6, what, VERIFIER_RATIO, found, note if told else _why(cell, *VERIFIED))
+        yield _at_most(6, what, VERIFIER_RATIO, found, note if shares else _why(cell, *VERIFIED))

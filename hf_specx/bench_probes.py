@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from .bare import BareModel
 from .bench_cells import SHORT, Cell
 from .bench_pairs import BenchPair
-from .bench_turns import Advance, spread
+from .bench_turns import Advance, round_seconds, spread
 from .cache import MARGIN
 from .contenders import Contender
 from .devices import execution_device, synchronize
@@ -26,12 +26,13 @@ FLOAT = 4  # bytes
 
 
 class ForwardTimes:
-    """Seconds of each forward of some models, by hooks that wait for the device before and after."""
+    """Seconds of each forward of a target and its draft, by hooks that wait for the device before and after."""
 
-    def __init__(self, *models: PreTrainedModel):
-        self.seconds: dict[int, list[float]] = {id(model): [] for model in models}
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel):
+        self.target = target
+        self.forwards: list[tuple[PreTrainedModel, float]] = []
         self.handles: list[Any] = []
-        for model in models:
+        for model in (target, draft):
             self.handles.append(model.register_forward_pre_hook(self._begin))
             self.handles.append(model.register_forward_hook(self._end))
 
@@ -41,12 +42,21 @@ class ForwardTimes:
 
     def _end(self, module: Any, args: Any, output: Any) -> None:
         synchronize(execution_device(module))
-        self.seconds[id(module)].append(time.perf_counter() - self.started)
+        self.forwards.append((module, time.perf_counter() - self.started))
 
     @property
-    def rounds(self) -> float:
-        """Seconds of all forwards but each model's first, which reads the prompts."""
-        return sum(sum(seconds[1:]) for seconds in self.seconds.values())
+    def rounds(self) -> list[float]:
+        """Seconds of each round's forwards, which end with the target's; each model's first reads the prompts."""
+        found, seconds, read = [], 0.0, set()
+        for model, taken in self.forwards:
+            if model not in read:
+                read.add(model)
+                continue
+            seconds += taken
+            if model is self.target:
+                found.append(seconds)
+                seconds = 0.0
+        return found
 
     def __enter__(self) -> "ForwardTimes":
         return self
@@ -74,9 +84,9 @@ def compare_contexts(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str,
                     contender(inputs, cell.options)
                 report = contender.report
                 assert report is not None
-                whole = sum(value for phase, value in report.seconds.items() if phase != "total")
+                both = zip(round_seconds(report), forwards.rounds, strict=True)
                 if run >= 0:
-                    noted.append((whole - forwards.rounds) / max(1, max(map(len, report.history)) - 1))
+                    noted.append(statistics.median(whole - taken for whole, taken in both))
                 advance()
         short, long = seconds.values()
         ratio = statistics.median(long) / statistics.median(short)

@@ -18,6 +18,7 @@ from .report import SpeculationReport
 
 
 Advance = Callable[[], object]
+WARM_UP = 32  # new tokens of the run that is not counted
 BARE = ("target_step", "draft_step", "prompt", "decoding")
 COUNTED = ("alpha", "tokens_per_round", "num_draft_tokens", "rounds", "layout")
 
@@ -70,9 +71,9 @@ class Turns:
             if name not in self.contenders:
                 self.contenders[name] = Contender(name, self.pair.target, self.pair.draft)
                 self.contenders[name].prepare(self.inputs)
-            result = first = self._run(self.contenders[name], max(run, 0))
+            result = first = self._run(self.contenders[name], run)
             while (report := self.contenders[name].report) is not None and report.compilations:
-                result = self._run(self.contenders[name], max(run, 0))  # a size had not occurred before
+                result = self._run(self.contenders[name], run)  # a size had not occurred before
         except Exception as error:  # compilers, memory, and options that are not there: any of them is a result
             self.runs[name] = {"runs": [], "unavailable": f"{type(error).__name__}: {_first_line(error)}"}
             return
@@ -83,10 +84,13 @@ class Turns:
 
     def _run(self, contender: Contender, run: int) -> dict[str, Any]:
         device = execution_device(self.pair.target)
-        torch.manual_seed(self.cell.seed + run)
+        options = self.cell.options
+        if run < 0:
+            options["max_new_tokens"] = min(WARM_UP, self.cell.new_tokens)
+        torch.manual_seed(self.cell.seed + max(run, 0))
         synchronize(device)
         started = time.perf_counter()
-        output = contender(self.inputs, self.cell.options)
+        output = contender(self.inputs, options)
         synchronize(device)
         seconds = time.perf_counter() - started
         eos_token_id = self.pair.target.generation_config.eos_token_id
@@ -95,7 +99,7 @@ class Turns:
         report = contender.report
         if report is not None:
             result |= counts(report)
-        if contender.name in self.cell.bare:
+        if run >= 0 and contender.name in self.cell.bare:
             result |= self._bare(contender, max(tokens), report)
         return result
 
@@ -127,12 +131,19 @@ def round_seconds(report: SpeculationReport) -> list[float]:
 
 
 def counts(report: SpeculationReport) -> dict[str, Any]:
-    """What a result says of a call: ratios, its steps (rounds, and plain ones between them) and their median times."""
+    """What a result says of a call: ratios, its steps (rounds, and plain ones between them) and their median times.
+
+    "expected_tokens" are those that such rounds emit on average, given what was drafted: with less chance in them.
+    "full_round" is of steps in which all rows took part.
+    """
+    seconds, full = round_seconds(report), min(map(len, report.history)) - 1
     return {
         **{name: getattr(report, name) for name in COUNTED},
         "steps": max(map(len, report.history)) - 1,
+        "expected_tokens": sum(map(len, report.history)) + report.survival[0],
         "decoding": sum(report.seconds[phase] for phase in report.laps),
-        "round": statistics.median(round_seconds(report) or [0.0]),
+        "round": statistics.median(seconds or [0.0]),
+        "full_round": statistics.median(seconds[:full] or [0.0]),
         "phases": {phase: statistics.median(laps) for phase, laps in report.laps.items() if laps},
         "predicted": report.forward_limited_speedup,
     }

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The bench's grid on this machine into scripts/results, taken up where it ended, then its tables; --full is for a GPU.
+# The bench's grid on this machine, its tables and figures into scripts/results, taken up where it ended; --full is for
+# a GPU.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python -m pip install --quiet --disable-pip-version-check --editable ".[cli,plots]"
@@ -10,4 +11,4 @@ if [ "${1:-}" = --full ]; then
 fi
 mkdir -p scripts/results
 specx bench "$grid" --out "scripts/results/$name.json" --plots "scripts/results/$name" "$@"
-python scripts/bench_tables.py "scripts/results/$name.json"
+python scripts/bench_tables.py "scripts/results/$name.json" > "scripts/results/$name.md"

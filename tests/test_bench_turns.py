@@ -6,8 +6,9 @@ from bench_cases import small, tiny_pair
 
 from hf_specx import bench_turns
 from hf_specx.bare import Bare, BareRound
-from hf_specx.bench_turns import summarise, take_turns
+from hf_specx.bench_turns import counts, summarise, take_turns
 from hf_specx.contenders import Contender
+from hf_specx.report import RoundRecord, SpeculationReport
 
 
 def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
@@ -21,6 +22,22 @@ def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
     assert calls == [one, two, three, one, two, three, two, three, one, three, one, two]
     assert [seed for seed in seeds if seed >= 7] == [7] * 6 + [8] * 3 + [9] * 3
     assert len(steps) == cell.turns == 12
+
+
+def test_a_run_that_compiled_something_is_made_again(monkeypatch):
+    compiled, calls = iter([2, 0, 1, 1, 0]), []
+
+    class Compiling(Contender):
+        def __call__(self, inputs, options):
+            calls.append(torch.initial_seed())
+            output = super().__call__(inputs, options)
+            self.strategy.report.compilations = next(compiled)
+            return output
+
+    monkeypatch.setattr(bench_turns, "Contender", Compiling)
+    noted = take_turns(small("block-2", seed=7), tiny_pair(), lambda: None)["contenders"]["block-2"]
+    assert calls == [7] * 5
+    assert len(noted["runs"]) == 1
 
 
 def test_one_that_fails_is_reported_and_the_others_go_on(monkeypatch):
@@ -89,6 +106,18 @@ def a_run(**changes):
     counted = {"alpha": 0.5, "tokens_per_round": 3.0, "num_draft_tokens": 3, "rounds": 8, "layout": "ragged"}
     times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "round": 2.25, "predicted": 1.4}
     return counted | times | {"phases": {"draft": 1.0, "target": 1.0, "verify": 0.25}, "bare": bare} | changes
+
+
+def test_rounds_are_timed_also_where_all_rows_took_part():
+    report = SpeculationReport("block", "ragged", "chosen", rows=2)
+    report.history = [[RoundRecord(0, 0, 1, 0, 1)] * 4, [RoundRecord(0, 0, 1, 0, 1)] * 3]
+    report.laps = {"draft": [1.0, 1.0, 7.0], "target": [1.0, 2.0, 7.0], "verify": [9.0, 1.0, 1.0, 7.0]}
+    report.seconds = {phase: sum(laps) for phase, laps in report.laps.items()}
+    report.survival = (2.5, 4.0)
+    found = counts(report)
+    assert (found["round"], found["full_round"]) == (4.0, 3.5)
+    assert found["phases"] == {"draft": 1.0, "target": 2.0, "verify": 4.0}
+    assert found["expected_tokens"] == 7 + 2.5
 
 
 def test_figures():
