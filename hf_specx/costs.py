@@ -59,6 +59,8 @@ class Costs:
 
     def remember(self, verification: str, alpha: float, judged: float) -> None:
         """Take in the acceptance of a call, weighed by the candidates it judged; what is assumed counts little."""
+        if not judged:
+            return
         old = self.alpha.get(verification, PRIOR_ALPHA)
         weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
         self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)

@@ -122,10 +122,9 @@ class Auto(Schedule):
         super().__init__()
         self.costs = costs
         self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
-        alpha, weight = costs.alpha.get(verification, PRIOR_ALPHA) ** (rows if together else 1), PRIOR_WEIGHT
-        if verification in costs.alpha:
-            weight = LEARNED_WEIGHT
-        self.chooser = Chooser(Survival(alpha, weight, together))
+        known = verification in costs.alpha
+        alpha, weight = (costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
+        self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
         self.wanted, self.rows = self.chooser.first(self.times(rows), room), rows
 
     def update(self, outcome: Outcome, rows: int) -> None:

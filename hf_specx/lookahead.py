@@ -17,6 +17,7 @@ FORGET = 0.98  # what a round is worth one round later
 LEAST_WEIGHT = 6.0  # candidates' worth that are never forgotten
 OFF, ON = 0.95, 1.03  # how fast drafting must be beside not drafting to be kept up, and to be taken up again
 PATIENCE = 32  # rounds for which it may be the slower one at all
+EVIDENCE = 4.0  # candidates that are to be judged before a draft of which nothing was known can be let rest
 HASTE = 8  # rows count by their open tokens to this power, as the call ends with the last one
 FIRST_WAIT, LAST_WAIT = 32, 1024  # plain steps before the first probe, and before later ones at most
 PROBE_SHARE = 0.01  # of the time of plain steps that later probes may take
@@ -110,10 +111,11 @@ class Chooser:
     Drafting ends when its rate falls below `OFF` times that of not drafting, or stays below it for `PATIENCE` rounds,
     and is taken up again above `ON` times. In between it is probed: after 32 plain steps, then 64 and so on, if
     catching up with the text takes little beside them. A probe goes on while its rounds alone are better than plain
-    steps.
+    steps. Where acceptance was never seen, a call begins with candidates, whatever is assumed of them.
 
     Args:
         survival: what E goes by.
+        known: whether it goes by anything that was seen.
 
     Attributes:
         on: whether the last choice was for drafting.
@@ -122,8 +124,9 @@ class Chooser:
         wait: how many of them there are to be before a probe.
     """
 
-    def __init__(self, survival: Survival):
+    def __init__(self, survival: Survival, known: bool):
         self.survival, self.on, self.doubts = survival, True, 0
+        self.unseen = 0.0 if known else EVIDENCE
         self.plain, self.wait = 0, FIRST_WAIT
         self.probed = 0.0, 0.0  # tokens and seconds of a probe so far
 
@@ -135,7 +138,7 @@ class Chooser:
             room: tokens that may be emitted.
         """
         best, gain = self._best(times)
-        self.on = gain >= 1
+        self.on = gain >= 1 or self.unseen > 0
         return best if self.on or times[best] - times[0] <= PROBE_SHARE * room * times[0] else 0
 
     def next(self, outcome: Outcome, times: Sequence[float], catch_up: Callable[[int], float]) -> int:
@@ -149,7 +152,9 @@ class Chooser:
         tokens = self.survival.take(outcome)
         best, gain = self._best(times)
         self.doubts = 0 if gain >= 1 else self.doubts + 1
-        if gain > ON or (self.on and gain >= OFF and self.doubts < PATIENCE):
+        self.unseen -= tokens * len(outcome.survival) if outcome.drafted else 0.0
+        kept_up = self.unseen > 0 or (gain >= OFF and self.doubts < PATIENCE)
+        if gain > ON or (self.on and kept_up):
             self.on = True
             self._rest(FIRST_WAIT)
             return best
