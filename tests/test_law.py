@@ -34,7 +34,7 @@ SETTINGS = {
     "repetition penalty": ({"repetition_penalty": 1.8}, [host.RepetitionPenaltyLogitsProcessor(1.8)]),
     "no-repeat n-gram": ({"no_repeat_ngram_size": 2}, [host.NoRepeatNGramLogitsProcessor(2)]),
 }
-LARGE = {"batches": 40, "rows": 1024}  # a third more draws in a third of the time
+LARGE = {"batches": 40, "rows": 1024}
 NUM_TESTS = 2 * 2 * (len(SETTINGS) + 4)
 
 
@@ -108,7 +108,7 @@ def p_values(tokens: torch.Tensor, law: torch.Tensor) -> tuple[float, float]:
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law(verification: str, settings: str):
     options, processors = SETTINGS[settings]
-    tokens = draw(verification, batches=470, rows=64, **options)
+    tokens = draw(verification, **LARGE, **options)
     law = exact_law(processors)
     assert min(p_values(tokens, law)) > 1e-4 / NUM_TESTS
     assert max(p_values(tokens, exact_law([]))) < 1e-8  # so a setting that went unnoticed would be seen
