@@ -46,6 +46,7 @@ LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() 
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: the host's own cache, cropped
 WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
 BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in stock's single steps
+ASK_FOR_MASKS = ("big_bird", "gpt2", "megatron-bert", "rembert")  # say so where none is given and a pad is fed
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")
 

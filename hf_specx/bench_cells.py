@@ -115,7 +115,7 @@ def cpu_grid() -> list[Cell]:
     return [
         *speed_cells(small, (1, 4, 8, 16), new_tokens=192),
         *compiled_cells(small, (1, 8), new_tokens=64),
-        *verifier_cells(small, (1, 4, 8)),
+        *verifier_cells(small, (1, 8)),
         long_cell(small),
         *speed_cells(middle, (1, 4, 8), new_tokens=96, **half),
         *compiled_cells(middle, (1,), new_tokens=64, **half),
@@ -162,7 +162,7 @@ def speed_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell
 
 def compiled_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
     """Points 2 and 3, their second halves."""
-    names = ("plain", f"stock-{GAMMA}", *COMPILED)
+    names = ("plain", f"stock-{GAMMA}", FIXED, *COMPILED)
     return [Cell("compiled", pair, contenders(b, *names), batch=b, **settings) for b in batches]
 
 

@@ -75,9 +75,10 @@ def _machine(noted: dict[str, Any]) -> dict[str, Any]:
 
 
 def code_digest() -> str:
-    """Of the files that a call runs, so that no measurement of other code is taken for one of this."""
+    """Of the files that a call and its measurement run: a measurement of other code is none of this."""
     digest = hashlib.sha256()
-    for name in core_modules():
+    benches = (path.stem for path in sorted(HERE.glob("bench*.py")))
+    for name in (*core_modules(), *benches, "bare", "contenders", "grafted"):
         digest.update((HERE / f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
 

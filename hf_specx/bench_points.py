@@ -74,10 +74,10 @@ def _why(cell: Measured, *contenders: str) -> str:
     return "not measured"
 
 
-def _ratio(cell: Measured, key: str, over: str, under: str) -> float | None:
-    """A figure of one contender by that of another one."""
-    first, second = _value(cell, over, key), _value(cell, under, key)
-    return None if first is None or not second else first / second
+def _ratio(cell: Measured, over: str, under: str) -> float | None:
+    """By how much one contender was faster than another one: the median over turns, None where one was not run."""
+    turns = list(zip(_rates(cell, over), _rates(cell, under), strict=False))
+    return statistics.median(first / second for first, second in turns) if turns else None
 
 
 def _at_least(point: int, what: str, least: float, found: float | None, note: str) -> Verdict:
@@ -94,7 +94,7 @@ def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
             continue
         found = _value(cell, FIXED, "round_over_bare")
         note = _why(cell, FIXED) if found is None else ""
-        yield _at_most(1, f"round over bare forwards: {_name(cell)}", ROUND_OVER_BARE, found, note)
+        yield _at_most(1, f"median round over bare forwards: {_name(cell)}", ROUND_OVER_BARE, found, note)
 
 
 def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
@@ -102,7 +102,7 @@ def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
     for experiment, ours, place in (("speed", FIXED, 0), ("compiled", COMPILED[1], 1)):
         for cell in _of(cells, experiment, batch=1):
             least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[place]
-            found = _ratio(cell, "tokens_per_second", ours, stock)
+            found = _ratio(cell, ours, stock)
             note = _why(cell, stock, ours) if found is None else ""
             yield _at_least(2, f"{ours} over {stock}: {_name(cell)}", least, found, note)
 
@@ -112,7 +112,7 @@ def _by_default(cells: list[Measured]) -> Iterator[Verdict]:
     for cell in _of(cells, "defaults"):
         batch = cell["cell"]["batch"]
         if batch == 1:
-            found = _ratio(cell, "tokens_per_second", "block-auto", "stock")
+            found = _ratio(cell, "block-auto", "stock")
             note = _why(cell, "stock", "block-auto") if found is None else ""
             yield _at_least(2, f"over stock, defaults: {_name(cell)}", OVER_STOCK_BY_DEFAULT, found, note)
             yield _faster(cell, 2, f"over plain, defaults: {_name(cell)}", _value(cell, "block-auto", "speedup"))
@@ -154,7 +154,7 @@ def gap(cell: Measured, contender: str) -> str:
 def _compiled(cells: list[Measured]) -> Iterator[Verdict]:
     plain, ours = COMPILED
     for cell in _of(cells, "compiled"):
-        found, said = _ratio(cell, "tokens_per_second", ours, plain), _value(cell, ours, "predicted_speedup")
+        found, said = _ratio(cell, ours, plain), _value(cell, ours, "predicted_speedup")
         what = f"{ours} over {plain}: {_name(cell)}"
         if found is None or said is None:
             yield Verdict(3, what, "> 1.00", found, None, _why(cell, plain, ours))
@@ -174,8 +174,8 @@ def _unrelated(cells: list[Measured]) -> Iterator[Verdict]:
 def _auto(cells: list[Measured]) -> Iterator[Verdict]:
     fixed = [f"block-{number}" for number in AUTO_NUMBERS]
     for cell in _of(cells, "auto"):
-        rates = {name: _rates(cell, name) for name in ("block-auto", *fixed)}
-        what = f"auto over the best of {fixed[0]} to {fixed[-1]}: {_name(cell)}"
+        rates = {name: _rates(cell, name, "expected_tokens") for name in ("block-auto", *fixed)}
+        what = f"expected tokens a second, auto over the best of {fixed[0]} to {fixed[-1]}: {_name(cell)}"
         if not all(rates.values()):
             yield _at_least(4, what, OF_BEST, None, _why(cell, "block-auto", *fixed))
             continue
@@ -186,9 +186,9 @@ def _auto(cells: list[Measured]) -> Iterator[Verdict]:
         yield _at_least(4, what, OF_BEST, ratio, f"best {best}, α {_value(cell, best, 'alpha') or 0.0:.2f}")
 
 
-def _rates(cell: Measured, contender: str) -> list[float]:
-    """Expected tokens a second, run by run; [] where there is none."""
-    return [run["expected_tokens"] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
+def _rates(cell: Measured, contender: str, tokens: str = "tokens") -> list[float]:
+    """Tokens a second, run by run; [] where there is none."""
+    return [run[tokens] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
 
 
 def _context(cells: list[Measured]) -> Iterator[Verdict]:
@@ -210,9 +210,11 @@ def _memory(cells: list[Measured]) -> Iterator[Verdict]:
 def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
     for cell in _of(cells, "verifiers"):
         rounds = [[run["full_round"] for run in cell["contenders"].get(name, {}).get("runs", [])] for name in VERIFIED]
+        what = f"slowest over fastest verifier, time a round: {_name(cell)}"
+        if not all(rounds):
+            yield _at_most(6, what, VERIFIER_RATIO, None, _why(cell, *VERIFIED))
+            continue
         turns = [[own / statistics.mean(turn) for own in turn] for turn in zip(*rounds, strict=True)]
         shares = [statistics.median(own) for own in zip(*turns, strict=True)]
-        note = ", ".join(f"{name} {share:.2f}" for name, share in zip(VERIFIED, shares, strict=False))
-        found = max(shares) / min(shares) if shares else None
-        what = f"slowest over fastest verifier, time a round: {_name(cell)}"
-        yield _at_most(6, what, VERIFIER_RATIO, found, note if shares else _why(cell, *VERIFIED))
+        note = ", ".join(f"{name} {share:.2f}" for name, share in zip(VERIFIED, shares, strict=True))
+        yield _at_most(6, what, VERIFIER_RATIO, max(shares) / min(shares), note)

@@ -19,6 +19,7 @@ from .report import SpeculationReport
 
 Advance = Callable[[], object]
 WARM_UP = 32  # new tokens of the run that is not counted
+COMPILING = 5  # times that a run in which something was compiled is made again
 BARE = ("target_step", "draft_step", "prompt", "decoding")
 COUNTED = ("alpha", "tokens_per_round", "num_draft_tokens", "rounds", "layout")
 
@@ -72,7 +73,9 @@ class Turns:
                 self.contenders[name] = Contender(name, self.pair.target, self.pair.draft)
                 self.contenders[name].prepare(self.inputs)
             result = first = self._run(self.contenders[name], run)
-            while (report := self.contenders[name].report) is not None and report.compilations:
+            for _ in range(COMPILING):
+                if (report := self.contenders[name].report) is None or not report.compilations:
+                    break
                 result = self._run(self.contenders[name], run)  # a size had not occurred before
         except Exception as error:  # compilers, memory, and options that are not there: any of them is a result
             self.runs[name] = {"runs": [], "unavailable": f"{type(error).__name__}: {_first_line(error)}"}
@@ -85,7 +88,7 @@ class Turns:
     def _run(self, contender: Contender, run: int) -> dict[str, Any]:
         device = execution_device(self.pair.target)
         options = self.cell.options
-        if run < 0:
+        if run < 0 and not contender.way.compiled:
             options["max_new_tokens"] = min(WARM_UP, self.cell.new_tokens)
         torch.manual_seed(self.cell.seed + max(run, 0))
         synchronize(device)
@@ -144,7 +147,7 @@ def counts(report: SpeculationReport) -> dict[str, Any]:
         "decoding": sum(report.seconds[phase] for phase in report.laps),
         "round": statistics.median(seconds or [0.0]),
         "full_round": statistics.median(seconds[:full] or [0.0]),
-        "phases": {phase: statistics.median(laps) for phase, laps in report.laps.items() if laps},
+        "phases": {phase: statistics.median(laps[-len(seconds) :] or [0.0]) for phase, laps in report.laps.items()},
         "predicted": report.forward_limited_speedup,
     }
 

@@ -152,7 +152,8 @@ class Chooser:
         tokens = self.survival.take(outcome)
         best, gain = self._best(times)
         self.doubts = 0 if gain >= 1 else self.doubts + 1
-        self.unseen -= tokens * len(outcome.survival) if outcome.drafted else 0.0
+        if outcome.drafted:
+            self.unseen -= tokens * (1 if self.survival.together else len(outcome.survival))
         kept_up = self.unseen > 0 or (gain >= OFF and self.doubts < PATIENCE)
         if gain > ON or (self.on and kept_up):
             self.on = True

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .abilities import ASK_FOR_MASKS
 from .attention import grouped_queries
 from .cache import SlotCache, with_slots
 from .decoders import DROPPED, Decoder, Prompt
@@ -88,7 +89,8 @@ class Masks:
         self.window: int | None = getattr(config, "sliding_window", None)
         self.chunk: int | None = getattr(config, "attention_chunk_size", None)
         self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
-        self.only_causal = self.additive is None and self.window is None and not self.kinds
+        plain = self.additive is None and self.window is None and not self.kinds
+        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
 
     def __call__(
         self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None

@@ -48,7 +48,7 @@ class SpeculationReport:
         history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
-        laps: those of each phase, step by step; the first of "verify" is that of the prompts' own step.
+        laps: those of each phase, step by step, in the last call; "verify" begins with that of the prompts' own step.
         costs: the strategy's cost table, if it has a row for this batch.
         plain_steps: other target forwards, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
@@ -136,7 +136,7 @@ class SpeculationReport:
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
-        both.laps = {name: laps + other.laps.get(name, []) for name, laps in self.laps.items()}
+        both.laps = other.laps
         both.rounds += other.rounds
         both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]

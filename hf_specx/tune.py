@@ -199,7 +199,8 @@ def _learn(
         reports.append(strategy.report)
         advance()
     kept, tried = (sum(report.survival[part] for report in reports) for part in range(2))
-    strategy.costs.alpha[reports[0].verification] = kept / max(1, tried)
+    if tried:
+        strategy.costs.alpha[reports[0].verification] = kept / tried
     return reports[0].verification
 
 

@@ -21,11 +21,15 @@ def median(value: float) -> dict[str, float]:
     return {"median": value, "min": value, "max": value}
 
 
+def runs(rate: float, **more) -> list[dict]:
+    return [{"tokens": rate, "expected_tokens": rate, "seconds": 1.0, "full_round": 0.35} | more] * 4
+
+
 def ours(rate: float, speedup: float, **more) -> dict:
     """A contender's figures."""
     phases = {"draft": 0.1, "target": 0.2, "verify": 0.05}
     return {
-        "runs": [{"expected_tokens": rate, "seconds": 1.0, "full_round": 0.35}] * 4,
+        "runs": runs(rate),
         "tokens_per_second": median(rate),
         "speedup": median(speedup),
         "alpha": 0.8,
@@ -40,7 +44,12 @@ def ours(rate: float, speedup: float, **more) -> dict:
 
 
 def plain(rate: float = 10.0) -> dict:
-    return {"runs": [{}], "tokens_per_second": median(rate), "speedup": median(1.0), "bare": {"target_step": 0.2}}
+    return {
+        "runs": runs(rate),
+        "tokens_per_second": median(rate),
+        "speedup": median(1.0),
+        "bare": {"target_step": 0.2},
+    }
 
 
 def measured(cell: Cell, **contenders) -> dict:

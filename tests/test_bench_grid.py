@@ -126,15 +126,21 @@ def test_provenance_is_complete():
     assert found["pair"] == {"synthetic": True}
 
 
-def test_the_digest_is_of_the_core(monkeypatch, tmp_path):
+def test_the_digest_is_of_the_core_and_of_what_measures(monkeypatch, tmp_path):
     before = bench_grid.code_digest()
     assert before == bench_grid.code_digest()
     monkeypatch.setattr(bench_grid, "core_modules", lambda: ["decode"])
     monkeypatch.setattr(bench_grid, "HERE", tmp_path)
-    (tmp_path / "decode.py").write_text("1")
-    one = bench_grid.code_digest()
-    (tmp_path / "decode.py").write_text("2")
-    assert len({before, one, bench_grid.code_digest()}) == 3
+    digests = {before}
+    for name in ("bare", "contenders", "grafted", "bench_turns", "decode", "cards"):
+        (tmp_path / f"{name}.py").write_text("1")
+    digests.add(bench_grid.code_digest())
+    for name in ("decode", "bench_turns"):
+        (tmp_path / f"{name}.py").write_text("2")
+        digests.add(bench_grid.code_digest())
+    assert len(digests) == 4
+    (tmp_path / "cards.py").write_text("2")
+    assert bench_grid.code_digest() in digests
 
 
 def test_bars_reach_their_end():

@@ -1,7 +1,7 @@
 """Verdicts: each claim is told from figures alone; it holds and fails where it should, and is open where it must."""
 
 import pytest
-from bench_cases import measured, median, ours, plain, small, speed, speeds
+from bench_cases import measured, median, ours, plain, runs, small, speed, speeds
 
 from hf_specx.bench_cells import AUTO_NUMBERS, FIXED
 from hf_specx.bench_points import verdicts
@@ -31,12 +31,12 @@ def test_all_hold():
     ("point", "part", "contender", "figures"),
     [
         (1, "round over bare", FIXED, {"round_over_bare": median(1.09)}),
-        (2, "block-5 over stock-5", "stock-5", {"tokens_per_second": median(17.0)}),
-        (2, "block-5-compiled over stock-5", "block-5-compiled", {"tokens_per_second": median(16.9)}),
+        (2, "block-5 over stock-5", "stock-5", {"runs": runs(17.0)}),
+        (2, "block-5-compiled over stock-5", "block-5-compiled", {"runs": runs(16.9)}),
         (3, "of forward-limited", FIXED, {"speedup": median(1.79)}),
         (3, "of its forwards", FIXED, {"bare_speedup": 2.23}),
-        (3, "block-5-compiled over plain-compiled", "plain-compiled", {"tokens_per_second": median(30.1)}),
-        (6, "slowest over fastest", "token-5", {"runs": [{"full_round": 0.39}] * 4}),
+        (3, "block-5-compiled over plain-compiled", "plain-compiled", {"runs": runs(30.1)}),
+        (6, "slowest over fastest", "token-5", {"runs": runs(20.0, full_round=0.39)}),
     ],
 )
 def test_what_fails(point, part, contender, figures):
@@ -57,15 +57,22 @@ def test_what_was_not_available_is_open(contender):
     assert told([cell], 3, "over plain-compiled").note == f"{contender} was not run"
 
 
+def test_verifiers_are_compared_if_all_were_run():
+    cell = speed("verifiers")
+    cell["contenders"]["coupled-5"] = {"runs": [], "unavailable": "RuntimeError: out of memory"}
+    found = told([cell], 6, "slowest over fastest")
+    assert (found.holds, found.note) == (None, "coupled-5 is not available: RuntimeError: out of memory")
+
+
 def test_nothing_is_claimed_where_forwards_promise_nothing():
-    cells = changed("block-5-compiled", predicted_speedup=1.04, tokens_per_second=median(14.0))
+    cells = changed("block-5-compiled", predicted_speedup=1.04, runs=runs(14.0))
     found = told(cells, 3, "over plain-compiled")
     assert (found.holds, found.wanted) == (True, "-")
 
 
 def test_thresholds_are_those_of_the_pair():
     cells = speeds(pair="grafted-163M", dtype="bfloat16")
-    cells[0]["contenders"]["stock-5"]["tokens_per_second"] = median(19.0)
+    cells[0]["contenders"]["stock-5"]["runs"] = runs(19.0)
     assert told(cells, 2, "block-5 over stock-5").holds
     assert told(cells, 2, "block-5-compiled over stock-5").wanted == ">= 1.08"
 
@@ -121,7 +128,7 @@ def test_auto_is_beside_the_best(rate, holds):
 def test_a_number_that_was_lucky_is_judged_by_its_other_turns():
     """One that was the fastest by chance in the turns that chose it."""
     fixed = {f"block_{number}": ours(20.0, 1.5) for number in AUTO_NUMBERS}
-    fixed["block_7"]["runs"] = [{"expected_tokens": rate, "seconds": 1.0} for rate in (24.0, 20.0, 24.0, 20.0)]
+    fixed["block_7"]["runs"] = [run for rate in (24.0, 20.0, 24.0, 20.0) for run in runs(rate)[:1]]
     cell = small("plain", "block-auto", experiment="auto", pair="embedded")
     verdict = told([measured(cell, plain=plain(), block_auto=ours(19.5, 1.5), **fixed)], 4, "auto over the best")
     assert (verdict.found, verdict.note) == (19.5 / 20.0, "best block-7, α 0.80")
