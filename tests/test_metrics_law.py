@@ -105,7 +105,7 @@ def test_right_samples_pass(settings: str):
 @pytest.mark.parametrize("settings", list(SETTINGS)[1:])
 def test_settings_that_are_not_those_of_the_text_are_seen(settings: str):
     """The text was sampled plainly: a processor was skipped, or the temperature is another."""
-    options = PLAIN | SETTINGS[settings] | ({"suppress_tokens": [1, 2]} if settings == "end" else {})
+    options = PLAIN | SETTINGS[settings]
     assert rejected(judge(sampled(), generation_config=GenerationConfig(**options)))
 
 
@@ -176,7 +176,7 @@ def test_without_a_config_it_is_the_models_own():
     model.generation_config.update(temperature=0.5, top_k=0)
     rows = sampled(32, model=model, temperature=0.5)
     assert judge(rows, model=model, generation_config=None)["passed"]
-    assert rejected(judge(rows, model=model))
+    assert rejected(judge(rows, model=model, generation_config=GenerationConfig(temperature=1.0, **PLAIN)))
 
 
 ROW = {"predictions": [[1, 2]], "references": [[3]]}

@@ -67,7 +67,7 @@ CITATION = """@article{freedman1975tail, author={Freedman, David A.}, title={On 
 BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, None)}
 HALVES = [f"half_{i}" for i in range(1, 5)]
 FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES]
-JUMPS = {name: 1.0 for name in FUNCTIONS} | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
+JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
 WEIGHTS = {
     "surprisal": ["", "_first", "_alternating"],
     "top_1": ["", "_first", "_alternating", "_after"],
@@ -236,13 +236,13 @@ def weighted(moments: torch.Tensor) -> torch.Tensor:
 
 def p_value(excess: float, variance: float, third: float, jump: float) -> float | None:
     """Two-sided, of a sum with this variance that is off by `excess`; None where it cannot be said."""
-    if variance < LEAST_VARIANCE:
+    if variance < LEAST_VARIANCE and excess < 0.1:
         return None
-    if third <= MOST_LYAPUNOV * variance**1.5:
+    if variance >= LEAST_VARIANCE and third <= MOST_LYAPUNOV * variance**1.5:
         return math.erfc(excess / math.sqrt(2 * variance))
     if math.isinf(jump):
         return None
-    a, b = excess / jump, variance / jump**2
+    a, b = excess / jump, max(variance, LEAST_VARIANCE) / jump**2
     return min(1.0, 2 * math.exp(a + (a + b) * math.log(b / (a + b))))  # Freedman 1975, Theorem 1.6
 
 
@@ -252,7 +252,7 @@ def verdict(totals: torch.Tensor, impossible: int, level: float) -> dict[str, ob
     for (name, kind), (observed, expected, variance, third) in zip(STATISTICS, totals.tolist(), strict=True):
         chance = p_value(abs(observed - expected), variance, third, JUMPS[name])
         if chance is not None:
-            z = (observed - expected) / math.sqrt(variance)
+            z = (observed - expected) / math.sqrt(max(variance, LEAST_VARIANCE))
             found[name + kind] = {"observed": observed, "expected": expected, "z": z, "p_value": chance}
     least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
     adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))

@@ -226,7 +226,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 
 def _prefix(tokenizer: Any, prompt: str) -> list[int]:
-    """Ids that the first token of a text is judged behind: the prompt, tokenized alone, or a token that starts texts."""
+    """What is before the first token of a text: the prompt, tokenized alone, or a token that starts texts."""
     ids = tokenizer(prompt)["input_ids"] if prompt else []
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not ids and start is None:
