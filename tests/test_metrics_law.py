@@ -11,9 +11,10 @@ import torch
 from law_samples import NEW_TOKENS, PLAIN, judge, rejected, sampled, target
 from metric_modules import script
 from scipy import stats
-from tiny import VOCAB_SIZE, near, tiny
+from tiny import VOCAB_SIZE, near
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as host
+from zoo import build
 
 from hf_specx import SpeculativeDecoding
 
@@ -25,9 +26,9 @@ def test_moments_are_those_of_an_enumeration():
     """E f, Var f and E|f - E f|^3 from the values at all tokens; for cdf the last is a bound."""
     law = script("sampled_law")
     p = torch.tensor([0.4, 0.0, 0.15, 0.15, 0.2, 0.1], dtype=torch.float64)
-    halves = law.random_halves(6)
-    moments = law.function_moments(p.expand(6, -1), torch.arange(6), halves)  # [functions, 4, tokens]
-    values = moments[:, 0]
+    seen = torch.tensor([0.0, 0.0, 1.0, 0.0, 1.0, 1.0]).double()
+    moments = law.function_moments(p.expand(6, -1), torch.arange(6), law.random_halves(6), seen.expand(6, -1))
+    values = moments[:, 0]  # [functions, tokens]
     mean = (values * p).sum(-1, keepdim=True)
     off = (values - mean).abs()
     torch.testing.assert_close(moments[:, 1], mean.expand(-1, 6))
@@ -41,7 +42,13 @@ def test_moments_are_those_of_an_enumeration():
     assert named["rank_2_3"] == [0, 0, 1, 0, 1, 0]  # of equals, the first
     assert named["rank_4_10"] == [0, 1, 0, 1, 0, 1]
     assert named["cdf"] == pytest.approx([0.2, 0.4, 0.475, 0.625, 0.8, 0.95])
+    assert named["repeated"] == seen.tolist()
     assert named["surprisal"][4] == pytest.approx(-math.log(0.2))
+
+
+def test_seen_is_the_text_before_each_token():
+    seen = script("sampled_law").seen(torch.tensor([2, 0, 2]), torch.tensor([4, 4]), 5)
+    assert seen.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 1], [1, 0, 1, 0, 1]]
 
 
 def test_halves_are_halves_and_differ():
@@ -67,11 +74,11 @@ def test_p_values_by_the_normal_and_by_freedman():
 
 
 def test_false_alarms_are_as_rare_as_the_level():
-    """48 independent samples at level 0.1: as many alarms as were seen have probability 1e-4 at least.
+    """40 independent samples at level 0.1: as many alarms as were seen have probability 1e-4 at least.
 
     And the squares of each statistic's z sum up to a chi-square, at 1e-5 on either side.
     """
-    rows, groups = sampled(48 * 12), 48
+    rows, groups = sampled(40 * 8), 40
     found = [judge({name: values[i::groups] for name, values in rows.items()}, level=0.1) for i in range(groups)]
     assert sum(not f["passed"] for f in found) <= stats.binom.isf(1e-4, groups, 0.1)
     for name in set.intersection(*(set(f["statistics"]) for f in found)):
@@ -201,6 +208,6 @@ def test_what_has_no_law_is_refused(rows: dict, options: dict, message: str):
 
 
 def test_an_encoder_is_refused():
-    model = tiny("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model = build("seq2seq", "t5")
     with pytest.raises(ValueError, match="has an encoder; only the law of decoders"):
         judge(ROW, model=model)

@@ -2,13 +2,15 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import datasets
 import evaluate
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 
@@ -22,6 +24,7 @@ martingale with variance sum Var_p f, also where a text ends at an end token. Th
     top_1, rank_2_3, rank_4_10, rank_11_50, rank_51_on: whether x has that rank in p (ties by id).
     half_1 to half_4: whether x is in a fixed pseudo-random half of the vocabulary, as a random sign of each id.
     cdf: p of all smaller ids and half of x; errors in drawing by cumulated sums are seen in it.
+    repeated: whether x is in the row already; processors that look back are seen in it.
 
 A weight that is known before x is drawn keeps all of this true. So some are tested again with such weights: `_first`
 counts the first token of each row alone (it comes from the prompt's forward, and would be lost among the others),
@@ -29,9 +32,9 @@ counts the first token of each row alone (it comes from the prompt's forward, an
 one before it: noise that is used twice shows in nothing else.
 
 The p-value of z = (observed - expected) / sqrt(variance) is that of a normal, two-sided, where Lyapunov's ratio
-sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins. Where it is larger (few tokens, or
-rare events), Freedman's inequality bounds the p-value instead; that needs a bounded f, so surprisal then does not
-count. What has no variance does not count either. All that count are multiplied up (Bonferroni).
+sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins. Where it is larger (few or rare
+events), Freedman's inequality bounds the p-value instead; surprisal, which is not bounded, then does not count, nor
+does what has no variance. The least p-value is multiplied by the number of those that count (Bonferroni).
 
 Args:
     predictions: emitted ids of each row, up to and with its end token, without pads.
@@ -56,27 +59,24 @@ Raises:
     ValueError: no model, one with an encoder, rows without a prompt, ids outside the vocabulary, or no tokens.
 
 Example:
-    >>> out = model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=200)
-    >>> rows = {"predictions": [out[0, prompt.shape[1]:].tolist()], "references": prompt.tolist()}
-    >>> sampled_law.compute(**rows, model=model, generation_config=GenerationConfig(top_k=0))["passed"]
+    >>> out = model.generate(prompt, do_sample=True, max_new_tokens=200)
+    >>> text = out[:, prompt.shape[1]:].tolist()
+    >>> sampled_law.compute(predictions=text, references=prompt.tolist(), model=model)["passed"]
     True
 """
 CITATION = """@article{freedman1975tail, author={Freedman, David A.}, title={On Tail Probabilities for Martingales},
   journal={The Annals of Probability}, volume={3}, number={1}, pages={100--118}, year={1975}}"""
 
-BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, None)}
+ALL = 2**31
+BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, ALL)}
 HALVES = [f"half_{i}" for i in range(1, 5)]
-FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES]
+FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES, "repeated"]
 JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
-WEIGHTS = {
-    "surprisal": ["", "_first", "_alternating"],
-    "top_1": ["", "_first", "_alternating", "_after"],
-    "cdf": ["", "_after"],
-}
-STATISTICS = [(name, weight) for name in FUNCTIONS for weight in WEIGHTS.get(name, [""])]
+WEIGHTS = {"surprisal": ["_first", "_alternating"], "top_1": ["_first", "_alternating", "_after"], "cdf": ["_after"]}
+STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.get(name, [])]]
 MOST_LYAPUNOV = 0.1
 LEAST_VARIANCE = 1e-9  # below it is rounding
-CHUNK = 64  # positions at a time
+CHUNK = 32  # positions at a time
 
 
 class SampledLaw(evaluate.Metric):
@@ -101,12 +101,11 @@ class SampledLaw(evaluate.Metric):
         level: float = 0.001,
     ) -> dict[str, object]:
         _check_options(model, generation_config, processors, level)
-        if isinstance(model, (str, Path)):
-            model = AutoModelForCausalLM.from_pretrained(model)
-        _check_rows(model, predictions, references)
-        rows = Rows(model, generation_config, processors)
+        judge: Any = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, (str, Path)) else model
+        _check_rows(judge, predictions, references)
+        rows = Rows(judge, generation_config, processors)
         totals, impossible = torch.zeros(len(STATISTICS), 4, dtype=torch.float64), 0
-        with torch.no_grad(), evaluating(model):
+        with torch.no_grad(), evaluating(judge):
             for text, prompt in zip(predictions, references, strict=True):
                 if text:
                     moments, missed = rows.moments(prompt, text)
@@ -116,27 +115,18 @@ class SampledLaw(evaluate.Metric):
 
 
 class Rows:
-    """The law at every emitted token of a row.
+    """The law at every emitted token of a row; processors are copied for each, since they may keep state."""
 
-    Args:
-        processors: copied for each row, since they may keep state; None: what the host makes of `generation_config`.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        generation_config: GenerationConfig | None,
-        processors: LogitsProcessorList | None,
-    ):
+    def __init__(self, model: Any, config: GenerationConfig | None, processors: LogitsProcessorList | None):
         self.model, self.given = model, processors
         self.device = torch.device("cpu") if model.device.type == "meta" else model.device
         if processors is None:
-            self.config, _ = model._prepare_generation_config(generation_config)
+            self.config, _ = model._prepare_generation_config(config)
             self.config.do_sample = True
             model._prepare_special_tokens(self.config, device=self.device)
-        self.halves: torch.Tensor | None = None
+        self.halves: Tensor | None = None
 
-    def processors(self, prompt: torch.Tensor) -> LogitsProcessorList:
+    def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
         """For a prompt [1, L], as `generate` prepares them for it alone."""
         if self.given is not None:
             return LogitsProcessorList(copy.deepcopy(self.given, {id(self.model): self.model}))
@@ -147,8 +137,8 @@ class Rows:
             self.config, input_ids_seq_length=length, encoder_input_ids=prompt, device=self.device, model_kwargs={}
         )
 
-    def laws(self, prompt: list[int], text: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(p [n, V] float64, emitted tokens [n]) of n positions in a row; p is 0 where there is no law."""
+    def laws(self, prompt: list[int], text: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(p [n, V] float64, 0 where there is no law; emitted tokens [n]; the text before them) of some positions."""
         ids = torch.tensor([prompt + text], device=self.device)
         first = len(prompt)
         processors = self.processors(ids[:, :first])
@@ -157,27 +147,30 @@ class Rows:
         for start in range(0, len(text), CHUNK):
             steps = range(start, min(start + CHUNK, len(text)))
             scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1]) for i in steps])
-            yield scores.double().softmax(-1).nan_to_num(0.0), ids[0, first + start : first + start + len(steps)]
+            tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
+            yield scores.double().softmax(-1).nan_to_num(0.0), tokens, before
 
-    def moments(self, prompt: list[int], text: list[int]) -> tuple[torch.Tensor, int]:
+    def moments(self, prompt: list[int], text: list[int]) -> tuple[Tensor, int]:
         """[functions, 4, T] on the CPU, as `function_moments`, and how many tokens were impossible."""
         parts, impossible = [], 0
-        for p, tokens in self.laws(prompt, text):
+        for p, tokens, before in self.laws(prompt, text):
             if self.halves is None:
                 self.halves = random_halves(p.shape[1]).to(p.device)
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             impossible += int((~possible).sum())
-            parts.append((function_moments(p, tokens, self.halves) * possible).cpu())
+            moments = function_moments(p, tokens, self.halves, seen(tokens, before, p.shape[1]))
+            parts.append((moments * possible).cpu())
         return torch.cat(parts, -1), impossible
 
 
-def function_moments(p: torch.Tensor, tokens: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+def function_moments(p: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor) -> Tensor:
     """[functions, 4, n]: f(x), E f, Var f and E|f - E f|^3 (for cdf a bound of it), in the order of `FUNCTIONS`.
 
     Args:
         p: [n, V] float64.
         tokens: [n], x.
         halves: [V, halves], 0 or 1.
+        repeated: [n, V], 0 or 1.
     """
     here = p.gather(1, tokens[:, None])  # [n, 1]
     surprisal = -p.clamp_min(torch.finfo(p.dtype).tiny).log()
@@ -189,27 +182,25 @@ def function_moments(p: torch.Tensor, tokens: torch.Tensor, halves: torch.Tensor
     moments.append([middle, torch.full_like(middle, 0.5), variance, variance / 2])
     ids = torch.arange(p.shape[1], device=p.device)
     rank = ((p > here) | ((p == here) & (ids < tokens[:, None]))).sum(-1)
-    top = torch.nn.functional.pad(p.topk(min(50, p.shape[1])).values.cumsum(-1), (1, 0))  # [n, 1 + 50]
+    last = min(50, p.shape[1])
+    top = torch.nn.functional.pad(p.topk(last).values.cumsum(-1), (1, 0))
+    top = torch.nn.functional.pad(top, (0, 1), value=1.0)  # [n, last + 2], mass of the likeliest 0 to last, and of all
     for low, high in BANDS.values():
-        mass = (1.0 if high is None else _upto(top, high)) - _upto(top, low)
-        moments.append(_indicator((rank >= low) & (rank < (high or math.inf)), mass))
+        mass = top[:, min(high, last + 1)] - top[:, min(low, last + 1)]
+        moments.append(_indicator((rank >= low) & (rank < high), mass))
     moments += [_indicator(halves[tokens, i], p @ halves[:, i]) for i in range(halves.shape[1])]
+    moments.append(_indicator(repeated.gather(1, tokens[:, None])[:, 0], (p * repeated).sum(-1)))
     return torch.stack([torch.stack(parts) for parts in moments])
 
 
-def _upto(top: torch.Tensor, number: int) -> torch.Tensor:
-    """The mass [n] of the `number` likeliest tokens, by its cumulated sums."""
-    return top[:, min(number, top.shape[1] - 1)]
-
-
-def _indicator(hit: torch.Tensor, mass: torch.Tensor) -> list[torch.Tensor]:
+def _indicator(hit: Tensor, mass: Tensor) -> list[Tensor]:
     """Moments of the indicator of a set of that mass."""
     mass = mass.clamp(0, 1)
     variance = mass * (1 - mass)
     return [hit.to(mass.dtype), mass, variance, variance * (mass**2 + (1 - mass) ** 2)]
 
 
-def random_halves(vocabulary: int) -> torch.Tensor:
+def random_halves(vocabulary: int) -> Tensor:
     """[V, 4] float64, 0 or 1: bits of a hash of the id like MurmurHash3's, the same everywhere."""
     x = torch.arange(1, vocabulary + 1)
     for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):
@@ -217,7 +208,15 @@ def random_halves(vocabulary: int) -> torch.Tensor:
     return torch.stack([(x >> (31 - 3 * i)) & 1 for i in range(len(HALVES))], 1).double()
 
 
-def weighted(moments: torch.Tensor) -> torch.Tensor:
+def seen(tokens: Tensor, before: Tensor, vocabulary: int) -> Tensor:
+    """[n, V] float64: 1 for what is in the row already at each of the tokens [n], with the text before all of them."""
+    earlier = torch.nn.functional.one_hot(tokens, vocabulary).cumsum(0).roll(1, 0)
+    earlier[0] = 0
+    earlier[:, before] = 1
+    return (earlier > 0).double()
+
+
+def weighted(moments: Tensor) -> Tensor:
     """Sums over a row for each of `STATISTICS`: [statistics, 4], from [functions, 4, T]."""
     steps = torch.arange(moments.shape[-1])
     sums = []
@@ -246,7 +245,7 @@ def p_value(excess: float, variance: float, third: float, jump: float) -> float 
     return min(1.0, 2 * math.exp(a + (a + b) * math.log(b / (a + b))))  # Freedman 1975, Theorem 1.6
 
 
-def verdict(totals: torch.Tensor, impossible: int, level: float) -> dict[str, object]:
+def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
     """What sums [statistics, 4] say."""
     found: dict[str, dict[str, float]] = {}
     for (name, kind), (observed, expected, variance, third) in zip(STATISTICS, totals.tolist(), strict=True):
@@ -287,7 +286,7 @@ def _check_options(model: object, generation_config: object, processors: object,
         raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
 
 
-def _check_rows(model: PreTrainedModel, predictions: list[list[int]], references: list[list[int]]) -> None:
+def _check_rows(model: Any, predictions: list[list[int]], references: list[list[int]]) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} has an encoder; only the law of decoders is recomputed here.")
     if not any(predictions):

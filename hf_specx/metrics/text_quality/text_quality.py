@@ -56,6 +56,7 @@ CITATION = """@book{efron1993bootstrap,
 
 RESAMPLES = 2000
 Measure = Callable[[str], float]
+Score = Callable[[str, str], float]  # of a text and its target
 
 
 class TextQuality(evaluate.Metric):
@@ -83,27 +84,22 @@ class TextQuality(evaluate.Metric):
         extra: Sequence[str] | None = None,
     ) -> dict[str, dict[str, object]]:
         _check(len(predictions), prompts, model, tokenizer, targets, level, extra)
-        rouge = rouge_scores() if targets is not None else None
+        scores = rouge_scores() | {"exact_match": lambda text, target: float(text == target)} if targets else {}
         others = [loaded(name) for name in extra or ()]
-        if isinstance(model, (str, Path)):
-            tokenizer = tokenizer or model
-            model = AutoModelForCausalLM.from_pretrained(model)
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-        split = str.split if tokenizer is None else _tokens(tokenizer)
+        judge: Any = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, (str, Path)) else model
+        reader: Any = model if tokenizer is None and isinstance(model, (str, Path)) else tokenizer
+        reader = AutoTokenizer.from_pretrained(reader) if isinstance(reader, (str, Path)) else reader
+        split = _words if reader is None else _tokens(reader)
         pairs = (predictions, references)
         values = {name: each(measure, pairs) for name, measure in surfaces(split).items()}
-        if rouge is not None and targets is not None:
-            for name in ("rouge1", "rougeL"):
-                values[name] = against(lambda text, target, name=name: rouge(target, text)[name], pairs, targets)
-            values["exact_match"] = against(lambda text, target: float(text == target), pairs, targets)
-            for metric in others:
-                values |= by_text(metric, pairs, targets)
+        values |= {name: against(score, pairs, targets or ()) for name, score in scores.items()}
+        for metric in others:
+            values |= by_text(metric, pairs, targets or ())
         found = {name: compared(*pair, level, seed) for name, pair in values.items()}
         if model is None:
             return found
-        prefixes = [_prefix(tokenizer, prompt) for prompt in prompts or [""] * len(predictions)]
-        return {"perplexity": perplexity(model, prefixes, pairs, split, level, seed)} | found
+        prefixes = [_prefix(reader, prompt) for prompt in prompts or [""] * len(predictions)]
+        return {"perplexity": perplexity(judge, prefixes, pairs, split, level, seed)} | found
 
 
 def surfaces(split: Callable[[str], Sequence[Any]]) -> dict[str, Measure]:
@@ -127,9 +123,7 @@ def each(measure: Measure, pairs: tuple[list[str], list[str]]) -> tuple[np.ndarr
     return left, right
 
 
-def against(
-    score: Callable[[str, str], float], pairs: tuple[list[str], list[str]], targets: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray]:
+def against(score: Score, pairs: tuple[list[str], list[str]], targets: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     """The score of each text with its target: [rows] of predictions and of references."""
     left, right = (np.array([score(*row) for row in zip(texts, targets, strict=True)], float) for texts in pairs)
     return left, right
@@ -160,7 +154,7 @@ def perplexity(
     model: PreTrainedModel,
     prefixes: list[list[int]],
     pairs: tuple[list[str], list[str]],
-    split: Callable[[str], Sequence[int]],
+    split: Callable[[str], Sequence[Any]],
     level: float,
     seed: int,
 ) -> dict[str, object]:
@@ -210,18 +204,26 @@ def loaded(name: str) -> evaluate.EvaluationModule:
         raise ValueError(f"extra={name!r} is not found; give a path, or a name on the Hub and a network.") from error
 
 
-def rouge_scores() -> Callable[[str, str], dict[str, float]]:
-    """F-measures by name, of (target, text)."""
+def rouge_scores() -> dict[str, Score]:
+    """F-measures."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         message = "targets are compared by ROUGE; install it (pip install rouge_score), or leave out the targets."
         raise ImportError(message) from error
-    scorer = RougeScorer(["rouge1", "rougeL"])
-    return lambda target, text: {name: score.fmeasure for name, score in scorer.score(target, text).items()}
+
+    def scored(name: str) -> Score:
+        scorer = RougeScorer([name])
+        return lambda text, target: float(scorer.score(target, text)[name].fmeasure)
+
+    return {name: scored(name) for name in ("rouge1", "rougeL")}
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+def _tokens(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -258,7 +260,7 @@ def _check(
             raise ValueError(f"{name} has {len(given)} texts for {rows} rows; give one for each.")
     if model is None and prompts is not None:
         raise ValueError("prompts are read by a model; pass model and tokenizer, or leave them out.")
-    if isinstance(model, torch.nn.Module):
+    if model is not None and not isinstance(model, (str, Path)):
         if tokenizer is None:
             raise ValueError("model cannot read text; pass its tokenizer.")
         if model.config.is_encoder_decoder:
