@@ -108,7 +108,7 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
 
 
 def cpu_grid() -> list[Cell]:
-    """What can be told on two cores within half an hour."""
+    """What can be told on two cores in about half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
     half: dict[str, Any] = {"dtype": "bfloat16"}
     warpers = {"temperature": 0.7, "top_p": 0.9}
