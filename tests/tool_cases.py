@@ -18,6 +18,7 @@ from hf_specx.checks_tune import check_drafts, check_reads, check_study, looking
 from hf_specx.contenders import way
 from hf_specx.export import vllm
 from hf_specx.grafted import Recipe
+from hf_specx.metrics import path
 from hf_specx.pair_config import ModelSource, PairConfig
 from hf_specx.placement import plan
 from hf_specx.shares import complete
@@ -88,6 +89,7 @@ def subject(found: bool = True, encodes: bool = False, prompts: object = ("a",),
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
 CASES = {
+    "metric_of_no_such_name": ("no metric is called .bleu.; choose among acceptance, ", lambda: path("bleu")),
     "unknown_known_pair": ("no well-known pair is called 'qwen9'", lambda: known_card("qwen9")),
     "drafts_that_are_one": ("give at least one, and each once", lambda: check_drafts(["a", "a"], [])),
     "drafts_that_are_one, none": ("give at least one", lambda: check_drafts([], [])),

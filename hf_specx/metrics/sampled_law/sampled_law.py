@@ -1,0 +1,300 @@
+"""Whether text was sampled from a model's law: plain forwards recompute the law of every emitted token."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import evaluate
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+
+DESCRIPTION = "Tests whether texts were sampled from exactly the law that a model and its logits processors define."
+INPUTS = """
+One plain forward a row, without a cache, gives the law p of each emitted token behind its exact prefix. For a function
+f and the emitted token x, f(x) - E_p f has mean 0 whatever came before, so that its sum over all tokens is a
+martingale with variance sum Var_p f, also where a text ends at an end token. The functions are fixed beforehand:
+
+    surprisal: -log p(x).
+    top_1, rank_2_3, rank_4_10, rank_11_50, rank_51_on: whether x has that rank in p (ties by id).
+    half_1 to half_4: whether x is in a fixed pseudo-random half of the vocabulary, as a random sign of each id.
+    cdf: p of all smaller ids and half of x; errors in drawing by cumulated sums are seen in it.
+
+A weight that is known before x is drawn keeps all of this true. So some are tested again with such weights: `_first`
+counts the first token of each row alone (it comes from the prompt's forward, and would be lost among the others),
+`_alternating` gives the tokens of a row the signs + - + -, and `_after` weighs each token by the centred f of the
+one before it: noise that is used twice shows in nothing else.
+
+The p-value of z = (observed - expected) / sqrt(variance) is that of a normal, two-sided, where Lyapunov's ratio
+sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins. Where it is larger (few tokens, or
+rare events), Freedman's inequality bounds the p-value instead; that needs a bounded f, so surprisal then does not
+count. What has no variance does not count either. All that count are multiplied up (Bonferroni).
+
+Args:
+    predictions: emitted ids of each row, up to and with its end token, without pads.
+    references: the prompt's ids of each row, without pads.
+    model: whose law it should be, a PreTrainedModel (decoder only) or a path for `from_pretrained`. Weights,
+        mode and configs are left as found. In half precision rounding is seen as a difference: take float32.
+    generation_config: of the call that made the text, taken as sampling; None is the model's own. As in `generate`,
+        what it leaves open is the model's, or transformers' default (top_k=50 among them; 0 is none).
+    processors: the LogitsProcessorList itself, in place of a generation_config. Each row begins with a copy of it.
+    level: probability of a false alarm, above 0 and below 1.
+
+Returns:
+    passed: whether p_value is at least `level` and no token was impossible.
+    p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
+    level: as given.
+    comparisons: statistics that count.
+    positions: emitted tokens, over all rows.
+    impossible: emitted tokens with p = 0.
+    statistics: by name, of those that count, `observed`, `expected`, `z` and `p_value` (of this one alone).
+
+Raises:
+    ValueError: no model, one with an encoder, rows without a prompt, ids outside the vocabulary, or no tokens.
+
+Example:
+    >>> out = model.generate(prompt, do_sample=True, top_k=0, max_new_tokens=200)
+    >>> rows = {"predictions": [out[0, prompt.shape[1]:].tolist()], "references": prompt.tolist()}
+    >>> sampled_law.compute(**rows, model=model, generation_config=GenerationConfig(top_k=0))["passed"]
+    True
+"""
+CITATION = """@article{freedman1975tail, author={Freedman, David A.}, title={On Tail Probabilities for Martingales},
+  journal={The Annals of Probability}, volume={3}, number={1}, pages={100--118}, year={1975}}"""
+
+BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, None)}
+HALVES = [f"half_{i}" for i in range(1, 5)]
+FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES]
+JUMPS = {name: 1.0 for name in FUNCTIONS} | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
+WEIGHTS = {
+    "surprisal": ["", "_first", "_alternating"],
+    "top_1": ["", "_first", "_alternating", "_after"],
+    "cdf": ["", "_after"],
+}
+STATISTICS = [(name, weight) for name in FUNCTIONS for weight in WEIGHTS.get(name, [""])]
+MOST_LYAPUNOV = 0.1
+LEAST_VARIANCE = 1e-9  # below it is rounding
+CHUNK = 64  # positions at a time
+
+
+class SampledLaw(evaluate.Metric):
+    """See `INPUTS`."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        ids = datasets.Sequence(datasets.Value("int64"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation=CITATION,
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": ids, "references": ids}),
+        )
+
+    def _compute(
+        self,
+        predictions: list[list[int]],
+        references: list[list[int]],
+        model: PreTrainedModel | str | Path | None = None,
+        generation_config: GenerationConfig | None = None,
+        processors: LogitsProcessorList | None = None,
+        level: float = 0.001,
+    ) -> dict[str, object]:
+        _check_options(model, generation_config, processors, level)
+        if isinstance(model, (str, Path)):
+            model = AutoModelForCausalLM.from_pretrained(model)
+        _check_rows(model, predictions, references)
+        rows = Rows(model, generation_config, processors)
+        totals, impossible = torch.zeros(len(STATISTICS), 4, dtype=torch.float64), 0
+        with torch.no_grad(), evaluating(model):
+            for text, prompt in zip(predictions, references, strict=True):
+                if text:
+                    moments, missed = rows.moments(prompt, text)
+                    totals += weighted(moments)
+                    impossible += missed
+        return verdict(totals, impossible, level) | {"positions": sum(map(len, predictions))}
+
+
+class Rows:
+    """The law at every emitted token of a row.
+
+    Args:
+        processors: copied for each row, since they may keep state; None: what the host makes of `generation_config`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None,
+        processors: LogitsProcessorList | None,
+    ):
+        self.model, self.given = model, processors
+        self.device = torch.device("cpu") if model.device.type == "meta" else model.device
+        if processors is None:
+            self.config, _ = model._prepare_generation_config(generation_config)
+            self.config.do_sample = True
+            model._prepare_special_tokens(self.config, device=self.device)
+        self.halves: torch.Tensor | None = None
+
+    def processors(self, prompt: torch.Tensor) -> LogitsProcessorList:
+        """For a prompt [1, L], as `generate` prepares them for it alone."""
+        if self.given is not None:
+            return LogitsProcessorList(copy.deepcopy(self.given, {id(self.model): self.model}))
+        length = prompt.shape[1]
+        if self.config.max_new_tokens is not None:
+            self.config.max_length = length + self.config.max_new_tokens
+        return self.model._get_logits_processor(
+            self.config, input_ids_seq_length=length, encoder_input_ids=prompt, device=self.device, model_kwargs={}
+        )
+
+    def laws(self, prompt: list[int], text: list[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(p [n, V] float64, emitted tokens [n]) of n positions in a row; p is 0 where there is no law."""
+        ids = torch.tensor([prompt + text], device=self.device)
+        first = len(prompt)
+        processors = self.processors(ids[:, :first])
+        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits = logits[0, first - 1 : -1].to(self.device, torch.float32, copy=True)  # as in stock
+        for start in range(0, len(text), CHUNK):
+            steps = range(start, min(start + CHUNK, len(text)))
+            scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1]) for i in steps])
+            yield scores.double().softmax(-1).nan_to_num(0.0), ids[0, first + start : first + start + len(steps)]
+
+    def moments(self, prompt: list[int], text: list[int]) -> tuple[torch.Tensor, int]:
+        """[functions, 4, T] on the CPU, as `function_moments`, and how many tokens were impossible."""
+        parts, impossible = [], 0
+        for p, tokens in self.laws(prompt, text):
+            if self.halves is None:
+                self.halves = random_halves(p.shape[1]).to(p.device)
+            possible = p.gather(1, tokens[:, None])[:, 0] > 0
+            impossible += int((~possible).sum())
+            parts.append((function_moments(p, tokens, self.halves) * possible).cpu())
+        return torch.cat(parts, -1), impossible
+
+
+def function_moments(p: torch.Tensor, tokens: torch.Tensor, halves: torch.Tensor) -> torch.Tensor:
+    """[functions, 4, n]: f(x), E f, Var f and E|f - E f|^3 (for cdf a bound of it), in the order of `FUNCTIONS`.
+
+    Args:
+        p: [n, V] float64.
+        tokens: [n], x.
+        halves: [V, halves], 0 or 1.
+    """
+    here = p.gather(1, tokens[:, None])  # [n, 1]
+    surprisal = -p.clamp_min(torch.finfo(p.dtype).tiny).log()
+    mean = (p * surprisal).sum(-1, keepdim=True)
+    off = (surprisal - mean).abs()
+    moments = [[surprisal.gather(1, tokens[:, None])[:, 0], mean[:, 0], (p * off**2).sum(-1), (p * off**3).sum(-1)]]
+    variance = ((1 - (p**3).sum(-1)) / 12).clamp_min(0)  # of the mid-distribution transform
+    middle = (p.cumsum(-1) - p / 2).gather(1, tokens[:, None])[:, 0]
+    moments.append([middle, torch.full_like(middle, 0.5), variance, variance / 2])
+    ids = torch.arange(p.shape[1], device=p.device)
+    rank = ((p > here) | ((p == here) & (ids < tokens[:, None]))).sum(-1)
+    top = torch.nn.functional.pad(p.topk(min(50, p.shape[1])).values.cumsum(-1), (1, 0))  # [n, 1 + 50]
+    for low, high in BANDS.values():
+        mass = (1.0 if high is None else _upto(top, high)) - _upto(top, low)
+        moments.append(_indicator((rank >= low) & (rank < (high or math.inf)), mass))
+    moments += [_indicator(halves[tokens, i], p @ halves[:, i]) for i in range(halves.shape[1])]
+    return torch.stack([torch.stack(parts) for parts in moments])
+
+
+def _upto(top: torch.Tensor, number: int) -> torch.Tensor:
+    """The mass [n] of the `number` likeliest tokens, by its cumulated sums."""
+    return top[:, min(number, top.shape[1] - 1)]
+
+
+def _indicator(hit: torch.Tensor, mass: torch.Tensor) -> list[torch.Tensor]:
+    """Moments of the indicator of a set of that mass."""
+    mass = mass.clamp(0, 1)
+    variance = mass * (1 - mass)
+    return [hit.to(mass.dtype), mass, variance, variance * (mass**2 + (1 - mass) ** 2)]
+
+
+def random_halves(vocabulary: int) -> torch.Tensor:
+    """[V, 4] float64, 0 or 1: bits of a hash of the id like MurmurHash3's, the same everywhere."""
+    x = torch.arange(1, vocabulary + 1)
+    for factor, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13), (0x27D4EB2F, 16)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
+    return torch.stack([(x >> (31 - 3 * i)) & 1 for i in range(len(HALVES))], 1).double()
+
+
+def weighted(moments: torch.Tensor) -> torch.Tensor:
+    """Sums over a row for each of `STATISTICS`: [statistics, 4], from [functions, 4, T]."""
+    steps = torch.arange(moments.shape[-1])
+    sums = []
+    for name, kind in STATISTICS:
+        value, mean, variance, third = moments[FUNCTIONS.index(name)]
+        weights = {
+            "": torch.ones(len(steps), dtype=value.dtype),
+            "_first": (steps == 0).to(value.dtype),
+            "_alternating": 1.0 - 2.0 * (steps % 2),
+            "_after": torch.nn.functional.pad((value - mean)[:-1], (1, 0)),
+        }[kind]
+        parts = [weights * value, weights * mean, weights**2 * variance, weights.abs() ** 3 * third]
+        sums.append(torch.stack(parts).sum(-1))
+    return torch.stack(sums)
+
+
+def p_value(excess: float, variance: float, third: float, jump: float) -> float | None:
+    """Two-sided, of a sum with this variance that is off by `excess`; None where it cannot be said."""
+    if variance < LEAST_VARIANCE:
+        return None
+    if third <= MOST_LYAPUNOV * variance**1.5:
+        return math.erfc(excess / math.sqrt(2 * variance))
+    if math.isinf(jump):
+        return None
+    a, b = excess / jump, variance / jump**2
+    return min(1.0, 2 * math.exp(a + (a + b) * math.log(b / (a + b))))  # Freedman 1975, Theorem 1.6
+
+
+def verdict(totals: torch.Tensor, impossible: int, level: float) -> dict[str, object]:
+    """What sums [statistics, 4] say."""
+    found: dict[str, dict[str, float]] = {}
+    for (name, kind), (observed, expected, variance, third) in zip(STATISTICS, totals.tolist(), strict=True):
+        chance = p_value(abs(observed - expected), variance, third, JUMPS[name])
+        if chance is not None:
+            z = (observed - expected) / math.sqrt(variance)
+            found[name + kind] = {"observed": observed, "expected": expected, "z": z, "p_value": chance}
+    least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
+    adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))
+    return {
+        "passed": not impossible and adjusted >= level,
+        "p_value": adjusted,
+        "level": level,
+        "comparisons": len(found),
+        "impossible": impossible,
+        "statistics": found,
+    }
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """All modules in evaluation mode, and each as it was afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _check_options(model: object, generation_config: object, processors: object, level: float) -> None:
+    if model is None:
+        raise ValueError("model=None has no law; pass the model that the text should be sampled from, or its path.")
+    if generation_config is not None and processors is not None:
+        raise ValueError("generation_config and processors were both given; the processors take its place: pass one.")
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
+
+
+def _check_rows(model: PreTrainedModel, predictions: list[list[int]], references: list[list[int]]) -> None:
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has an encoder; only the law of decoders is recomputed here.")
+    if not any(predictions):
+        raise ValueError("predictions has no tokens; give those that were emitted.")
+    embeddings = model.get_input_embeddings().weight.shape[0]
+    for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
+        if not prompt:
+            raise ValueError(f"the prompt of row {row} is empty; give the ids that generate began with.")
+        if not all(0 <= token < embeddings for token in prompt + text):
+            raise ValueError(f"row {row} has ids that are not 0 to {embeddings - 1}; give ids of the model's own.")

@@ -1,0 +1,162 @@
+"""Whether two sets of texts come from one law, where that law cannot be recomputed: permutation tests over rows."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import datasets
+import evaluate
+import numpy as np
+from scipy import sparse
+
+
+DESCRIPTION = "Tests whether two sets of sampled token sequences have the same distribution, by permuting whole rows."
+INPUTS = """
+Tokens of one row depend on each other, so rows are what is permuted: where the two laws are one, predictions[i] and
+references[i] may change places, and each statistic is compared with those of random exchanges. This holds for two
+samples of one prompt in any order, and for samples of different prompts where those of the same prompt (or batch
+place) stand side by side. It holds too if the two of a row share their noise.
+
+Statistics, of the relative frequencies a and b in the two sets:
+    tokens, bigrams: sum (a - b)^2 / (a + b), over all tokens and over all pairs of neighbours within a row.
+    first_tokens: the same of the first token of each row, or that there is none.
+    lengths: the largest distance of the two distribution functions (Kolmogorov-Smirnov).
+
+Args:
+    predictions: ids of each row, up to and with its end token.
+    references: ids of as many rows.
+    level: probability of a false alarm, above 0 and below 1.
+    permutations: random exchanges. A p-value is (1 + k) / (1 + permutations), k of them being as extreme, so
+        `level` must be reachable with it.
+    seed: of the exchanges.
+
+Returns:
+    passed: whether p_value is above `level`.
+    p_value: the least of the statistics', times their number (Bonferroni), at most 1. 1 where nothing varies.
+    level: as given.
+    comparisons: statistics that vary at all.
+    statistics: by name `statistic` and `p_value` (of this one alone).
+
+Raises:
+    ValueError: too few rows or permutations for `level`; or a level that is none.
+
+Example:
+    >>> two_samples.compute(predictions=speculative_rows, references=plain_rows)["passed"]
+    True
+"""
+CITATION = """@article{phipson2010permutation,
+  title={Permutation P-values Should Never Be Zero},
+  author={Phipson, Belinda and Smyth, Gordon K.},
+  journal={Statistical Applications in Genetics and Molecular Biology},
+  volume={9},
+  number={1},
+  year={2010}
+}"""
+
+CELLS = 2**23  # of an array of exchanges by kinds
+TIES = 1e-12  # rounding of equal statistics
+Statistic = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class TwoSamples(evaluate.Metric):
+    """See `INPUTS`."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        ids = datasets.Sequence(datasets.Value("int64"))
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation=CITATION,
+            inputs_description=INPUTS,
+            features=datasets.Features({"predictions": ids, "references": ids}),
+        )
+
+    def _compute(
+        self,
+        predictions: list[list[int]],
+        references: list[list[int]],
+        level: float = 0.001,
+        permutations: int = 10_000,
+        seed: int = 0,
+    ) -> dict[str, object]:
+        _check(len(predictions), level, permutations)
+        found = {}
+        for name, (kinds, statistic) in STATISTICS.items():
+            tables = _tables([kinds(row) for row in predictions], [kinds(row) for row in references])
+            if tables[0].shape[1] > 1:
+                found[name] = _permuted(*tables, statistic, permutations, seed)
+        least = min((values["p_value"] for values in found.values()), default=1.0)
+        adjusted = min(1.0, least * max(1, len(found)))
+        return {
+            "passed": adjusted > level,
+            "p_value": adjusted,
+            "level": level,
+            "comparisons": len(found),
+            "statistics": found,
+        }
+
+
+def chi_square(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """[...] of counts [..., kinds]: from 0 where relative frequencies are equal to 2 where no kind is in both."""
+    a, b = _frequencies(left), _frequencies(right)
+    return ((a - b) ** 2 / np.maximum(a + b, np.finfo(a.dtype).tiny)).sum(-1)
+
+
+def kolmogorov_smirnov(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """[...] of counts [..., kinds], the kinds in order: from 0 to 1."""
+    return np.abs((_frequencies(left) - _frequencies(right)).cumsum(-1)).max(-1)
+
+
+STATISTICS: dict[str, tuple[Callable[[list[int]], Sequence[Hashable]], Statistic]] = {
+    "tokens": (lambda row: row, chi_square),
+    "bigrams": (lambda row: list(zip(row, row[1:], strict=False)), chi_square),
+    "first_tokens": (lambda row: row[:1] or [-1], chi_square),
+    "lengths": (lambda row: [len(row)], kolmogorov_smirnov),
+}
+
+
+def _frequencies(counts: np.ndarray) -> np.ndarray:
+    return counts / np.maximum(counts.sum(-1, keepdims=True), 1)
+
+
+def _tables(
+    left: list[Sequence[Hashable]], right: list[Sequence[Hashable]]
+) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
+    """How often each row has each kind: [rows, kinds] of both sets, the kinds of either in order."""
+    found: set[Any] = {kind for row in left + right for kind in row}
+    kinds = {kind: i for i, kind in enumerate(sorted(found))}
+    return _table(left, kinds), _table(right, kinds)
+
+
+def _table(rows: list[Sequence[Hashable]], kinds: dict[Hashable, int]) -> sparse.csr_matrix:
+    columns = [kinds[kind] for row in rows for kind in row]
+    places = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    ones = np.ones(len(columns))
+    return sparse.csr_matrix((ones, (places, columns)), shape=(len(rows), len(kinds)))
+
+
+def _permuted(
+    left: sparse.csr_matrix, right: sparse.csr_matrix, statistic: Statistic, permutations: int, seed: int
+) -> dict[str, float]:
+    """The statistic of two tables [rows, kinds], and its p-value; the same exchanges for the same seed."""
+    generator = np.random.default_rng(seed)
+    total = np.asarray((left + right).sum(0))  # [1, kinds]
+    difference = (left - right).T.tocsr()  # [kinds, rows]
+    observed = statistic(*(np.asarray(table.sum(0))[0] for table in (left, right)))
+    extreme, size = 0, max(1, CELLS // total.size)
+    for start in range(0, permutations, size):
+        signs = generator.integers(0, 2, (min(size, permutations - start), left.shape[0])) * 2.0 - 1
+        exchanged = (difference @ signs.T).T  # [exchanges, kinds]
+        values = statistic((total + exchanged) / 2, (total - exchanged) / 2)
+        extreme += int((values >= observed - TIES).sum())
+    return {"statistic": float(observed), "p_value": (1 + extreme) / (1 + permutations)}
+
+
+def _check(rows: int, level: float, permutations: int) -> None:
+    if not 0 < level < 1:
+        raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
+    number = len(STATISTICS)
+    needed = int(np.ceil(number / level))
+    if number / (1 + permutations) >= level:
+        raise ValueError(f"permutations={permutations} can reach no level={level}; give {needed} or more.")
+    if number * 2.0 ** (1 - rows) >= level:
+        needed = int(np.log2(number / level)) + 2
+        raise ValueError(f"{rows} rows have too few exchanges for level={level}; give {needed} rows or more.")

@@ -1,0 +1,206 @@
+"""sampled_law: right samples pass as often as they should, at level 0.001 or as stated, and the model is left alone.
+
+All seeds are fixed. Wrong samples are in test_metrics_law_wrong.py.
+"""
+
+import copy
+import math
+
+import pytest
+import torch
+from law_samples import NEW_TOKENS, PLAIN, judge, rejected, sampled, target
+from metric_modules import script
+from scipy import stats
+from tiny import VOCAB_SIZE, near, tiny
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as host
+
+from hf_specx import SpeculativeDecoding
+
+
+END = 7
+
+
+def test_moments_are_those_of_an_enumeration():
+    """E f, Var f and E|f - E f|^3 from the values at all tokens; for cdf the last is a bound."""
+    law = script("sampled_law")
+    p = torch.tensor([0.4, 0.0, 0.15, 0.15, 0.2, 0.1], dtype=torch.float64)
+    halves = law.random_halves(6)
+    moments = law.function_moments(p.expand(6, -1), torch.arange(6), halves)  # [functions, 4, tokens]
+    values = moments[:, 0]
+    mean = (values * p).sum(-1, keepdim=True)
+    off = (values - mean).abs()
+    torch.testing.assert_close(moments[:, 1], mean.expand(-1, 6))
+    torch.testing.assert_close(moments[:, 2], (p * off**2).sum(-1, keepdim=True).expand(-1, 6))
+    third = (p * off**3).sum(-1, keepdim=True).expand(-1, 6)
+    exact = [i for i, name in enumerate(law.FUNCTIONS) if name != "cdf"]
+    torch.testing.assert_close(moments[exact, 3], third[exact])
+    assert (moments[:, 3] >= third - 1e-12).all()
+    named = dict(zip(law.FUNCTIONS, values.tolist(), strict=True))
+    assert named["top_1"] == [1, 0, 0, 0, 0, 0]
+    assert named["rank_2_3"] == [0, 0, 1, 0, 1, 0]  # of equals, the first
+    assert named["rank_4_10"] == [0, 1, 0, 1, 0, 1]
+    assert named["cdf"] == pytest.approx([0.2, 0.4, 0.475, 0.625, 0.8, 0.95])
+    assert named["surprisal"][4] == pytest.approx(-math.log(0.2))
+
+
+def test_halves_are_halves_and_differ():
+    """Of many ids, each is one of the even bits of a coin, and so is where two of them agree: within five sigma."""
+    halves = script("sampled_law").random_halves(40_000)
+    signs = 2 * halves - 1
+    agreement = (signs.T @ signs).fill_diagonal_(0)
+    assert signs.sum(0).abs().max() < 5 * 200
+    assert agreement.abs().max() < 5 * 200
+
+
+def test_p_values_by_the_normal_and_by_freedman():
+    law = script("sampled_law")
+    assert law.p_value(30.0, 100.0, 10.0, 1.0) == pytest.approx(2 * stats.norm.sf(3))
+    for chance in (0.001, 0.02):
+        variance = 50 * chance * (1 - chance)
+        for hits in range(1, 8):
+            bound = law.p_value(hits - 50 * chance, variance, variance, 1.0)
+            assert bound >= min(1.0, stats.binom.sf(hits - 1, 50, chance))
+    assert law.p_value(7 - 0.05, 0.05, 0.05, 1.0) < 1e-8
+    assert law.p_value(7.0, 0.05, 0.05, math.inf) is None
+    assert law.p_value(0.0, 0.0, 0.0, 1.0) is None
+
+
+def test_false_alarms_are_as_rare_as_the_level():
+    """48 independent samples at level 0.1: as many alarms as were seen have probability 1e-4 at least.
+
+    And the squares of each statistic's z sum up to a chi-square, at 1e-5 on either side.
+    """
+    rows, groups = sampled(48 * 12), 48
+    found = [judge({name: values[i::groups] for name, values in rows.items()}, level=0.1) for i in range(groups)]
+    assert sum(not f["passed"] for f in found) <= stats.binom.isf(1e-4, groups, 0.1)
+    for name in set.intersection(*(set(f["statistics"]) for f in found)):
+        total = sum(f["statistics"][name]["z"] ** 2 for f in found)
+        assert stats.chi2.ppf(1e-5, groups) < total < stats.chi2.isf(1e-5, groups), name
+
+
+SETTINGS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 8},
+    "top-p": {"top_p": 0.9},
+    "min-p": {"min_p": 0.05},
+    "repetition penalty": {"repetition_penalty": 1.5},
+    "end": {"eos_token_id": END, "min_new_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_right_samples_pass(settings: str):
+    options = PLAIN | SETTINGS[settings]
+    found = judge(sampled(**options), generation_config=GenerationConfig(**options, max_new_tokens=NEW_TOKENS))
+    assert found["passed"], found
+    assert found["impossible"] == 0
+    assert found["comparisons"] == len(found["statistics"]) >= 10
+    assert found["positions"] > 500
+    least = min(statistic["p_value"] for statistic in found["statistics"].values())
+    assert found["p_value"] == pytest.approx(min(1, least * found["comparisons"]))
+
+
+@pytest.mark.parametrize("settings", list(SETTINGS)[1:])
+def test_settings_that_are_not_those_of_the_text_are_seen(settings: str):
+    """The text was sampled plainly: a processor was skipped, or the temperature is another."""
+    options = PLAIN | SETTINGS[settings] | ({"suppress_tokens": [1, 2]} if settings == "end" else {})
+    assert rejected(judge(sampled(), generation_config=GenerationConfig(**options)))
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_speculative_samples_pass(verification: str):
+    """And they are not the draft's."""
+    draft = near(target(), 0.3)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    rows = sampled(seed=1, custom_generate=strategy)
+    assert strategy.report.accepted > 100
+    assert judge(rows)["passed"]
+    assert rejected(judge(rows, model=draft))
+
+
+class Notes(LogitsProcessor):
+    """Keeps what it is shown, as a processor with a state does."""
+
+    def __init__(self):
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        SHOWN.append((id(self), len(self.seen), input_ids[0].tolist()))
+        return scores
+
+
+SHOWN: list[tuple[int, int, list[int]]] = []
+
+
+def test_processors_see_exact_prefixes_and_each_row_has_its_own():
+    notes, rows = Notes(), sampled(3)
+    SHOWN.clear()
+    judge(rows, processors=LogitsProcessorList([host.TemperatureLogitsWarper(1.0), notes]))
+    assert notes.seen == []
+    expected = [
+        (i + 1, prompt + text[:i]) for text, prompt in zip(*rows.values(), strict=True) for i in range(len(text))
+    ]
+    assert [shown[1:] for shown in SHOWN] == expected
+
+
+def test_processors_take_the_place_of_a_config():
+    options = {"temperature": 0.7, "repetition_penalty": 1.5}
+    rows = sampled(8, **options)
+    list_ = LogitsProcessorList([host.RepetitionPenaltyLogitsProcessor(1.5), host.TemperatureLogitsWarper(0.7)])
+    found = judge(rows, processors=list_)
+    assert found == judge(rows, generation_config=GenerationConfig(**PLAIN, **options))
+
+
+def test_the_model_is_left_as_it_was(tmp_path):
+    model = copy.deepcopy(target()).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    config = GenerationConfig(**PLAIN)
+    before = model.generation_config.to_dict(), config.to_dict(), torch.get_rng_state()
+    rows = sampled(8)
+    before = *before[:2], torch.get_rng_state()
+    found = judge(rows, model=model, generation_config=config)
+    assert [module.training for module in model.modules()] == modes
+    after = model.generation_config.to_dict(), config.to_dict(), torch.get_rng_state()
+    assert after[:2] == before[:2]
+    assert torch.equal(after[2], before[2])
+    model.save_pretrained(tmp_path)
+    assert judge(rows, model=str(tmp_path)) == found
+
+
+def test_without_a_config_it_is_the_models_own():
+    model = copy.deepcopy(target())
+    model.generation_config.update(temperature=0.5, top_k=0)
+    rows = sampled(32, model=model, temperature=0.5)
+    assert judge(rows, model=model, generation_config=None)["passed"]
+    assert rejected(judge(rows, model=model))
+
+
+ROW = {"predictions": [[1, 2]], "references": [[3]]}
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        (ROW, {"model": None}, "model=None has no law; pass"),
+        (ROW, {"processors": LogitsProcessorList(), "generation_config": GenerationConfig()}, "both given; .*pass"),
+        (ROW, {"level": 0}, "level=0 is no probability"),
+        (ROW, {"level": 1}, "level=1 is no probability"),
+        (ROW | {"references": [[]]}, {}, "the prompt of row 0 is empty; give"),
+        (ROW | {"predictions": [[]]}, {}, "predictions has no tokens; give"),
+        (ROW | {"predictions": [[VOCAB_SIZE]]}, {}, f"row 0 has ids that are not 0 to {VOCAB_SIZE - 1}; give"),
+        (ROW | {"references": [[-1]]}, {}, "row 0 has ids that are not"),
+    ],
+)
+def test_what_has_no_law_is_refused(rows: dict, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        judge(rows, **options)
+
+
+def test_an_encoder_is_refused():
+    model = tiny("t5", d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="has an encoder; only the law of decoders"):
+        judge(ROW, model=model)

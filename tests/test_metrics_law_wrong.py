@@ -1,0 +1,103 @@
+"""sampled_law: samples that are not from the law are seen, each with a p-value below 1e-6; what is wrong shows where.
+
+All seeds are fixed.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from law_samples import PLAIN, drawn, judge, pick, rejected, sampled, target
+from tiny import VOCAB_SIZE, near
+from transformers import GenerationConfig
+
+
+def greedy() -> dict[str, list]:
+    return sampled(do_sample=False)
+
+
+def drafted() -> dict[str, list]:
+    return sampled(model=near(target(), 0.3))
+
+
+def shifted() -> dict[str, list]:
+    """The law of each token is taken a position too early."""
+    rows = sampled()
+    return rows | {"predictions": [row[1:] for row in rows["predictions"]]}
+
+
+def wrong_prompt() -> dict[str, list]:
+    rows = sampled()
+    return rows | {"references": [[1 + row[0] % 9, *row[1:]] for row in rows["references"]]}
+
+
+@pytest.mark.parametrize("wrong", [greedy, drafted, shifted, wrong_prompt])
+def test_wrong_samples_are_seen(wrong: Callable[[], dict]):
+    assert rejected(judge(wrong()))
+
+
+def of_temperature(p: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (p.log() / temperature).softmax(-1)
+
+
+def test_drawn_by_hand_passes():
+    """What the wrong variants below are told from."""
+    assert judge(drawn(lambda p, step, u: pick(p, u), rows=256, steps=12))["passed"]
+
+
+def test_a_wrong_first_token_is_seen_among_right_ones():
+    found = judge(drawn(lambda p, step, u: pick(of_temperature(p, 1.0 if step else 0.6), u), rows=256, steps=12))
+    assert rejected(found)
+    z = {name: abs(statistic["z"]) for name, statistic in found["statistics"].items()}
+    assert z["surprisal_first"] > max(6, 2 * z["surprisal"])
+
+
+def test_errors_that_cancel_are_seen_by_their_turns():
+    found = judge(drawn(lambda p, step, u: pick(of_temperature(p, (0.8, 1.3)[step % 2]), u), rows=256, steps=12))
+    assert rejected(found)
+    z = {name: abs(statistic["z"]) for name, statistic in found["statistics"].items()}
+    assert z["surprisal_alternating"] > max(6, 2 * z["surprisal"])
+
+
+def test_noise_that_is_used_twice_is_seen():
+    """Every second token is drawn by the uniform of the one before, so each by itself is right."""
+    kept = []
+
+    def choose(p, step, u):
+        kept.append(u if step % 2 == 0 else kept[-1])
+        return pick(p, kept[-1])
+
+    found = judge(drawn(choose, rows=256, steps=12))
+    assert rejected(found)
+    below = [name for name, statistic in found["statistics"].items() if statistic["p_value"] < 1e-6]
+    assert below == ["cdf_after"]
+
+
+def test_an_impossible_token_fails_whatever_the_rest():
+    options = PLAIN | {"top_k": 8}
+    rows = sampled(**options)
+    found = judge(rows, generation_config=GenerationConfig(**options))
+    assert found["passed"]
+    with torch.no_grad():
+        logits = target()(torch.tensor([rows["references"][5] + rows["predictions"][5][:-1]])).logits[0, -1]
+    rows["predictions"][5][-1] = int(logits.argmin())
+    found = judge(rows, generation_config=GenerationConfig(**options))
+    assert (found["passed"], found["p_value"], found["impossible"]) == (False, 0.0, 1)
+    assert all(statistic["p_value"] > 1e-4 for statistic in found["statistics"].values())
+
+
+def test_a_law_of_single_tokens_compares_nothing():
+    found = judge(greedy(), generation_config=GenerationConfig(top_k=1))
+    assert (found["passed"], found["comparisons"], found["p_value"], found["impossible"]) == (True, 0, 1.0, 0)
+
+
+def test_rare_events_are_not_left_to_the_normal():
+    """Near temperature 0 hardly anything varies: right samples pass, a few other tokens are seen."""
+    cold = GenerationConfig(temperature=0.02, **PLAIN)
+    rows = sampled(8, temperature=0.02)
+    found = judge(rows, generation_config=cold)
+    assert found["passed"]
+    assert "surprisal" not in found["statistics"]
+    for row in rows["predictions"][:6]:
+        row[-1] = (row[-1] + 1) % VOCAB_SIZE
+    assert rejected(judge(rows, generation_config=cold))

@@ -1,0 +1,202 @@
+"""text_quality: measures by hand, perplexity by the model's own loss, and intervals that cover what they should."""
+
+import copy
+import math
+import sys
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from metric_modules import load, script
+from scipy import stats
+from tiny import tiny
+from tiny_tokenizer import tiny_tokenizer
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+LEFT, RIGHT = ["the cat sat", "a a a b", ""], ["on the mat", "a b", "one"]
+EXTRA = '''
+import datasets
+import evaluate
+
+
+class Shorter(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": text})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        (text,), (target,) = predictions, references
+        return RESULT
+'''
+
+
+def quality(left=LEFT, right=RIGHT, **options) -> dict:
+    return load("text_quality").compute(predictions=left, references=right, **options)
+
+
+def extra(tmp_path, result: str) -> str:
+    folder = tmp_path / "shorter"
+    folder.mkdir()
+    (folder / "shorter.py").write_text(EXTRA.replace("RESULT", result))
+    return str(folder)
+
+
+def test_measures_of_words_by_hand():
+    found = quality()
+    assert list(found) == ["distinct_1", "distinct_2", "length"]
+    assert found["distinct_1"]["prediction"] == pytest.approx((1 + 2 / 4 + 0) / 3)
+    assert found["distinct_2"]["prediction"] == pytest.approx((1 + 2 / 3 + 0) / 3)
+    assert found["distinct_2"]["reference"] == pytest.approx((1 + 1 + 0) / 3)
+    assert found["length"]["prediction"] == pytest.approx(7 / 3)
+    assert found["length"]["difference"] == pytest.approx(7 / 3 - 2)
+    low, high = found["length"]["interval"]
+    assert -1 <= low < 1 / 3 < high <= 2
+
+
+def test_tokens_are_counted_where_there_is_a_tokenizer():
+    tokenizer = tiny_tokenizer()
+    counts = [len(tokenizer(text).input_ids) for text in LEFT]
+    assert quality(tokenizer=tokenizer)["length"]["prediction"] == pytest.approx(sum(counts) / 3)
+    assert counts != [3, 4, 0]
+
+
+def test_targets_by_hand():
+    targets = ["the cat ran", "b a a a", "two"]
+    found = quality(targets=targets)
+    assert found["rouge1"]["prediction"] == pytest.approx((2 / 3 + 1 + 0) / 3)
+    assert found["rougeL"]["prediction"] == pytest.approx((2 / 3 + 3 / 4 + 0) / 3)
+    assert found["exact_match"]["prediction"] == 0
+    found = quality(targets=[LEFT[0], RIGHT[1], "one "])
+    assert (found["exact_match"]["prediction"], found["exact_match"]["reference"]) == pytest.approx((1 / 3, 1 / 3))
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_perplexity_is_that_of_the_models_loss(given: bool, tmp_path):
+    """A text is judged behind its prompt, or behind the token that starts texts; the empty one is left out."""
+    model, tokenizer = tiny(**SIZES).double(), tiny_tokenizer()
+    prompts = ["the ", "on a ", "x"] if given else None
+    losses = []
+    for texts in (LEFT[:2], RIGHT[:2]):
+        for text, prompt in zip(texts, ("the ", "on a "), strict=True):
+            prefix = tokenizer(prompt).input_ids if given else [0]
+            ids = torch.tensor([prefix + tokenizer(text).input_ids])
+            labels = ids.clone()
+            labels[:, : len(prefix)] = -100
+            losses.append(model(ids, labels=labels).loss.item())
+    expected = [math.exp(sum(losses[:2]) / 2), math.exp(sum(losses[2:]) / 2)]
+    found = quality(prompts=prompts, model=model, tokenizer=tokenizer)["perplexity"]
+    assert [found["prediction"], found["reference"]] == pytest.approx(expected)
+    assert found["difference"] == pytest.approx(expected[0] - expected[1])
+    ends = sorted(math.exp(losses[i]) - math.exp(losses[i + 2]) for i in range(2))
+    assert found["interval"] == pytest.approx(ends)  # of two rows, one of four resamples has one of them twice
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = quality(prompts=prompts, model=str(tmp_path))["perplexity"]
+    assert loaded["prediction"] == pytest.approx(expected[0])
+
+
+def test_the_models_own_samples_are_less_perplexing_than_noise():
+    model, tokenizer = tiny(**SIZES), tiny_tokenizer()
+    torch.manual_seed(0)
+    start = torch.full((40, 1), tokenizer("a").input_ids[0])
+    words = [tokenizer.decode(ids) for ids in range(2, 258)]
+    rng = np.random.default_rng(0)
+    own = model.generate(start, do_sample=True, temperature=0.5, max_new_tokens=12)[:, 1:]
+    noise = ["".join(rng.choice(words, 12)) for _ in own]
+    prompts = {"prompts": ["a"] * 40, "model": model, "tokenizer": tokenizer}
+    found = quality(tokenizer.batch_decode(own, skip_special_tokens=True), noise, **prompts)["perplexity"]
+    assert found["interval"][1] < 0
+
+
+def test_the_model_is_left_as_it_was():
+    model = copy.deepcopy(tiny(**SIZES)).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    quality(model=model, tokenizer=tiny_tokenizer())
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_intervals_cover_the_truth_as_often_as_they_say():
+    """100 samples of 50 pairs at level 0.1; the bootstrap's own is at most 0.12. Bounds at 1e-4 on either side."""
+    compared, rng, missed = script("text_quality").compared, np.random.default_rng(0), 0
+    for _ in range(100):
+        common, left, right = rng.normal(size=(3, 50))
+        low, high = compared(5 * common + left + 0.3, 5 * common + right, level=0.1, seed=0)["interval"]
+        missed += not low < 0.3 < high
+    assert stats.binom.ppf(1e-4, 100, 0.1) <= missed <= stats.binom.isf(1e-4, 100, 0.12)
+
+
+def test_pairs_are_drawn_together():
+    """What both texts of a row share does not widen the interval."""
+    common = np.random.default_rng(0).normal(size=60)
+    found = script("text_quality").compared(100 * common + 1, 100 * common, level=0.05, seed=0)
+    assert found["interval"] == pytest.approx([1, 1])
+
+
+def test_the_seed_decides():
+    assert quality(seed=1) == quality(seed=1)
+    many = {"left": ["a " * i for i in range(40)], "right": ["a " * (i * i % 7) for i in range(40)]}
+    assert quality(**many, seed=1) != quality(**many, seed=2)
+
+
+def test_other_metrics_are_computed_text_by_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
+    name = extra(tmp_path, "{'by': len(target) - len(text), 'kinds': [1]}")
+    found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[name])
+    assert (found["shorter"]["prediction"], found["shorter"]["reference"]) == (2.5, 1.5)
+    assert found["shorter"]["interval"] == [1, 1]
+
+
+def test_several_numbers_of_another_metric(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
+    name = extra(tmp_path, "{'text': len(text), 'target': len(target)}")
+    found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[name])
+    assert (found["shorter_text"]["prediction"], found["shorter_target"]["prediction"]) == (1.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"left": ["a"], "right": ["b"]}, "1 rows have no interval; give"),
+        ({"level": 0}, "level=0 leaves no confidence; give"),
+        ({"prompts": ["a"], "model": "m"}, "prompts has 1 texts for 3 rows; give"),
+        ({"targets": ["a"]}, "targets has 1 texts for 3 rows; give"),
+        ({"prompts": ["a"] * 3}, "prompts are read by a model; pass model and tokenizer, or leave them out"),
+        ({"model": tiny(**SIZES)}, "model cannot read text; pass its tokenizer"),
+        ({"extra": ["bleu"]}, "compares texts with targets; give targets"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        quality(**options)
+
+
+def test_texts_without_tokens_have_no_perplexity():
+    with pytest.raises(ValueError, match="in each pair one text has no tokens.*leave out the model"):
+        quality(["", "a"], ["b", ""], model=tiny(**SIZES), tokenizer=tiny_tokenizer())
+
+
+def test_without_a_start_there_must_be_prompts():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="has nothing before its first token; give prompts"):
+        quality(model=tiny(**SIZES), tokenizer=tokenizer)
+
+
+def test_rouge_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    with pytest.raises(ImportError, match="pip install rouge_score.*or leave out the targets"):
+        quality(targets=LEFT)
+
+
+def test_another_metric_that_is_not_found(monkeypatch):
+    def load_none(name):
+        raise FileNotFoundError(name)
+
+    module = load("text_quality")
+    monkeypatch.setattr(evaluate, "load", load_none)
+    with pytest.raises(ValueError, match="extra='bleu' is not found; give a path, or a name on the Hub and a network"):
+        module.compute(predictions=LEFT, references=RIGHT, targets=RIGHT, extra=["bleu"])
