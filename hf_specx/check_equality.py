@@ -97,7 +97,7 @@ def explain(
 
 
 def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:
-    """How much the logit of a token has to rise for it to be chosen, to within a hundredth; infinite if it never is."""
+    """How much the logit of a token has to rise to be chosen, to within a hundredth; infinite if it never is."""
 
     def wins(rise: float) -> bool:
         changed = logits.clone()

@@ -1,4 +1,4 @@
-"""How a check is made: what is generated, in how many rows, under which seeds, and which share of the level a test has."""
+"""How a check is made: what is generated, in how many rows, by which seeds, and at which level each test is made."""
 
 import math
 import random
@@ -80,7 +80,7 @@ class Settings:
         return told
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
-        """The places of the prompts in each batch: all prompts in order, again and again, as far as they are wanted."""
+        """The places of the prompts in each batch: all in order, again and again, as far as they are wanted."""
         rows = prompts if way in (PLAIN_GREEDY, "greedy") else self.samples or max(SAMPLES, prompts)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
         return [[place % prompts for place in range(first, first + batch)] for first in firsts]

@@ -1,4 +1,4 @@
-"""What a check has found so far, in a file that can be taken up: by the same settings, models, versions and code only."""
+"""What a check has found so far, in a file that is taken up by the same settings, models, versions and code only."""
 
 import hashlib
 import json

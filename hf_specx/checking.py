@@ -1,4 +1,4 @@
-"""`check`: prove on a pair and prompts of one's own that speculative text is plain text, with the tools of `evaluate`."""
+"""`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

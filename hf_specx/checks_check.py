@@ -65,7 +65,7 @@ def options_that_are_no_values(options: dict[str, Any]) -> str | None:
     try:
         json.dumps(options)
     except (TypeError, ValueError):
-        return f"{', '.join(options)}: give plain values only (numbers, texts, lists), since results say what they are."
+        return f"{', '.join(options)}: give plain values (numbers, texts, lists), since results say what they are."
     return None
 
 
@@ -96,7 +96,9 @@ def encoder_decoder_in_a_check(encodes: bool) -> str | None:
 @refusal
 def prompts_of_no_kind(prompts: Any, tokenizer: object) -> str | None:
     if tokenizer is None:
-        return "the pair has no tokenizer to read prompts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
+        return (
+            "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
+        )
     if prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts):
         return None
     return f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {'' if prompts else 'none '}of its own."

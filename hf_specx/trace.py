@@ -68,9 +68,7 @@ class Recorder:
             }
             for place, token in enumerate(tokens.tolist())
         ]
-        self.judged.append(
-            {"candidates": candidates, "accepted": accepted, "next": int(found.verdict.next_token[0])}
-        )
+        self.judged.append({"candidates": candidates, "accepted": accepted, "next": int(found.verdict.next_token[0])})
 
 
 def trace(
@@ -110,9 +108,7 @@ def trace(
     return {"verification": report.verification, "prompt": inputs["input_ids"][0].tolist(), "rounds": rounds}
 
 
-def _rounds(
-    judged: list[dict[str, Any]], report: SpeculationReport, emitted: list[int]
-) -> Iterator[dict[str, Any]]:
+def _rounds(judged: list[dict[str, Any]], report: SpeculationReport, emitted: list[int]) -> Iterator[dict[str, Any]]:
     """Rounds with the tokens that they brought, which a stop may have cut."""
     one_by_one = len(judged) != len(report.history[0])  # each judgement then emits the one token that was looked at
     place = 0

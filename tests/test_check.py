@@ -37,7 +37,9 @@ def test_what_is_found(result):
         "block: quality of plain text",
     ]
     assert {line.verdict for line in result.lines} == {"passed"}
-    assert str(result).endswith("no difference to plain generate was found; a correct one fails in at most 0.001 of such checks")
+    assert str(result).endswith(
+        "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
+    )
     assert result.cells["greedy, batch 1"]["equality"] == {"exact_match": 1.0, "rows": 4, "differences": []}
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
     assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
@@ -197,7 +199,7 @@ def test_the_noise_of_a_sampled_token_is_that_of_stock(place):
     output = target.generate(torch.tensor([prompt] * 3), **OPTIONS, pad_token_id=1)
     text = output[place, len(prompt) :].tolist()
     for position, token in enumerate(text[:5]):
-        found = explain(target, OPTIONS, prompt, text, text[:position] + [token], 0, position, Noise(seed, 3, place))
+        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, place))
         assert found.gap == 0.0
         assert found.explained
         other = (token + 7) % 280
@@ -221,7 +223,13 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
     target = tiny(**SIZES | {"num_hidden_layers": 4})
     pair = DraftTargetPair(target.bfloat16(), near(target, 0.2).bfloat16(), tiny_tokenizer())
     result = hf_specx.check(
-        pair, PROMPTS, new_tokens=48, verifications=("greedy", "coupled"), samples=64, batch_sizes=(16,), advance=lambda: None
+        pair,
+        PROMPTS,
+        new_tokens=48,
+        verifications=("greedy", "coupled"),
+        samples=64,
+        batch_sizes=(16,),
+        advance=lambda: None,
     )
     assert result.passed, str(result)
     differences = result.cells["coupled, batch 16"]["equality"]["differences"]

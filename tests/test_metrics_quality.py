@@ -16,7 +16,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 LEFT, RIGHT = ["the cat sat", "a a a b", ""], ["on the mat", "a b", "one"]
-EXTRA = '''
+EXTRA = """
 import datasets
 import evaluate
 
@@ -30,7 +30,7 @@ class Shorter(evaluate.Metric):
     def _compute(self, predictions, references):
         (text,), (target,) = predictions, references
         return RESULT
-'''
+"""
 
 
 def quality(left=LEFT, right=RIGHT, **options) -> dict:

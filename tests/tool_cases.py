@@ -172,14 +172,17 @@ CASES = {
     "level_of_no_test": ("level=1 is no chance of a false alarm; give", checked(level=1)),
     "options_that_are_the_checks_own": ("do_sample= is set by the check", checked(options={"do_sample": True})),
     "options_that_are_no_values": (
-        "eos_token_id: give plain values only",
+        "eos_token_id: give plain values",
         checked(options={"eos_token_id": object()}),
     ),
     "metrics_without_evaluate": ("needs evaluate and datasets: pip install", subject(found=False)),
     "encoder_decoder_in_a_check": ("the pair is of encoder-decoders, .*; compare", subject(encodes=True)),
     "prompts_of_no_kind": ("prompts='def': give a list of texts", subject(prompts="def")),
     "prompts_of_no_kind, none": ("give a list of texts; the pair has none", subject(prompts=[])),
-    "prompts_of_no_kind, tokenizer": ("no tokenizer to read prompts with; give it one", subject(tokenizer=None)),
+    "prompts_of_no_kind, tokenizer": (
+        "no tokenizer to read prompts with; DraftT.* gives it one",
+        subject(tokenizer=None),
+    ),
     "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"))),
     "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
 }

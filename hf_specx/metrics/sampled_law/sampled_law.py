@@ -67,7 +67,7 @@ CITATION = """@article{freedman1975tail, author={Freedman, David A.}, title={On 
 BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, None)}
 HALVES = [f"half_{i}" for i in range(1, 5)]
 FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES]
-JUMPS = {name: 1.0 for name in FUNCTIONS} | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
+JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
 WEIGHTS = {
     "surprisal": ["", "_first", "_alternating"],
     "top_1": ["", "_first", "_alternating", "_after"],
