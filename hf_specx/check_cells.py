@@ -10,6 +10,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .bench import emitted_per_row, encode, prompt_width
+from .check_draft import overrated
 from .check_equality import Noise, explain
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
 from .metrics import path
@@ -157,6 +158,14 @@ def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> d
         generation_config=config,
         level=subject.settings.share,
     )
+
+
+def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """`overrated` of the texts at one batch size."""
+    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    options = subject.settings.generation(sampled=True)
+    found = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    return found | {"level": subject.settings.share, "passed": found["p_value"] >= subject.settings.share}
 
 
 def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:

@@ -42,7 +42,7 @@ class CheckResult:
         settings: of the check, as plain values.
         provenance: versions, device, precision, code.
         prompts: as given.
-        cells: by "verification, batch N" what `evaluate` said there: "acceptance", and "equality" or "law"; by
+        cells: by "verification, batch N" what `evaluate` said there: "acceptance", and "equality" or "law" and "draft"; by
             verification alone "two_samples" and "quality".
         texts: by way to generate a few texts, as strings, each with the place of its prompt.
         trace: how one text came about; see `hf_specx.trace.trace`.
@@ -108,7 +108,7 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
         if "equality" in cell:
             found.append(equality_line(name, cell["equality"]))
         if "law" in cell:
-            found.append(law_line(name, cell["law"]))
+            found += [law_line(name, cell["law"]), draft_line(name, cell["draft"])]
         if "quality" in cell:
             found.append(texts_line(name, cell["two_samples"], settings.share))
             found.append(quality_line(name, cell["quality"]))
@@ -143,6 +143,13 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
     verdict = PASSED if cell["passed"] else FAILED
     return CheckLine(f"{name}: sampled from the target's law", verdict, cell["p_value"], cell["level"], note)
+
+
+def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_draft`."""
+    what = f"{name}: tokens that the draft overrates are as frequent as they should be"
+    note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
+    return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
 
 
 def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:

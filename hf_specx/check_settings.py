@@ -57,8 +57,8 @@ class Settings:
 
     @property
     def comparisons(self) -> int:
-        """Tests that share the level, for each lawful verification: law at each batch size, two samples, quality."""
-        return len(self.lawful) * (len(self.batch_sizes) + 2)
+        """Tests that share the level, of each lawful verification: two of its law at each batch size, texts, quality."""
+        return len(self.lawful) * (2 * len(self.batch_sizes) + 2)
 
     @property
     def share(self) -> float:
@@ -93,7 +93,7 @@ class Settings:
     def steps(self, prompts: int) -> int:
         """How often a check of so many prompts says that it has advanced."""
         runs = sum(len(self.batches(way, batch, prompts)) for way in self.ways for batch in self.batch_sizes)
-        judged = len(self.verifications) * len(self.batch_sizes) + 2 * len(self.lawful)
+        judged = (len(self.verifications) + len(self.lawful)) * len(self.batch_sizes) + 2 * len(self.lawful)
         return runs + judged + 1  # the last is the trace
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from .check_cells import (
     Subject,
     generate_texts,
     judge_acceptance,
+    judge_draft,
     judge_equality,
     judge_law,
     judge_quality,
@@ -179,6 +180,8 @@ def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[st
             cells[name] = {"acceptance": judge_acceptance(ours)}
             if way in settings.lawful:
                 cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_law, subject, way, batch, ours))
+                make = partial(judge_draft, subject, way, batch, ours)
+                cells[name]["draft"] = parts(f"draft, {name}", 1, make)
             else:
                 plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
                 make = partial(judge_equality, subject, way, batch, plain, ours)

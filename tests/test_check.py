@@ -32,7 +32,14 @@ def test_what_is_found(result):
     assert list(result.cells) == [*names, "block"]
     assert [line.what for line in result.lines] == [
         *(f"{name}: the same tokens as plain generate" for name in names[:4]),
-        *(f"{name}: sampled from the target's law" for name in names[4:]),
+        *(
+            f"{name}: {what}"
+            for name in names[4:]
+            for what in (
+                "sampled from the target's law",
+                "tokens that the draft overrates are as frequent as they should be",
+            )
+        ),
         "block: texts alike those of plain generate",
         "block: quality of plain text",
     ]
@@ -49,10 +56,10 @@ def test_what_is_found(result):
 
 
 def test_the_level_is_shared(result):
-    assert result.comparisons == 4  # law at two batch sizes, two samples, quality
+    assert result.comparisons == 6  # two of the law at each batch size, two samples, quality
     laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
-    assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 4] * 3)
-    assert Settings().comparisons == 8
+    assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 6] * 3)
+    assert Settings().comparisons == 12
 
 
 def test_steps_are_counted():

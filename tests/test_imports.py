@@ -31,7 +31,7 @@ FLOORS = (
     "generate",
     "checks_saving checks_tune checks_bench markdown known_pairs placement compatibility bench bare shares",
     "trace check_equality metrics",
-    "card_usage saving pair_loading grafted checks_check",
+    "card_usage saving pair_loading grafted checks_check check_draft",
     "cards export check_settings",
     "hub check_result",
     "pairs check_store",
