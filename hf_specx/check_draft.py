@@ -1,8 +1,8 @@
 """Whether tokens that the draft overrates come as often as they should.
 
-The law of the target's tokens is tested by `sampled_law`, which does not know the draft. Most faults of a verifier let
-too much or too little of the draft through. So each emitted token is also asked whether the draft gave it more than the
-target did, q(x) > p(x), which happens with probability sum of p over such tokens if all is right, whatever came before.
+The law of the target's tokens is tested by `sampled_law`, which does not know the draft. Most faults of a verifier
+let too much or too little of the draft through. So each emitted token is also asked whether the draft gave it more than
+the target did, q(x) > p(x): if all is right, the sum of p over such tokens is its chance, whatever came before.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .check_equality import stock_processors
+from .decoders import vocabulary
 from .devices import execution_device
 
 
@@ -72,7 +73,7 @@ def laws(
     for model in (target, draft):
         device = execution_device(model)
         ids = torch.tensor([[*prompt, *text]], device=device)
-        limit = model.get_input_embeddings().weight.shape[0] - 1  # a draft may lack what its target emits
+        limit = vocabulary(model) - 1  # a draft may lack what its target emits
         logits = model(input_ids=ids.clamp(max=limit), attention_mask=torch.ones_like(ids), use_cache=False).logits
         logits = logits[0, len(prompt) - 1 : -1].to(home, torch.float32)
         if found:

@@ -75,9 +75,9 @@ def explain(
         row, position: as in `Difference`.
         noise: None if greedy.
     """
-    tokens = [text[position] if position < len(text) else -1 for text in (plain, ours)]
-    if -1 in tokens:
-        return Difference(row, position, *tokens, None, None, False)
+    left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
+    if -1 in (left, right):
+        return Difference(row, position, left, right, None, None, False)
     device = execution_device(target)
     start = torch.tensor([list(prompt)], device=device)
     ids = torch.tensor([[*prompt, *plain[:position]]], device=device)
@@ -90,10 +90,10 @@ def explain(
         return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
 
     unit = torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
-    gap = max(least_rise(chosen, logits.double(), token, unit) for token in tokens)
+    gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
     if math.isinf(gap):
-        return Difference(row, position, *tokens, None, None, False)
-    return Difference(row, position, *tokens, gap, gap / unit, gap <= UNITS * unit)
+        return Difference(row, position, left, right, None, None, False)
+    return Difference(row, position, left, right, gap, gap / unit, gap <= UNITS * unit)
 
 
 def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:

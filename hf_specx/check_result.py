@@ -42,7 +42,7 @@ class CheckResult:
         settings: of the check, as plain values.
         provenance: versions, device, precision, code.
         prompts: as given.
-        cells: by "verification, batch N" what `evaluate` said there: "acceptance", and "equality" or "law" and "draft"; by
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
             verification alone "two_samples" and "quality".
         texts: by way to generate a few texts, as strings, each with the place of its prompt.
         trace: how one text came about; see `hf_specx.trace.trace`.

@@ -11,7 +11,7 @@ from .lookahead import FIXED_DRAFT_TOKENS
 
 VERIFICATIONS = ("greedy", "coupled", "token", "block")
 LAWFUL = ("token", "block")  # of which nothing but the law is promised
-SAMPLES = 32
+LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
 
 
@@ -24,8 +24,8 @@ class Settings:
         new_tokens: of each row, at most.
         temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
         verifications: some of `VERIFICATIONS`.
-        samples: texts for each sampled verification and batch size; None is 32, or the number of prompts if that is
-            larger. Greedy texts are one a prompt.
+        samples: texts for each sampled verification and batch size; None is 16, 8 for each row of the
+            batch, or one for each prompt, whichever is most. Greedy texts are one a prompt.
         num_draft_tokens: candidates a round. A fixed number, since "auto" goes by the clock.
         seed: of all random numbers.
         level: chance that a check of correct code fails, at most, over all its tests together.
@@ -57,7 +57,7 @@ class Settings:
 
     @property
     def comparisons(self) -> int:
-        """Tests that share the level, of each lawful verification: two of its law at each batch size, texts, quality."""
+        """Tests that share the level: for each lawful verification two of its law a batch size, texts and quality."""
         return len(self.lawful) * (2 * len(self.batch_sizes) + 2)
 
     @property
@@ -81,7 +81,8 @@ class Settings:
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
         """The places of the prompts in each batch: all in order, again and again, as far as they are wanted."""
-        rows = prompts if way in (PLAIN_GREEDY, "greedy") else self.samples or max(SAMPLES, prompts)
+        greedy = way in (PLAIN_GREEDY, "greedy")
+        rows = prompts if greedy else self.samples or max(LEAST_SAMPLES, RUNS * batch, prompts)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
         return [[place % prompts for place in range(first, first + batch)] for first in firsts]
 

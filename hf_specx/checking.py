@@ -69,7 +69,8 @@ def check(
         new_tokens: of each text, at most.
         temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
         verifications: of "greedy", "coupled", "token" and "block".
-        samples: texts for each sampled verification and batch size; None is 32, or one a prompt if there are more.
+        samples: texts for each sampled verification and batch size; None is 16, 8 for each row of the batch, or
+            one for each prompt, whichever is most.
         num_draft_tokens: candidates a round.
         seed: of all random numbers; the same seed, versions and machine give the same result.
         level: chance that a check of correct code fails, at most, over all its tests together (Bonferroni).

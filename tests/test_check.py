@@ -92,7 +92,8 @@ def test_prompts_go_around():
     assert settings.batches("token", 2, 3) == [[0, 1], [2, 0], [1, 2]]
     assert settings.batches("greedy", 2, 3) == [[0, 1], [2, 0]]
     assert len(Settings().batches("block", 1, 100)) == 100
-    assert len(Settings().batches("block", 1, 3)) == 32
+    assert len(Settings().batches("block", 1, 3)) == 16
+    assert len(Settings().batches("block", 8, 3)) == 8
 
 
 def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
@@ -134,7 +135,7 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     if change == "prompts":
         prompts = PROMPTS[:3]
     seed = 5 if change == "settings" else 0
-    given = {name: value for name, value in settings.items()} | {"num_draft_tokens": 3, "temperature": 0.7}
+    given = settings | {"num_draft_tokens": 3, "temperature": 0.7}
     hf_specx.check(pair, prompts, **given, seed=seed, path=path, advance=lambda: None)
     assert len(made) == 2 * first
 
