@@ -1,8 +1,8 @@
 """Whether tokens that the draft overrates come as often as they should.
 
 The law of the target's tokens is tested by `sampled_law`, which does not know the draft. Most faults of a verifier
-let too much or too little of the draft through. So each emitted token is also asked whether the draft gave it more than
-the target did, q(x) > p(x): if all is right, the sum of p over such tokens is its chance, whatever came before.
+let too much or too little of the draft through. So each emitted token is also asked whether the draft gave it more
+than the target did, q(x) > p(x): if all is right, the sum of p over such tokens is its chance, whatever came before.
 """
 
 import math

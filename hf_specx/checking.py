@@ -58,51 +58,25 @@ def check(
 ) -> CheckResult:
     """Compare speculative with plain generation: the same tokens, the same law, the same quality.
 
-    Greedy and coupled text must be plain text, token for token, but for differences that rounding explains; text by
-    token and block verification must be drawn from the target's law, and be as good. The global generator is left as
-    it was. Needs `evaluate`, `datasets` and `scipy`.
+    Needs `evaluate`, `datasets` and `scipy`. The default generator is left as it was.
 
     Args:
-        pair: what is checked, in its own precision, with the layout of `pair.strategy`.
+        pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
-        batch_sizes: each is checked.
-        new_tokens: of each text, at most.
-        temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
-        verifications: of "greedy", "coupled", "token" and "block".
-        samples: texts for each sampled verification and batch size; None is 16, 8 for each row of the batch, or
-            one for each prompt, whichever is most.
-        num_draft_tokens: candidates a round.
-        seed: of all random numbers; the same seed, versions and machine give the same result.
-        level: chance that a check of correct code fails, at most, over all its tests together (Bonferroni).
+        batch_sizes, new_tokens, ..., level: as in `Settings`.
         advance: called after each step, `Settings(...).steps(len(prompts))` times; None shows a progress bar.
-        path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on if
-            settings, prompts, models, versions and code are the same; it is begun anew if they are not.
+        path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
         **options: what else `generate` is given, plain and speculative alike; plain values.
-
-    Returns:
-        The verdict, with all figures.
 
     Raises:
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> result = hf_specx.check(DraftTargetPair.embedded())
-        >>> print(result)
-        >>> result.save("check.json")
+        >>> hf_specx.check(DraftTargetPair.embedded()).save("check.json")
     """
-    settings = Settings(
-        tuple(batch_sizes),
-        new_tokens,
-        temperature,
-        top_p,
-        top_k,
-        tuple(verifications),
-        samples,
-        num_draft_tokens,
-        seed,
-        level,
-        options,
-    )
+    sampling = temperature, top_p, top_k
+    names, numbers = tuple(verifications), (samples, num_draft_tokens, seed, level)
+    settings = Settings(tuple(batch_sizes), new_tokens, *sampling, names, *numbers, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     return run_check(subject_of(pair, texts, settings), advance, None if path is None else Path(path))
 
