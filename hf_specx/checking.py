@@ -75,8 +75,8 @@ def check(
         >>> hf_specx.check(DraftTargetPair.embedded()).save("check.json")
     """
     sampling = temperature, top_p, top_k
-    names, numbers = tuple(verifications), (samples, num_draft_tokens, seed, level)
-    settings = Settings(tuple(batch_sizes), new_tokens, *sampling, names, *numbers, options)
+    sizes, names = tuple(batch_sizes), tuple(verifications)
+    settings = Settings(sizes, new_tokens, *sampling, names, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     return run_check(subject_of(pair, texts, settings), advance, None if path is None else Path(path))
 
