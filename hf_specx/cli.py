@@ -10,6 +10,7 @@ except ImportError as error:
     raise SystemExit("specx needs typer and rich: in a clone of its repository, pip install '.[cli]'") from error
 
 from .cli_bench import bench
+from .cli_check import check
 from .cli_generate import generate
 from .cli_pairs import card, publish, vllm
 from .cli_tune import tune
@@ -18,7 +19,7 @@ from .cli_tune import tune
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 export = typer.Typer(no_args_is_help=True, help="Hand a pair over to a server, for more than one process can do.")
 
-for command in (generate, bench, tune, card, publish):
+for command in (generate, bench, tune, check, card, publish):
     app.command()(command)
 export.command()(vllm)
 app.add_typer(export, name="export")

@@ -8,7 +8,7 @@ from hf_specx.refusals import CHECKS
 
 
 OF_PAIRS = {"checks_pairs", "checks_files", "checks_weights", "checks_saving"}
-OF_TOOLS = {"cards", "checks_bench", "checks_tune", "export", "metrics", "placement", "shares"}
+OF_TOOLS = {"cards", "checks_bench", "checks_check", "checks_tune", "export", "metrics", "placement", "shares"}
 Case = tuple[str, Callable[..., object]]
 
 

@@ -10,7 +10,10 @@ from tiny import tiny
 from hf_specx.bench_grid import Results
 from hf_specx.bench_pairs import BenchPair, load_bench_pair
 from hf_specx.cards import known_card
+from hf_specx.check_settings import Settings
+from hf_specx.check_store import Store
 from hf_specx.checks_bench import check_cell, check_grid, check_out, check_plots
+from hf_specx.checks_check import check_place, check_subject
 from hf_specx.checks_tune import check_drafts, check_reads, check_study, looking_for
 from hf_specx.contenders import way
 from hf_specx.export import vllm
@@ -73,6 +76,15 @@ def recipe(draft_layers: int = 1, kv_heads: int = 2):
 
 def full_of(prompt_tokens: int):
     return lambda: BenchPair("org/pair", tiny(), tiny(), {}).inputs(1, prompt_tokens, 8, 0)
+
+
+def checked(*verifications: str, **settings: object):
+    names = {"verifications": verifications} if verifications or not settings else {}
+    return lambda: Settings(**names, **settings)
+
+
+def subject(found: bool = True, encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
+    return lambda: check_subject(found, encodes, prompts, tokenizer)
 
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
@@ -147,4 +159,30 @@ CASES = {
     "warpers_out_of_range, top-p": ("--top-p 0: give .* a top-p above 0", lambda: check_cell(5, 8, 1, 0)),
     "file_of_no_folder": ("there is no folder .*/no; make it", lambda: check_out(Path("no/results.json"))),
     "text_without_tokens": ("prompt 1 is empty, and the tokenizer puts nothing", completed(["a", ""])),
+    "verifications_that_are_unknown": ("verifications=.'greedy', 'magic'.: give some of", checked("greedy", "magic")),
+    "verifications_that_are_unknown, none": ("verifications=..: give", checked()),
+    "verifications_that_are_unknown, twice": ("each once", checked("token", "token")),
+    "texts_without_a_round": ("new_tokens=1 and samples=None leave nothing .* give 2", checked(new_tokens=1)),
+    "texts_without_a_round, samples": ("samples=1 leave nothing", checked(samples=1)),
+    "candidates_of_no_number": ("num_draft_tokens='auto': give a number", checked(num_draft_tokens="auto")),
+    "candidates_of_no_number, none": ("num_draft_tokens=0: give", checked(num_draft_tokens=0)),
+    "sampling_of_no_law": ("temperature=0, .*: give a temperature above 0", checked(temperature=0)),
+    "sampling_of_no_law, top-p": ("top_p=2, .*: give", checked(top_p=2)),
+    "sampling_of_no_law, top-k": ("top_k=-1: give", checked(top_k=-1)),
+    "level_of_no_test": ("level=1 is no chance of a false alarm; give", checked(level=1)),
+    "options_that_are_the_checks_own": ("do_sample= is set by the check", checked(options={"do_sample": True})),
+    "options_that_are_no_values": (
+        "eos_token_id: give plain values",
+        checked(options={"eos_token_id": object()}),
+    ),
+    "metrics_without_evaluate": ("needs evaluate and datasets: pip install", subject(found=False)),
+    "encoder_decoder_in_a_check": ("the pair is of encoder-decoders, .*; compare", subject(encodes=True)),
+    "prompts_of_no_kind": ("prompts='def': give a list of texts", subject(prompts="def")),
+    "prompts_of_no_kind, none": ("give a list of texts; the pair has none", subject(prompts=[])),
+    "prompts_of_no_kind, tokenizer": (
+        "no tokenizer to read prompts with; DraftT.* gives it one",
+        subject(tokenizer=None),
+    ),
+    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"))),
+    "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
 }

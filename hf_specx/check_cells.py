@@ -1,0 +1,220 @@
+"""What a check looks at: texts of each way to generate, and what `evaluate` says of them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from .bench import emitted_per_row, encode, prompt_width
+from .check_draft import overrated
+from .check_equality import Noise, explain
+from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
+from .metrics import path
+from .pairs import DraftTargetPair
+from .report import SpeculationReport
+from .strategy import SpeculativeDecoding
+from .trace import trace
+
+
+CONFIDENCE = 0.95  # of the intervals that are shown
+STATISTICS_OF_TEXTS = 4  # of `two_samples`
+FIRST_LOOK = 0.05
+SPARE = 4  # times as many exchanges as a p-value needs to get below its level
+
+
+@dataclass
+class Subject:
+    """A pair with prompts.
+
+    Attributes:
+        ids: of each prompt, without pads.
+    """
+
+    pair: DraftTargetPair
+    prompts: list[str]
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self.ids = [list(self.tokenizer(text)["input_ids"]) for text in self.prompts]
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self.pair.target
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self.pair.tokenizer is not None
+        return self.pair.tokenizer
+
+    def strategy(self, verification: str) -> SpeculativeDecoding:
+        """The pair's own, but for what is checked; new, so that nothing learned elsewhere counts."""
+        own = self.pair.strategy
+        return SpeculativeDecoding(
+            self.pair.draft,
+            num_draft_tokens=self.settings.num_draft_tokens,
+            verification=None if verification == "greedy" else verification,
+            layout=own.layout,
+            compile=own.compile,
+            tokenizer=own.tokenizer,
+            draft_tokenizer=own.draft_tokenizer,
+        )
+
+    def places(self, way: str, batch: int) -> list[int]:
+        """The place of each row's prompt."""
+        return [place for rows in self.settings.batches(way, batch, len(self.prompts)) for place in rows]
+
+    def encoded(self, places: list[int]) -> dict[str, torch.Tensor]:
+        return encode(self.tokenizer, self.target, [self.prompts[place] for place in places], self.settings.new_tokens)
+
+    def decoded(self, texts: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
+
+
+@cache
+def metric(name: str) -> Any:
+    """One of this package's, by its name."""
+    import evaluate
+
+    return evaluate.load(path(name), keep_in_memory=True)
+
+
+def generate_texts(subject: Subject, way: str, batch: int, advance: Callable[[], object]) -> dict[str, Any]:
+    """All texts of one way to generate.
+
+    Returns:
+        "texts", emitted ids of each row up to and with its end token; of a speculative way also "accepted" and
+        "drafted" of each row and round, "overlap" (mean sum min(p, q) of judged candidates) and "layout".
+    """
+    settings, plain = subject.settings, way in (PLAIN_GREEDY, PLAIN_SAMPLED)
+    options = settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
+    strategy = None if plain else subject.strategy(way)
+    texts: list[list[int]] = []
+    reports: list[SpeculationReport] = []
+    for run, places in enumerate(settings.batches(way, batch, len(subject.prompts))):
+        inputs, extra = subject.encoded(places), {} if strategy is None else {"custom_generate": strategy}
+        torch.manual_seed(settings.run_seed(way, batch, run))
+        output = subject.target.generate(**inputs, **options, **extra)  # type: ignore[operator]
+        width = prompt_width(subject.target, inputs)
+        ends = options.get("eos_token_id", subject.target.generation_config.eos_token_id)
+        counts = emitted_per_row(output, width, ends)
+        texts += [row[:count] for row, count in zip(output[:, width:].tolist(), counts, strict=True)]
+        if strategy is not None:
+            assert strategy.report is not None
+            reports.append(strategy.report)
+        advance()
+    return {"texts": texts} | (_acceptance(reports) if reports else {})
+
+
+def _acceptance(reports: list[SpeculationReport]) -> dict[str, Any]:
+    rows = [[record for record in row if record.drafted] for report in reports for row in report.history]
+    judged = sum(report.judged for report in reports)
+    return {
+        "accepted": [[record.accepted for record in row] for row in rows],
+        "drafted": [[record.drafted for record in row] for row in rows],
+        "overlap": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
+        "layout": reports[0].layout,
+    }
+
+
+def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
+    """What the draft was worth: `acceptance` of a speculative way, with the mean overlap that was seen."""
+    found = metric("acceptance").compute(predictions=ours["accepted"], references=ours["drafted"])
+    return found | {"overlap": ours["overlap"], "layout": ours["layout"]}
+
+
+def judge_equality(
+    subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Any]:
+    """`sequence_equality` of both texts, with "rows" and the "differences", each looked at by `explain`."""
+    texts = ours["texts"], plain["texts"]
+    found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
+    options = subject.settings.generation(sampled=way != "greedy")
+    places, differences = subject.places(way, batch), []
+    for row, position in enumerate(found["first_difference"]):
+        if position < 0:
+            continue
+        noise = None
+        if way != "greedy":
+            noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
+        both = plain["texts"][row], ours["texts"][row]
+        prompt = subject.ids[places[row]]
+        differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
+    return {"exact_match": found["exact_match"], "rows": len(texts[0]), "differences": differences}
+
+
+def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """`sampled_law` of the texts at one batch size."""
+    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    options = {name: x for name, x in subject.settings.generation(sampled=True).items() if name != "do_sample"}
+    config = GenerationConfig(do_sample=True, **options)
+    return metric("sampled_law").compute(
+        predictions=ours["texts"],
+        references=prompts,
+        model=subject.target,
+        generation_config=config,
+        level=subject.settings.share,
+    )
+
+
+def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """`overrated` of the texts at one batch size."""
+    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    options = subject.settings.generation(sampled=True)
+    found = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    return found | {"level": subject.settings.share, "passed": found["p_value"] >= subject.settings.share}
+
+
+def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:
+    """`two_samples` of all texts of a verification beside plain ones; None where they are too few for the level."""
+    settings = subject.settings
+    if STATISTICS_OF_TEXTS * 2.0 ** (1 - len(ours)) >= settings.share:
+        return None
+    compare = partial(metric("two_samples").compute, predictions=ours, references=plain, seed=settings.seed)
+    # a first look with few exchanges can only let pass what the whole test might have rejected
+    found = compare(level=FIRST_LOOK, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / FIRST_LOOK))
+    if found["passed"] and settings.share < FIRST_LOOK:
+        return found | {"level": settings.share}
+    return compare(level=settings.share, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / settings.share))
+
+
+def judge_quality(
+    subject: Subject, places: list[int], plain: list[list[int]], ours: list[list[int]]
+) -> dict[str, Any]:
+    """`text_quality` of all texts of a verification beside plain ones of the same prompts.
+
+    Its intervals are those of 95 %. "within" says whether 0 is in the interval of the level that each measure has,
+    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level.
+    """
+    settings = subject.settings
+    texts = [subject.decoded(each) for each in (ours, plain)]
+    prompts = [subject.prompts[place] for place in places]
+    # decoding drops end tokens, so a text may have none left; then there is no perplexity
+    judge = {"model": subject.target, "tokenizer": subject.tokenizer, "prompts": prompts} if all(texts[0]) else {}
+    found = metric("text_quality").compute(
+        predictions=texts[0], references=texts[1], level=1 - CONFIDENCE, seed=settings.seed, **judge
+    )
+    wider = stretch(settings.share / len(found), len(ours))
+    for measured in found.values():
+        low, high = (measured["difference"] + wider * (end - measured["difference"]) for end in measured["interval"])
+        measured |= {"widened": [low, high], "within": bool(low <= 0 <= high)}
+    return found
+
+
+def stretch(level: float, rows: int) -> float:
+    """By how much an interval of `CONFIDENCE` from so many rows has to be widened for another level."""
+    from scipy import stats
+
+    return float(stats.t.isf(level / 2, rows - 1) / stats.norm.isf((1 - CONFIDENCE) / 2))
+
+
+def trace_one(subject: Subject) -> dict[str, Any]:
+    """How one text of the first prompt came about, by token verification if that is checked."""
+    chosen = subject.settings.verifications
+    way = "token" if "token" in chosen else chosen[-1]
+    options = subject.settings.generation(sampled=way != "greedy")
+    torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
+    return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)

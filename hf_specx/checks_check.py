@@ -1,0 +1,138 @@
+"""Checks of what is asked of `check`."""
+
+import json
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from .checks_tune import batches_of_no_size
+from .refusals import refusal
+
+
+OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
+
+
+@refusal
+def verifications_that_are_unknown(names: Sequence[str], known: Sequence[str]) -> str | None:
+    if names and set(names) <= set(known) and len(set(names)) == len(names):
+        return None
+    return f"verifications={list(names)!r}: give some of {', '.join(known)}, each once."
+
+
+@refusal
+def texts_without_a_round(new_tokens: int, samples: int | None) -> str | None:
+    if new_tokens >= 2 and (samples is None or samples >= 2):
+        return None
+    return f"new_tokens={new_tokens} and samples={samples} leave nothing to compare; give 2 or more of each."
+
+
+@refusal
+def candidates_of_no_number(num_draft_tokens: Any) -> str | None:
+    if isinstance(num_draft_tokens, int) and not isinstance(num_draft_tokens, bool) and num_draft_tokens >= 1:
+        return None
+    return (
+        f"num_draft_tokens={num_draft_tokens!r}: give a number of 1 or more; 'auto' goes by the clock, and a check is "
+        "the same each time."
+    )
+
+
+@refusal
+def sampling_of_no_law(temperature: float, top_p: float, top_k: int) -> str | None:
+    if 0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0:
+        return None
+    return (
+        f"temperature={temperature}, top_p={top_p}, top_k={top_k}: give a temperature above 0, a top-p above 0 and at "
+        "most 1, and a top-k of 0 (off) or more; greedy decoding is checked by verifications=('greedy',)."
+    )
+
+
+@refusal
+def level_of_no_test(level: float) -> str | None:
+    if 0 < level < 1:
+        return None
+    return f"level={level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
+
+
+@refusal
+def options_that_are_the_checks_own(options: Collection[str]) -> str | None:
+    found = [name for name in options if name in OWN]
+    return f"{found[0]}= is set by the check itself; leave it out." if found else None
+
+
+@refusal
+def options_that_are_no_values(options: dict[str, Any]) -> str | None:
+    try:
+        json.dumps(options)
+    except (TypeError, ValueError):
+        return f"{', '.join(options)}: give plain values (numbers, texts, lists), since results say what they are."
+    return None
+
+
+def check_settings(given: dict[str, Any], known: Sequence[str]) -> None:
+    """Whether anything can be checked in this way."""
+    batches_of_no_size(given["batch_sizes"])
+    verifications_that_are_unknown(given["verifications"], known)
+    texts_without_a_round(given["new_tokens"], given["samples"])
+    candidates_of_no_number(given["num_draft_tokens"])
+    sampling_of_no_law(given["temperature"], given["top_p"], given["top_k"])
+    level_of_no_test(given["level"])
+    options_that_are_the_checks_own(given["options"])
+    options_that_are_no_values(given["options"])
+
+
+@refusal
+def metrics_without_evaluate(found: bool) -> str | None:
+    return None if found else "a check needs evaluate and datasets: pip install 'evaluate>=0.4.6' 'datasets>=3'."
+
+
+@refusal
+def encoder_decoder_in_a_check(encodes: bool) -> str | None:
+    if not encodes:
+        return None
+    return "the pair is of encoder-decoders, whose laws a check does not know; compare greedy texts yourself."
+
+
+@refusal
+def prompts_of_no_kind(prompts: Any, tokenizer: object) -> str | None:
+    if tokenizer is None:
+        return (
+            "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
+        )
+    if prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts):
+        return None
+    return f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {'' if prompts else 'none '}of its own."
+
+
+def check_subject(found: bool, encodes: bool, prompts: Any, tokenizer: object) -> None:
+    """Whether this pair can be checked here, on these prompts."""
+    metrics_without_evaluate(found)
+    encoder_decoder_in_a_check(encodes)
+    prompts_of_no_kind(prompts, tokenizer)
+
+
+@refusal
+def file_that_is_no_check(path: Path, text: str, schema: int) -> str | None:
+    try:
+        if json.loads(text)["check"] == schema:
+            return None
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"{path} is there already and is no interrupted check of this version; name another file."
+
+
+def check_taken_up(path: Path, text: str, schema: int) -> None:
+    """Whether a file can be taken up again."""
+    file_that_is_no_check(path, text, schema)
+
+
+@refusal
+def check_in_no_folder(path: Path | None) -> str | None:
+    if path is None or path.resolve().parent.is_dir():
+        return None
+    return f"{path}: there is no folder {path.resolve().parent}; make it, or name another file."
+
+
+def check_place(path: Path | None) -> None:
+    """Whether a check could note what it has found."""
+    check_in_no_folder(path)
