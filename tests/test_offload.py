@@ -169,9 +169,10 @@ def test_everything_else_that_a_call_can_want(tmp_path: Path):
     strategy = hf_specx.SpeculativeDecoding(draft)
     output = target.generate(**settings, custom_generate=strategy)
     assert torch.equal(output.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits))
+    bounds = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(torch.stack(output.logits), torch.stack(expected.logits), **bounds)
     for ours, stocks in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
-        torch.testing.assert_close(ours.keys[:, :, -5:], stocks.keys[:, :, -5:])
+        torch.testing.assert_close(ours.keys[:, :, -5:], stocks.keys[:, :, -5:], **bounds)
     assert list(strategy.costs.table) == [3]
 
 

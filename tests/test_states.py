@@ -83,7 +83,7 @@ def logits_at_once(model_type: str) -> torch.Tensor:
 @pytest.mark.parametrize("model_type", STATEFUL)
 def test_several_tokens_at_once_give_the_logits_of_single_steps(model_type: str):
     _, expected = logits_in_steps(zoo.build("causal", model_type))
-    torch.testing.assert_close(logits_at_once(model_type), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logits_at_once(model_type), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "falcon_mamba", "jamba", "zamba"])
