@@ -1,7 +1,7 @@
 """The check rejects each faulty verifier, and accepts the correct ones as often as it says."""
 
 import pytest
-from check_cases import FAULTS, PROMPTS, failed, inject, quick, tiny_pair
+from check_cases import EXACT, FAULTS, PROMPTS, failed, inject, quick, tiny_pair
 from scipy import stats
 
 from hf_specx import DraftTargetPair, check
@@ -47,9 +47,13 @@ def test_the_embedded_pair_passes():
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_rejected_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch, fault: str):
-    """With default settings, but for the temperature, since at 1 there is no processor that could be skipped."""
+    """With default settings, but for the temperature, since at 1 there is no processor that could be skipped.
+
+    A position off by one changes the law of this pair too little for 5,000 tokens, so where tokens have to be equal
+    the fault has to be seen there.
+    """
     checked, rejected = inject(monkeypatch, fault)
     names = tuple(name for name in VERIFICATIONS if name in checked)
     temperature = 0.8 if "processor" in fault else 1.0
     result = check(DraftTargetPair.embedded(), verifications=names, temperature=temperature, advance=lambda: None)
-    assert failed(result) >= rejected, str(result)
+    assert failed(result) >= (rejected & EXACT or rejected), str(result)
