@@ -108,7 +108,7 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
 
 
 def cpu_grid() -> list[Cell]:
-    """What can be told on two cores in about half an hour."""
+    """What can be told on two cores within half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
     half: dict[str, Any] = {"dtype": "bfloat16"}
     warpers = {"temperature": 0.7, "top_p": 0.9}
@@ -120,10 +120,9 @@ def cpu_grid() -> list[Cell]:
         *speed_cells(middle, (1, 4, 8), new_tokens=96, **half),
         *compiled_cells(middle, (1,), new_tokens=64, **half),
         *verifier_cells(middle, (1, 8), **half),
-        long_cell(middle, **half),
         *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
         *(default_cell("float32", 4), long_cell("embedded", **warpers)),
-        *unrelated_cells(f"{small}-unrelated", (1, 8)),
+        *unrelated_cells(f"{small}-unrelated", (1, 8), repeats=2),
         *auto_cells(("embedded", f"{small}-low", f"{small}-deep"), (1,), new_tokens=64),
         *context_cells((small, f"{small}-gqa")),
         *memory_cells(small, (1, 8)),

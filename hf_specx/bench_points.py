@@ -130,12 +130,12 @@ def _faster(cell: Measured, point: int, what: str, found: float | None) -> Verdi
 
 def _limits(cells: list[Measured]) -> Iterator[Verdict]:
     for cell in _of(cells, "speed"):
-        found = _value(cell, FIXED, "speedup")
-        for what, name in (("forward-limited speed-up", "forward_limited_speedup"), ("its forwards", "bare_speedup")):
-            limit = _value(cell, FIXED, name)
+        limit = _value(cell, FIXED, "forward_limited_speedup")
+        for what, name in (("whole calls", "speedup"), ("while all rows run", "steady_speedup")):
+            found = _value(cell, FIXED, name)
             ratio = None if limit is None or found is None else found / limit
             note = _why(cell, "plain", FIXED) if ratio is None else gap(cell, FIXED)
-            yield _at_least(3, f"of {what}: {_name(cell)}", OF_LIMIT, ratio, note)
+            yield _at_least(3, f"of forward-limited speed-up, {what}: {_name(cell)}", OF_LIMIT, ratio, note)
 
 
 def gap(cell: Measured, contender: str) -> str:

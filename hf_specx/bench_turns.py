@@ -98,7 +98,7 @@ class Turns:
         seconds = time.perf_counter() - started
         eos_token_id = self.pair.target.generation_config.eos_token_id
         tokens = emitted_per_row(output, self.inputs["input_ids"].shape[1], eos_token_id)
-        result: dict[str, Any] = {"seconds": seconds, "tokens": sum(tokens)}
+        result: dict[str, Any] = {"seconds": seconds, "tokens": sum(tokens), "longest": max(tokens)}
         report = contender.report
         if report is not None:
             result |= counts(report)
@@ -178,6 +178,7 @@ def summarise(noted: dict[str, Any], plain: dict[str, Any] | None, speed: float 
 def _of_rounds(runs: list[dict[str, Any]], speed: float | None) -> dict[str, Any]:
     steps = [max(1, run["steps"]) for run in runs]
     found = {name: statistics.median(run[name] for run in runs) for name in COUNTED if name != "layout"}
+    found["expected_tokens_per_second"] = spread([run["expected_tokens"] / run["seconds"] for run in runs])
     found["seconds_per_round"] = spread([run["round"] for run in runs])
     found["phases_per_round"] = {
         phase: statistics.median(run["phases"][phase] for run in runs) for phase in runs[0]["phases"]
@@ -210,10 +211,11 @@ def _beside_bare(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dic
         round_time = bare["target_step"] + drafted * bare.get("draft_step", 0.0)
         theorem = expected_speedup(run["alpha"], drafted, bare.get("draft_step", 0.0) / step)
         whole = (beside["bare"]["prompt"] + beside["bare"]["decoding"]) / (bare["prompt"] + bare["decoding"])
-        limits.append(
-            (run["tokens_per_round"] * step / round_time, theorem, whole, bare.get("draft_step", 0.0) / step)
-        )
-    names = ("forward_limited_speedup", "expected_speedup", "bare_speedup", "cost_coefficient")
+        own_step = (beside["seconds"] - beside["bare"]["prompt"]) / max(1, beside["longest"] - 1)
+        steady = run["tokens_per_round"] * own_step / (run["full_round"] or run["round"])
+        limit = run["tokens_per_round"] * step / round_time
+        limits.append((limit, theorem, whole, steady, bare.get("draft_step", 0.0) / step))
+    names = ("forward_limited_speedup", "expected_speedup", "bare_speedup", "steady_speedup", "cost_coefficient")
     return found | {name: statistics.median(x) for name, x in zip(names, zip(*limits, strict=True), strict=True)}
 
 

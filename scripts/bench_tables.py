@@ -12,11 +12,13 @@ from hf_specx.bench_points import verdicts
 
 FIGURES = {
     "tokens/s": "tokens_per_second",
+    "expected tokens/s": "expected_tokens_per_second",
     "× plain": "speedup",
     "α": "alpha",
     "tokens a round": "tokens_per_round",
     "s a round": "seconds_per_round",
     "/ bare": "round_over_bare",
+    "call / bare": "call_over_bare",
     "memory-bound, s": "bandwidth_seconds_per_round",
     "limited": "forward_limited_speedup",
     "Theorem 3.8": "expected_speedup",

@@ -87,8 +87,9 @@ def test_what_a_cell_says():
         assert noted["tokens_per_round"] >= 1
         for figure in ("round_over_bare", "call_over_bare", "seconds_per_round"):
             assert noted[figure]["min"] <= noted[figure]["median"] <= noted[figure]["max"]
-        for figure in ("forward_limited_speedup", "expected_speedup", "bare_speedup", "cost_coefficient"):
-            assert noted[figure] >= 0
+        assert noted["cost_coefficient"] >= 0
+        for figure in ("forward_limited_speedup", "expected_speedup", "bare_speedup", "steady_speedup"):
+            assert noted[figure] > 0
         assert {"draft", "target", "verify", "rest"} <= noted["phases_per_round"].keys()
     assert contenders["coupled-2"]["bandwidth_seconds_per_round"] > 0
 
@@ -104,7 +105,8 @@ def a_run(**changes):
         "round_ratio": 1.125,
     }
     counted = {"alpha": 0.5, "tokens_per_round": 3.0, "num_draft_tokens": 3, "rounds": 8, "layout": "ragged"}
-    times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "round": 2.25, "predicted": 1.4}
+    times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "round": 2.25, "full_round": 2.5}
+    counted |= {"predicted": 1.4, "expected_tokens": 36.0}
     return counted | times | {"phases": {"draft": 1.0, "target": 1.0, "verify": 0.25}, "bare": bare} | changes
 
 
@@ -121,7 +123,8 @@ def test_rounds_are_timed_also_where_all_rows_took_part():
 
 
 def test_figures():
-    plain = {"runs": [{"seconds": 40.0, "tokens": 40, "bare": {"prompt": 1.0, "decoding": 33.0, "target_step": 1.0}}]}
+    bare = {"prompt": 1.0, "decoding": 33.0, "target_step": 1.0}
+    plain = {"runs": [{"seconds": 40.0, "tokens": 40, "longest": 40, "bare": bare}]}
     found = summarise({"runs": [a_run()]}, plain, speed=50.0)
     assert found["tokens_per_second"] == {"median": 2.0, "min": 2.0, "max": 2.0}
     assert found["speedup"]["median"] == 2.0
@@ -133,6 +136,8 @@ def test_figures():
     assert found["forward_limited_speedup"] == 3.0 * 1.0 / (1.25 + 3 * 0.25)
     assert found["expected_speedup"] == pytest.approx((1 + 0.5 + 0.25 + 0.125) / (3 * 0.25 + 1))
     assert found["bare_speedup"] == 34 / 17
+    assert found["steady_speedup"] == pytest.approx(3.0 * 1.0 / 2.5)
+    assert found["expected_tokens_per_second"]["median"] == 36 / 20
     assert found["cost_coefficient"] == 0.25
     assert found["predicted_speedup"] == 1.4
 

@@ -22,6 +22,6 @@ def test_tables_of_the_bench(tmp_path: Path, capsys: pytest.CaptureFixture):
     (tmp_path / "results.json").write_text(json.dumps({"schema": 1, "cells": [speed()]}))
     main(tmp_path / "results.json")
     shown = capsys.readouterr().out
-    assert "| grafted-30M (synthetic) | float32 | 1 | 5 + 8 | 1 | block-5 | 20 | 2 | 0.8 |" in shown
+    assert "| grafted-30M (synthetic) | float32 | 1 | 5 + 8 | 1 | block-5 | 20 | - | 2 | 0.8 |" in shown
     assert "| 1 | median round over bare forwards: 30M float32, batch 1 | <= 1.08 | 1.05 | holds |" in shown
     assert len({line.count("|") for line in shown.split("### What")[0].splitlines() if "|" in line}) == 1
