@@ -1,5 +1,6 @@
 """The ragged layout: each token stays in the slot of its column, and a mask by position hides the rest."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ class RaggedDecoder(Decoder):
         self.masks = Masks(self.model)
 
     def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        count, last = tokens.shape[1], torch.arange(ahead - tokens.shape[1], ahead, device=tokens.device)
+        count, first = tokens.shape[1], ahead - tokens.shape[1]
         if sequences.together is None:
             counts = [sequences.counts[row] for row in sequences.rows]
+            last = torch.arange(first, ahead, device=tokens.device)
             emitted = (sequences.ends - sequences.width)[:, None] + last  # [R, q], with the candidates
             longest, even = max(counts), len(set(counts)) == 1
         else:
             longest, even = sequences.together, True
-            emitted = (longest + last)[None]  # [1, q]
+            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) | self.notes.asked
@@ -39,16 +41,18 @@ class RaggedDecoder(Decoder):
         positions = self._positions(sequences, emitted, longest + ahead)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
-        with grouped_queries():
+        mask = self._mask(sequences, slots, extent)
+        with contextlib.nullcontext() if mask is None else grouped_queries():
             output = self.model(
                 input_ids=tokens.to(self.device),
-                attention_mask=self._mask(sequences, slots, extent),
+                attention_mask=mask,
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
                 **given,
             )
-        self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
+        if self.notes.asked:
+            self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
 
     def _mask(

@@ -152,10 +152,10 @@ def law(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     judged by; for a target the row is undefined if it gets there.
     """
     probs = scores.softmax(-1)
-    undefined = probs[..., :1].isnan()  # one NaN makes the whole softmax NaN
+    undefined = probs[..., 0].isnan()  # one NaN makes the whole softmax NaN
     if probs.device.type != "cpu" or undefined.any():  # to ask would make other devices wait
-        probs.masked_fill_(undefined, 1 / probs.shape[-1])
-    return probs, undefined[..., 0]
+        probs.masked_fill_(undefined[..., None], 1 / probs.shape[-1])
+    return probs, undefined
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:

@@ -4,6 +4,7 @@ Usually all positions of a round are judged at once. Where a processor or a crit
 in order, as stock shows it, the positions are walked one by one, all rows together, until some row rejects.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -71,23 +72,19 @@ def settle_at_once(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     if run.lockstep:
         num_new = num_new.min().expand_as(num_new)
     kept, ended = stopping.cut(sequences, tokens, num_new)
-    decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype), _first(undefined)])
-    numbers, chances = _listed(decided, survival)
-    accepted_list, gained, kept_list, ended_list, lawless = numbers
+    decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype)], 1)
+    numbers, (chances, shares, lawless) = _listed(decided, survival, overlap, undefined)
+    accepted_list, gained, kept_list, ended_list = numbers
     firsts = [sequences.counts[row] for row in rows]
     run.outcome = _outcome(run, draft, accepted_list, chances, firsts)
     sequences.append(tokens, kept, kept_list)
     leaving = stopping.update(sequences, kept_list, ended_list)
     emitted = [max(0, sequences.counts[row] - first) for row, first in zip(rows, firsts, strict=True)]
-    run.dead_ends = _dead_ends(run, rows, firsts, emitted, lawless) | run.dead_ends
+    run.dead_ends = _dead_ends(run, rows, firsts, emitted, _first(lawless)) | run.dead_ends
     if run.dead_ends:
         _stop_at_dead_ends(run)
-    drafted = draft.tokens.shape[1]
-    shared: torch.Tensor | float = 0.0
-    if drafted:
-        judged = torch.arange(drafted, device=overlap.device) <= accepted[:, None]
-        shared = (overlap * judged).sum()
-    run.report.observe(rows, drafted, accepted_list, emitted, shared, gained, survival=chances)
+    shared = sum(sum(row[: number + 1]) for row, number in zip(shares, accepted_list, strict=True))
+    run.report.observe(rows, draft.tokens.shape[1], accepted_list, emitted, shared, gained, survival=chances)
     run.outputs.take(run.target, rows, firsts, emitted, logits, scores)
     run.stream.put(sequences, stopping)
     return _leave(run, leaving)
@@ -111,7 +108,7 @@ def settle_in_order(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
             scores = run.processors.in_order(prefix, early[:, length])  # type: ignore[arg-type]
         (kept, token, _), shared, undefined = run.rule.judge(sequences, *_one(draft, scores, length))
         here, live = [first + length] * len(rows), (~over).long().tolist()
-        for _, error in _dead_ends(run, rows, here, live, _first(undefined).tolist()).values():
+        for _, error in _dead_ends(run, rows, here, live, _first(undefined.tolist())).values():
             raise error
         if length < drafted:
             token = torch.where(kept > 0, draft.tokens[:, length], token)
@@ -139,12 +136,12 @@ def settle_in_order(run: Run, draft: Draft, logits: torch.Tensor) -> bool:
     return _leave(run, rows if finished else [])
 
 
-def _listed(decided: torch.Tensor, survival: torch.Tensor) -> tuple[list[list[int]], list[list[float]]]:
-    """Integers [n, R] and chances [R, K] on the host, by the round's one synchronisation."""
-    both = torch.cat([decided.double(), survival.double().T]).tolist()
-    chances = both[len(decided) :]
-    numbers = [list(map(int, values)) for values in both[: len(decided)]]
-    return numbers, [list(row) for row in zip(*chances, strict=True)] or [[] for _ in numbers[0]]
+def _listed(decided: torch.Tensor, *figures: torch.Tensor) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Integers [R, n] column by column and figures [R, ...] row by row, by the round's one synchronisation."""
+    table = torch.cat([decided, *figures], 1).tolist()
+    ends = list(itertools.accumulate(part.shape[1] for part in (decided, *figures)))
+    numbers = [list(map(int, column)) for column in zip(*(row[: ends[0]] for row in table), strict=True)]
+    return numbers, [[row[i:j] for row in table] for i, j in itertools.pairwise(ends)]
 
 
 def _outcome(run: Run, draft: Draft, accepted: list[int], survival: list[list[float]], firsts: list[int]) -> Outcome:
@@ -166,9 +163,9 @@ def _over(sequences: Sequences) -> torch.Tensor:
     return torch.zeros_like(sequences.index, dtype=torch.bool) if over is None else over
 
 
-def _first(undefined: torch.Tensor) -> torch.Tensor:
-    """The first position [R] that has no law, of undefined [R, P]; P where there is none."""
-    return torch.where(undefined.any(-1), undefined.long().argmax(-1), undefined.shape[1])
+def _first(lawless: list[list[float]]) -> list[int]:
+    """The first position of each row that has no law, of flags [R][P]; P where there is none."""
+    return [flags.index(True) if True in flags else len(flags) for flags in lawless]
 
 
 def _dead_ends(

@@ -188,6 +188,18 @@ def test_a_dear_draft_is_tried_before_it_is_judged(known: bool):
     assert (seconds < plain / 1.3) is not known  # where so little had been seen, most of a call goes by plainly
 
 
+@pytest.mark.parametrize(("rows", "together", "rounds"), [(1, False, 4), (4, False, 1), (8, False, 1), (4, True, 4)])
+def test_rows_bring_evidence_each_unless_they_go_together(rows: int, together: bool, rounds: int):
+    """Candidates that fail at once: 4 are to be seen, one a round from each row, or from rows in lockstep as from one."""
+    times = [1.0, *(9.0 + number for number in range(1, 9))]
+    chooser = Chooser(Survival(PRIOR_ALPHA, PRIOR_WEIGHT, together), known=False)
+    number, tried = chooser.first(times, 64), 0
+    while number:
+        tried += 1
+        number = chooser.next(outcome(*[[0.0] * number] * rows), times, lambda tokens: 0.0)
+    assert tried == rounds
+
+
 def test_probes_are_rare_and_find_what_has_become_better():
     """They wait twice as long each time; once the draft is good, drafting is taken up for good."""
     call = Simulated(LINE, [0.02], seed=0, soft=False)
