@@ -22,7 +22,8 @@ def caption(found: dict[str, Any]) -> str:
         f"of the {files['held_out']} held-out files (one in {HELD_OUT} by a hash, of {files['all']}) of Python "
         f"{made['python']}; at most {settings['new_tokens']} new tokens. Nucleus: T = {settings['temperature']}, "
         f"top-p {settings['top_p']}. {made['dtype']} on {made['device']}, torch {made['torch']}, transformers "
-        f"{made['transformers']}. In brackets 95 % intervals."
+        f"{made['transformers']}. In brackets 95 % intervals: "
+        "bootstraps over prompts, of times over batches (widened by Student's t); exact ones of shares."
     )
 
 

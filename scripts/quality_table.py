@@ -7,6 +7,7 @@ At each batch size every way to generate takes its turn on the same batches, in 
 each that is not counted. Nucleus sampling is that of the paper's HumanEval column; all of ours draft by the default,
 "auto". Batch number i starts from `torch.manual_seed(seed + i)` in each way. So plain, coupled and greedy texts are
 the same whenever this is run on one machine; those of block verification are not, as "auto" goes by measured times.
+Intervals take prompts, or batches of them, for independent, though several may be of one file.
 
     python scripts/quality_table.py
 """
@@ -29,7 +30,7 @@ from train_pair import source_files
 from hf_specx import DraftTargetPair
 from hf_specx.bench import Timing, emitted_per_row, encode, provenance
 from hf_specx.bench_turns import WARM_UP
-from hf_specx.check_cells import CONFIDENCE, metric
+from hf_specx.check_cells import CONFIDENCE, metric, stretch
 from hf_specx.checking import generator_untouched
 from hf_specx.checks_check import check_place
 from hf_specx.console import progress
@@ -117,17 +118,23 @@ def milliseconds(seconds: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.
     return 1000 * seconds.sum(axis) / tokens.sum(axis)
 
 
-def speedup(*columns: np.ndarray, axis: int = -1) -> np.ndarray:
-    """The mean time of plain's tokens over that of ours, of ours' seconds and tokens and plain's."""
-    return milliseconds(*columns[2:], axis=axis) / milliseconds(*columns[:2], axis=axis)
+def speedup(
+    seconds: np.ndarray, tokens: np.ndarray, plain_seconds: np.ndarray, plain_tokens: np.ndarray, axis: int = -1
+) -> np.ndarray:
+    """The mean time of a token of plain over that of ours."""
+    return milliseconds(plain_seconds, plain_tokens, axis) / milliseconds(seconds, tokens, axis)
 
 
 def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict[str, Any]:
-    """A statistic of times with its percentile bootstrap over batches; the runs on one batch are drawn together."""
+    """A statistic of times with its percentile bootstrap over batches; the runs on one batch are drawn together.
+
+    It is widened as Student's t says, in proportion, since there may be few batches.
+    """
     columns = [np.array(values, dtype=np.float64) for each in runs for values in (each.seconds, each.tokens)]
     settings = {"n_resamples": RESAMPLES, "confidence_level": CONFIDENCE, "method": "percentile"}
     found = stats.bootstrap(columns, statistic, paired=True, random_state=seed, **settings)
-    return {"value": float(statistic(*columns)), "interval": [float(end) for end in found.confidence_interval]}
+    value, wider = float(statistic(*columns)), stretch(1 - CONFIDENCE, len(columns[0]))
+    return {"value": value, "interval": [value * float(end / value) ** wider for end in found.confidence_interval]}
 
 
 def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
