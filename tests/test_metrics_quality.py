@@ -136,6 +136,16 @@ def test_pairs_are_drawn_together():
     assert found["interval"] == pytest.approx([1, 1])
 
 
+def test_each_mean_has_an_interval_of_its_own():
+    """That of its difference from nothing, of which nothing is left to chance."""
+    compared, rng = script("text_quality").compared, np.random.default_rng(0)
+    left, right, nothing = rng.normal(size=40), rng.normal(size=40), np.zeros(40)
+    found = compared(left, right, level=0.1, seed=3)
+    for name, column in (("prediction", left), ("reference", right)):
+        assert found[f"{name}_interval"] == compared(column, nothing, level=0.1, seed=3)["interval"]
+        assert found[f"{name}_interval"][0] < found[name] < found[f"{name}_interval"][1]
+
+
 def test_the_seed_decides():
     assert quality(seed=1) == quality(seed=1)
     many = {"left": ["a " * i for i in range(40)], "right": ["a " * (i * i % 7) for i in range(40)]}

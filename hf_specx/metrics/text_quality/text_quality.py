@@ -31,7 +31,8 @@ Args:
         text. Names on the Hub need a network.
 
 Returns:
-    For each measure `prediction`, `reference`, `difference` (prediction - reference) and `interval` [low, high].
+    For each measure `prediction`, `reference`, `difference` (prediction - reference) and its `interval` [low, high],
+    and `prediction_interval` and `reference_interval`, of each mean by itself.
     perplexity: exp of the mean over texts of -log p a token, behind the prompt; pairs with an empty text are left out.
     distinct_1, distinct_2: share of different n-grams among those of a text; 0 where it has none.
     length: tokens of a text, or words.
@@ -44,8 +45,8 @@ Raises:
     ImportError: targets without `rouge_score`.
 
 Example:
-    >>> text_quality.compute(predictions=["a b", "a a"], references=["a b", "b a"])["distinct_1"]
-    {'prediction': 0.75, 'reference': 1.0, 'difference': -0.25, 'interval': [-0.5, 0.0]}
+    >>> text_quality.compute(predictions=["a b", "a a"], references=["a b", "b a"])["distinct_1"]["interval"]
+    [-0.5, 0.0]
 """
 CITATION = """@book{efron1993bootstrap,
   title={An Introduction to the Bootstrap},
@@ -139,14 +140,19 @@ def compared(
     """Means of two paired columns [rows], their difference and its interval, as `shown` makes them of a mean."""
     rows = len(left)
     counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES)
-    drawn = shown(counts @ left / rows) - shown(counts @ right / rows)
+    ours, theirs = (shown(counts @ column / rows) for column in (left, right))  # [RESAMPLES]
     prediction, reference = float(shown(left.mean())), float(shown(right.mean()))
-    low, high = np.quantile(drawn, [level / 2, 1 - level / 2])
+
+    def interval(drawn: np.ndarray) -> list[float]:
+        return [float(end) for end in np.quantile(drawn, [level / 2, 1 - level / 2])]
+
     return {
         "prediction": prediction,
         "reference": reference,
         "difference": prediction - reference,
-        "interval": [float(low), float(high)],
+        "interval": interval(ours - theirs),
+        "prediction_interval": interval(ours),
+        "reference_interval": interval(theirs),
     }
 
 

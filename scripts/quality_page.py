@@ -1,0 +1,68 @@
+"""The table of `quality_table.py` as Markdown, and its place in a page. It measures nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from train_pair import HELD_OUT
+
+from hf_specx.contenders import PLAIN
+from hf_specx.markdown import row
+
+
+BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
+MEASURES = {"perplexity": ("perplexity", 2), "rougeL": ("ROUGE-L", 3), "distinct_2": ("distinct-2", 3)}  # and digits
+HEADINGS = [heading for heading, _ in MEASURES.values()]
+
+
+def caption(found: dict[str, Any]) -> str:
+    """How the figures were made."""
+    made, files, settings = found["made"], found["files"], found["settings"]
+    return (
+        f"{settings['prompts']} prompts, the first {settings['prompt_tokens']} tokens of functions in {files['used']} "
+        f"of the {files['held_out']} held-out files (one in {HELD_OUT} by a hash, of {files['all']}) of Python "
+        f"{made['python']}; at most {settings['new_tokens']} new tokens. Nucleus: T = {settings['temperature']}, "
+        f"top-p {settings['top_p']}. {made['dtype']} on {made['device']}, torch {made['torch']}, transformers "
+        f"{made['transformers']}. In brackets 95 % intervals: "
+        "bootstraps over prompts, of times over batches (widened by Student's t); exact ones of shares."
+    )
+
+
+def shown(value: float, interval: Sequence[float], form: str) -> str:
+    low, high = (format(end, form) for end in interval)
+    return f"{format(value, form)} [{low}, {high}]"
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Quality and speed of each way at each batch size, and by how much speculative text differs from plain."""
+    lines, differences = [], []
+    for each in found["rows"]:
+        place = [each["way"], str(each["batch"])]
+        measured = [(each["quality"][name], digits) for name, (_, digits) in MEASURES.items()]
+        means = [shown(m["prediction"], m["prediction_interval"], f".{digits}f") for m, digits in measured]
+        equal, faster = "", "1"
+        if each["contender"] != PLAIN:
+            equal, faster = shown(**each["equal"], form=".0%"), shown(**each["speedup"], form=".2f")
+            apart = [shown(m["difference"], m["interval"], f"+.{digits}f") for m, digits in measured]
+            differences.append(row([*place, *apart]))
+        lines.append(row([*place, *means, equal, shown(**each["milliseconds"], form=".2f"), faster]))
+    above = headed("text", "batch", *HEADINGS, "equal to plain", "ms a token", "speed-up")
+    below = headed("minus plain", "batch", *HEADINGS)
+    return "\n".join([caption(found), "", *above, *lines, "", *below, *differences])
+
+
+def headed(*names: str) -> list[str]:
+    """The first two lines of a table; all columns but the first have numbers."""
+    return [row(names), row(["---"] + ["---:"] * (len(names) - 1))]
+
+
+def replaced(page: str, text: str) -> str:
+    """The page with a text between its two markers, and all else as it was.
+
+    Raises:
+        ValueError: it does not have one of each, in their order.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end) or page.count(BEGIN) + page.count(END) > 2:
+        raise ValueError(f"the page must have one {BEGIN} and behind it one {END}; write them into it.")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"

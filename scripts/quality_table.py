@@ -1,0 +1,242 @@
+"""Quality and speed of plain and of speculative text, in the form of Table 1 of Chen et al. 2023, into the README.
+
+A prompt is what a function begins with, in a file that `train_pair.py` held out; what really follows is what ROUGE
+compares with. Another version of Python has other files, so the table says which one it was, and how many files.
+
+At each batch size every way to generate takes its turn on the same batches, in an order that rotates, after one run of
+each that is not counted. Nucleus sampling is that of the paper's HumanEval column; all of ours draft by the default,
+"auto". Batch number i starts from `torch.manual_seed(seed + i)` in each way. So plain, coupled and greedy texts are
+the same whenever this is run on one machine; those of block verification are not, as "auto" goes by measured times.
+Intervals take prompts, or batches of them, for independent, though several may be of one file.
+
+    python scripts/quality_table.py
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import torch
+import typer
+from held_out import Prompt, held_out_prompts
+from quality_page import replaced, tables
+from scipy import stats
+from train_pair import source_files
+
+from hf_specx import DraftTargetPair
+from hf_specx.bench import Timing, emitted_per_row, encode, provenance
+from hf_specx.bench_turns import WARM_UP
+from hf_specx.check_cells import CONFIDENCE, metric, stretch
+from hf_specx.checking import generator_untouched
+from hf_specx.checks_check import check_place
+from hf_specx.console import progress
+from hf_specx.contenders import PLAIN, Contender
+from hf_specx.devices import execution_device, synchronize
+
+
+NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
+GREEDY = {"do_sample": False}
+OUT = Path("scripts/results/quality.json")
+RESAMPLES = 2000
+
+
+class Way(NamedTuple):
+    """A way to generate, and the contender of `hf_specx.contenders` that does it."""
+
+    name: str
+    contender: str
+    options: dict[str, Any]
+    beside: str  # the plain way that it is compared with
+
+
+WAYS = (
+    Way("plain, nucleus", PLAIN, NUCLEUS, "plain, nucleus"),
+    Way("speculative, nucleus", "block-auto", NUCLEUS, "plain, nucleus"),
+    Way("coupled, nucleus", "coupled-auto", NUCLEUS, "plain, nucleus"),
+    Way("plain, greedy", PLAIN, GREEDY, "plain, greedy"),
+    Way("speculative, greedy", "block-auto", GREEDY, "plain, greedy"),
+)
+
+
+@dataclass
+class Runs(Timing):
+    """The runs of one way, one a batch.
+
+    Attributes:
+        texts: emitted ids of each row, up to and with its end token.
+    """
+
+    texts: list[list[int]] = field(default_factory=list)
+
+
+def take_turns(
+    pair: DraftTargetPair,
+    batches: Sequence[dict[str, torch.Tensor]],
+    new_tokens: int,
+    seed: int,
+    advance: Callable[[], object],
+) -> dict[str, Runs]:
+    """The runs of each way, by its name; `advance` is called after each run, warm-ups too."""
+    contenders = {way.name: Contender(way.contender, pair.target, pair.draft) for way in WAYS}
+    found = {way.name: Runs() for way in WAYS}
+    for run in range(-1, len(batches)):
+        number, length = max(run, 0), new_tokens if run >= 0 else min(WARM_UP, new_tokens)
+        first = number % len(WAYS)
+        for way in (*WAYS[first:], *WAYS[:first]):
+            options = way.options | {"max_new_tokens": length}
+            seconds, texts = timed(contenders[way.name], batches[number], options, seed + number)
+            advance()
+            if run >= 0:
+                found[way.name].seconds.append(seconds)
+                found[way.name].tokens.append(sum(map(len, texts)))
+                found[way.name].texts += texts
+    return found
+
+
+def timed(
+    contender: Contender, inputs: dict[str, torch.Tensor], options: dict[str, Any], seed: int
+) -> tuple[float, list[list[int]]]:
+    """One run: its seconds, and the emitted ids of each row."""
+    device = execution_device(contender.target)
+    torch.manual_seed(seed)
+    synchronize(device)
+    started = time.perf_counter()
+    output = contender(inputs, options)
+    synchronize(device)
+    seconds = time.perf_counter() - started
+    width, ends = inputs["input_ids"].shape[1], contender.target.generation_config.eos_token_id
+    counts = emitted_per_row(output, width, ends)
+    return seconds, [ids[:count] for ids, count in zip(output[:, width:].tolist(), counts, strict=True)]
+
+
+def milliseconds(seconds: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
+    """Mean time of a token; runs are along the axis."""
+    return 1000 * seconds.sum(axis) / tokens.sum(axis)
+
+
+def speedup(
+    seconds: np.ndarray, tokens: np.ndarray, plain_seconds: np.ndarray, plain_tokens: np.ndarray, axis: int = -1
+) -> np.ndarray:
+    """The mean time of a token of plain over that of ours."""
+    return milliseconds(plain_seconds, plain_tokens, axis) / milliseconds(seconds, tokens, axis)
+
+
+def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict[str, Any]:
+    """A statistic of times with its percentile bootstrap over batches; the runs on one batch are drawn together.
+
+    It is widened as Student's t says, in proportion, since there may be few batches.
+    """
+    columns = [np.array(values, dtype=np.float64) for each in runs for values in (each.seconds, each.tokens)]
+    settings = {"n_resamples": RESAMPLES, "confidence_level": CONFIDENCE, "method": "percentile"}
+    found = stats.bootstrap(columns, statistic, paired=True, random_state=seed, **settings)
+    value, wider = float(statistic(*columns)), stretch(1 - CONFIDENCE, len(columns[0]))
+    return {"value": value, "interval": [value * float(end / value) ** wider for end in found.confidence_interval]}
+
+
+def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
+    """The share of rows whose tokens are plain's, with its exact interval (Clopper and Pearson)."""
+    share = metric("sequence_equality").compute(predictions=ours.texts, references=plain.texts)["exact_match"]
+    rows = len(ours.texts)
+    interval = stats.binomtest(round(share * rows), rows).proportion_ci(CONFIDENCE)
+    return {"value": share, "interval": [float(end) for end in interval]}
+
+
+def row_of(
+    pair: DraftTargetPair, prompts: list[Prompt], way: Way, ours: Runs, plain: Runs, seed: int
+) -> dict[str, Any]:
+    """All figures of one way at one batch size, beside plain at the same."""
+    assert pair.tokenizer is not None
+    texts = [pair.tokenizer.batch_decode(each.texts, skip_special_tokens=True) for each in (ours, plain)]
+    quality = metric("text_quality").compute(
+        predictions=texts[0],
+        references=texts[1],
+        prompts=[prompt.text for prompt in prompts],
+        targets=[prompt.follows for prompt in prompts],
+        model=pair.target,
+        tokenizer=pair.tokenizer,
+        level=1 - CONFIDENCE,
+        seed=seed,
+    )
+    return {
+        "way": way.name,
+        "contender": way.contender,
+        "options": way.options,
+        "batch": len(ours.texts) // len(ours.seconds),
+        "quality": quality,
+        "equal": agreement(ours, plain),
+        "milliseconds": figure(milliseconds, seed, ours),
+        "speedup": figure(speedup, seed, ours, plain),
+        "runs": ours.to_dict(),
+    }
+
+
+def check_rows(prompts: int, sizes: Sequence[int]) -> None:
+    for size in sizes:
+        if size < 1 or prompts % size or prompts < 2 * size:
+            raise ValueError(f"prompts={prompts} are not two or more whole batches of {size}; give a multiple of it.")
+
+
+def measure(
+    pair: DraftTargetPair, prompts: list[Prompt], sizes: Sequence[int], new_tokens: int, seed: int
+) -> list[dict[str, Any]]:
+    """The figures of each way at each batch size; the default generators are left as they were."""
+    assert pair.tokenizer is not None
+    rows = []
+    steps = sum(len(WAYS) * (len(prompts) // size + 2) for size in sizes)  # a run to warm up, and one to be judged
+    with generator_untouched(pair), progress("plain and speculative in turns", steps) as advance:
+        for size in sizes:
+            texts = [[prompt.text for prompt in prompts[i : i + size]] for i in range(0, len(prompts), size)]
+            batches = [encode(pair.tokenizer, pair.target, each, new_tokens) for each in texts]
+            runs = take_turns(pair, batches, new_tokens, seed, advance)
+            for way in WAYS:
+                rows.append(row_of(pair, prompts, way, runs[way.name], runs[way.beside], seed))
+                advance()
+    return rows
+
+
+def main(
+    pair: Annotated[str, typer.Option(help="Id or folder; these files are unseen by the default only.")] = "embedded",
+    readme: Annotated[Path, typer.Option(help="Page that has both markers.", dir_okay=False)] = Path("README.md"),
+    out: Annotated[Path, typer.Option(help="File for all figures, as JSON.", dir_okay=False)] = OUT,
+    prompts: Annotated[int, typer.Option(help="How many, in two or more whole batches.")] = 96,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(min=2)] = 64,
+    seed: int = 0,
+) -> None:
+    """Measure, and write the table between the markers of the page: under ten minutes on two cores."""
+    sizes = batch or [1, 8]
+    replaced(readme.read_bytes().decode(), "")  # refused before any work
+    check_place(out)
+    check_rows(prompts, sizes)
+    loaded = DraftTargetPair.from_pretrained(pair)
+    assert loaded.tokenizer is not None
+    chosen = held_out_prompts(loaded.tokenizer, prompts, prompt_tokens, new_tokens)
+    trained_on, held_out = source_files()
+    used = {prompt.place.rpartition(":")[0] for prompt in chosen}
+    found = {
+        "command": "python scripts/quality_table.py",
+        "settings": {
+            "pair": pair,
+            "prompts": prompts,
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "temperature": NUCLEUS["temperature"],
+            "top_p": NUCLEUS["top_p"],
+            "seed": seed,
+        },
+        "made": provenance(loaded.target),
+        "files": {"all": len(trained_on) + len(held_out), "held_out": len(held_out), "used": len(used)},
+        "prompts": [prompt.place for prompt in chosen],
+        "rows": measure(loaded, chosen, sizes, new_tokens, seed),
+    }
+    out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    readme.write_bytes(replaced(readme.read_bytes().decode(), tables(found)).encode())
+
+
+if __name__ == "__main__":
+    typer.run(main)
