@@ -212,6 +212,17 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: bool):
+    """Buffers are kept from call to call."""
+    target, draft = pair(num_hidden_layers=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    expected, _ = run(target, None, **call)
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            assert torch.equal(run(target, draft, **call)[0], expected)
+
+
 def test_it_says_once_that_the_first_call_is_slow(traced: None):
     target, draft = pair()
     call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
