@@ -30,7 +30,7 @@ from .checks_rows import as_list
 from .compiled import compilations
 from .costs import Costs
 from .decode import decode
-from .decoders import Prompt
+from .decoders import Prompt, vocabulary
 from .drafting import Auto, Schedule, choose_drafting
 from .layouts import make_decoder
 from .lookahead import MAX_DRAFT_TOKENS
@@ -271,12 +271,14 @@ class SpeculativeDecoding:
         """
         check_calibration(self.draft_model)
         assert isinstance(self.draft_model, PreTrainedModel)
+        model = unwrapped(model)
+        self.meet(model)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(unwrapped(model), MAX_DRAFT_TOKENS + 1, given)
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
         plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [], self.compile)
         target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
         own = draft_prompt(self.draft_model, prompt, input_ids)
-        draft = make_decoder(plan.draft_layout, own, compiled=plan.compiled)
+        draft = make_decoder(plan.draft_layout, own, vocabulary(own.model), plan.compiled)
         target.read()
         draft.read()
         measure(self.costs, make_sequences(prompt), target, draft)

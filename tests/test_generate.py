@@ -244,6 +244,24 @@ def test_costs_start_anew_for_another_target():
     assert strategy.costs is not costs
 
 
+def test_a_calibration_is_for_the_target_that_it_was_made_with():
+    """Nothing of another target is mixed with it, and it is there when that target is used."""
+    first, second = tiny(), tiny(seed=4)
+    strategy = SpeculativeDecoding(near(first, 0.05))
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    strategy.calibrate(second, prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+    costs = strategy.costs
+    second.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is costs
+
+
+def test_calibration_of_a_draft_with_fewer_positions_than_the_prompt():
+    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, max_position_embeddings=8))
+    strategy.calibrate(tiny("gpt2"), prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+
+
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
 def test_a_broken_draft_costs_acceptance_only(verification: str):
     """A draft whose logits are NaN drafts uniformly; the text is no constant, and coupled text stays stock's."""
