@@ -228,7 +228,7 @@ class SpeculativeDecoding:
 
     def _check(self, prompt: Prompt, processors: LogitsProcessorList) -> None:
         model, config = prompt.model, prompt.generation_config
-        check_target(model, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        check_target(model, _width(prompt) + prompt.max_new_tokens)
         asked = self.verification if config.do_sample else "greedy"
         check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", self.streamer)
         check_inputs(model, prompt.input_ids, config, prompt.kwargs)
@@ -282,3 +282,12 @@ class SpeculativeDecoding:
         target.read()
         draft.read()
         measure(self.costs, make_sequences(prompt), target, draft)
+
+
+def _width(prompt: Prompt) -> int:
+    """Columns of the text so far, also where it is passed as embeddings, or its last part alone behind a cache."""
+    if prompt.model.config.is_encoder_decoder:
+        return prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get("attention_mask")
+    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
+    return known if mask is None else mask.shape[-1]
