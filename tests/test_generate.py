@@ -328,6 +328,19 @@ def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     assert len(LEARNED[draft]) == 2
 
 
+def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
+    """The prompt's forward gives the first and a plain step the other, so that nothing is ever drafted."""
+    target = tiny()
+    strategy, expected = SpeculativeDecoding(near(target, 0.05)), target.generate(**prompts(2), max_new_tokens=2)
+    settings = {"do_sample": False, "custom_generate": strategy}
+
+    def call(new_tokens: int) -> Callable:
+        return lambda: target.generate(**prompts(2), **settings, max_new_tokens=new_tokens)
+
+    assert timed_calls(monkeypatch, call(1), call(2), call(3), call(3)) == [0, 0, 1, 0]
+    assert torch.equal(call(2)(), expected)
+
+
 def test_the_same_seed_gives_the_same_text_in_the_next_call():
     """The number of candidates changes what is drawn, so acceptance must not count from call to call."""
     target = tiny()
