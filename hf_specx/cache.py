@@ -1,11 +1,11 @@
-"""Key-value storage in slots that are written in place; the only module that knows the host's cache.
+"""Key-value storage in slots that are written in place, in the place of the host's own cache.
 
 A forward says where its tokens go and how many slots are visible. What lies behind the end of a row is hidden by the
 mask and overwritten later, so rolling back costs nothing: the invariant is kept by the lengths alone.
 
 The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens but the last; the
-draft's holds a prefix of the same tokens, at most two missing, fed at its next step; nothing else is visible to
-attention.
+draft's holds a prefix of the same tokens, fed what is missing at its next step: at most two, and one more for each
+plain step since it drafted. Nothing else is visible to attention.
 """
 
 from collections.abc import Sequence

@@ -214,7 +214,7 @@ class RoundTimes:
         """Note that a round has ended; the first of a call, and those in which a draft pauses or catches up, are
         not typical."""
         now = self.costs.clock()
-        if self.ended is not None and (drafted > 0) == (self.drafted > 0) and drafted <= MAX_DRAFT_TOKENS:
+        if self.ended is not None and (drafted > 0) == (self.drafted > 0):
             seen = self.seen.setdefault((batch, drafted), deque(maxlen=RECENT))
             seen.append(now - self.ended)
             if self.online and len(seen) >= ENOUGH:

@@ -129,7 +129,7 @@ class Auto(Schedule):
 
     def update(self, outcome: Outcome, rows: int) -> None:
         self.times.observe(self.rows, outcome.drafted)
-        self.rows = rows or self.rows
+        self.rows = rows
         self.wanted = self.chooser.next(outcome, self.times(self.rows), partial(self.times.catch_up, self.rows))
 
     def end(self) -> None:

@@ -61,7 +61,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
     """`model.generate` with speculative sampling, for what transformers withholds from a strategy object.
 
     The times of forwards that a call has measured serve the next one with the same two models. What it has seen of
-    their acceptance does not, so that the same seed gives the same text; a strategy object goes by that as well.
+    their acceptance does not, so that the same seed gives the same text; a strategy object goes by that as well. But
+    times at a smaller batch size, once a call has measured them, count in larger batches as well when rows have ended:
+    for a text by "token" or "block" that no other call can change give `num_draft_tokens` as an int, or `seeds`.
 
     Args:
         inputs: as in `generate`.

@@ -163,7 +163,7 @@ class Chooser:
             self.on = False
             return 0
         if outcome.drafted:
-            self.probed = self.probed[0] + tokens, self.probed[1] + times[min(outcome.drafted, MAX_DRAFT_TOKENS)]
+            self.probed = self.probed[0] + tokens, self.probed[1] + times[outcome.drafted]
             if self.probed[0] * times[0] >= self.probed[1]:
                 return best
             self._rest(min(LAST_WAIT, 2 * self.wait))

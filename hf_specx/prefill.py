@@ -114,7 +114,7 @@ def begin_schedule(schedule: Schedule, drafting: Drafting, costs: Costs, run: Ru
         run: the call.
     """
     draft, rows, number = draft_decoder(run), len(run.sequences.rows), drafting.number
-    if number is None and not run.fixed and draft is not None:
+    if number is None and not run.fixed and draft is not None and run.stopping.max_new_tokens > 2:
         if rows not in costs.table:
             measure(costs, run.sequences, run.target, draft)
         if drafting == Drafting():

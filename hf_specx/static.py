@@ -107,7 +107,8 @@ class Pool:
 
 
 def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-    made = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
+    with torch.inference_mode(False):  # what is made in that mode could not be written outside of it, by a later call
+        made = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
     torch._dynamo.mark_static_address(made, guard=False)  # captured graphs then write in place
     return made
 

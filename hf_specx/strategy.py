@@ -30,7 +30,7 @@ from .checks_rows import as_list
 from .compiled import compilations
 from .costs import Costs
 from .decode import decode
-from .decoders import Prompt
+from .decoders import Prompt, vocabulary
 from .drafting import Auto, Schedule, choose_drafting
 from .layouts import make_decoder
 from .lookahead import MAX_DRAFT_TOKENS
@@ -228,7 +228,7 @@ class SpeculativeDecoding:
 
     def _check(self, prompt: Prompt, processors: LogitsProcessorList) -> None:
         model, config = prompt.model, prompt.generation_config
-        check_target(model, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        check_target(model, _width(prompt) + prompt.max_new_tokens)
         asked = self.verification if config.do_sample else "greedy"
         check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", self.streamer)
         check_inputs(model, prompt.input_ids, config, prompt.kwargs)
@@ -271,12 +271,23 @@ class SpeculativeDecoding:
         """
         check_calibration(self.draft_model)
         assert isinstance(self.draft_model, PreTrainedModel)
+        model = unwrapped(model)
+        self.meet(model)
         given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(unwrapped(model), MAX_DRAFT_TOKENS + 1, given)
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
         plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [], self.compile)
         target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
         own = draft_prompt(self.draft_model, prompt, input_ids)
-        draft = make_decoder(plan.draft_layout, own, compiled=plan.compiled)
+        draft = make_decoder(plan.draft_layout, own, vocabulary(own.model), plan.compiled)
         target.read()
         draft.read()
         measure(self.costs, make_sequences(prompt), target, draft)
+
+
+def _width(prompt: Prompt) -> int:
+    """Columns of the text so far, also where it is passed as embeddings, or its last part alone behind a cache."""
+    if prompt.model.config.is_encoder_decoder:
+        return prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get("attention_mask")
+    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
+    return known if mask is None else mask.shape[-1]

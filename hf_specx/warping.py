@@ -38,14 +38,20 @@ class HeadWarper:
         self.size = 2 * first.top_k if isinstance(first, host.TopKLogitsWarper) else HEAD
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [N, V] after all warpers: those of stock, but for the rounding of sums."""
+        """Scores [N, V] after all warpers: those of stock, but for the rounding of sums.
+
+        Where tokens tie at the edge of top-p, as in half precision, others of them may stay: there stock goes by the
+        order that an unstable sort leaves them in.
+        """
         # elsewhere sorting is quick, and asking whether the head was enough would wait for the device
-        if scores.device.type == "cpu" and scores.shape[-1] > 2 * self.size:
-            values, ids = scores.topk(self.size)
-            kept, enough = self._first(scores, values, ids)
-            if enough.all():
-                return torch.full_like(scores, -torch.inf).scatter_(-1, ids, _apply(self.warpers[1:], kept))
-        return _apply(self.warpers, scores)
+        if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
+            return _apply(self.warpers, scores)
+        values, ids = scores.topk(self.size)
+        first, enough = self._first(scores, values, ids)
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, _apply(self.warpers[1:], first))
+        if not enough.all():
+            output[~enough] = _apply(self.warpers, scores[~enough])
+        return output
 
     def _first(
         self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor

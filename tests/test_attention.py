@@ -100,6 +100,7 @@ def test_a_mask_serves_layers_with_other_groups_and_dtypes():
 OTHER_CALLS = {
     "no mask": (4, 5, {"attention_mask": None}),
     "a mask for each head": (4, 5, {"attention_mask": ragged_mask(5).expand(-1, 8, -1, -1)}),
+    "a mask for all queries": (4, 5, {"attention_mask": ragged_mask(5)[:, :, -1:]}),
     "position bias": (4, 5, {"position_bias": torch.linspace(0, 9, 8 * 5 * KEYS).reshape(1, 8, 5, KEYS)}),
     "not known": (4, 5, {"of_tomorrow": 1}),
 }
@@ -156,7 +157,7 @@ def test_a_function_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
 @pytest.mark.parametrize("heads", [1, 2, 8])
 def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: pytest.MonkeyPatch):
     """Sampled under one seed, with rejections; heads are folded in every layer of each forward that has groups."""

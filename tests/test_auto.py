@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding, prefill
 from hf_specx.candidates import SampledCandidateGenerator
-from hf_specx.drafting import Schedule
+from hf_specx.drafting import Auto, Schedule
 from hf_specx.lookahead import MAX_DRAFT_TOKENS, Outcome
 
 
@@ -235,11 +235,11 @@ class Wild:
 
 @pytest.mark.parametrize("mode", ["token", "block"])
 def test_the_clock_of_a_call_does_not_change_what_it_draws(mode: str):
-    """What it saw is kept for later calls; there it does."""
+    """What it saw is kept for later calls; there it does. Rounds that take otherwise than plain steps would count."""
     target = tiny()
     draft, texts, numbers = near(target, 0.05), [], []
     for seed in range(3):
-        costs = Costs({4: KNOWN}, clock=Wild(seed))
+        costs = Costs({4: KNOWN}, rounds={4: {0: 1.0}}, clock=Wild(seed))
         strategy = SpeculativeDecoding(draft, verification=mode, costs=costs)
         texts.append(run(target, prompts(4), strategy, **COUPLED))
         numbers.append(drafted(strategy))
@@ -249,6 +249,39 @@ def test_the_clock_of_a_call_does_not_change_what_it_draws(mode: str):
     assert torch.equal(texts[0], texts[2])
     assert numbers[0] == numbers[1] == numbers[2]
     assert len(set(numbers[0])) > 2
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled"])
+def test_the_clock_counts_at_once_where_the_text_is_the_same_anyway(mode: str):
+    target = tiny()
+    draft, texts, numbers = near(target, 0.05), [], []
+    for seed in range(3):
+        costs = Costs({4: KNOWN}, rounds={4: {0: 1.0}}, clock=Wild(seed))
+        strategy = SpeculativeDecoding(draft, verification="coupled", costs=costs)
+        texts.append(run(target, prompts(4), strategy, **(GREEDY if mode == "greedy" else COUPLED)))
+        numbers.append(tuple(drafted(strategy)))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert len(set(numbers)) > 1
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize(("layout", "expected"), [("ragged", 0.8), ("lockstep", 0.8**4)])
+def test_what_a_call_begins_with(monkeypatch: pytest.MonkeyPatch, layout: str, expected: float):
+    """The acceptance of earlier calls, of all rows at once where they advance together; the rows and the room."""
+    made: list[Auto] = []
+
+    def note(*args: Any) -> Auto:
+        assert args[1:4] == ("block", 4, NEW_TOKENS)
+        made.append(Auto(*args))
+        assert made[0].chooser.survival.expected_tokens()[1] == pytest.approx(1 + expected)
+        return made[0]
+
+    monkeypatch.setattr(prefill, "Auto", note)
+    target = tiny()
+    costs = Costs({4: KNOWN}, {"block": 0.8})
+    run(target, prompts(4), SpeculativeDecoding(near(target, 0.05), layout=layout, costs=costs), **COUPLED)
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("mode", ["token", "block"])

@@ -4,6 +4,7 @@ Each kind has a check of its own: with that one disabled, exactly its cases get 
 """
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from refused import OF_PAIRS, OF_TOOLS, check_of, checks_in, is_refused, module_
 from tiny import near, prompts, tiny
 from tool_cases import CASES as TOOL_CASES
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
@@ -115,6 +116,32 @@ def test_rope_that_depends_on_the_length(rope_type: str):
     assert torch.equal(target.generate(**prompts(3), **settings, max_new_tokens=13), expected)
     with pytest.raises(ValueError, match=f"rope_type='{rope_type}' changes its frequencies behind position 24"):
         target.generate(**prompts(3), **settings, max_new_tokens=14)
+
+
+def embedded(target: PreTrainedModel, inputs: dict) -> dict:
+    return {"inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]).detach()}
+
+
+def continued(target: PreTrainedModel, inputs: dict) -> dict:
+    """The last token alone, and a mask for all."""
+    text = inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(**{name: value[:, :-1] for name, value in text.items()}, past_key_values=cache)
+    return {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": cache}
+
+
+@pytest.mark.parametrize("given", [embedded, continued])
+def test_all_of_the_text_counts_in_its_length(given: Callable):
+    """Not only what is passed as ids."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target, inputs = tiny(rope_parameters=rope, max_position_embeddings=24), prompts(3)
+    settings = {"do_sample": False, "custom_generate": SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)}
+    call = settings | {"attention_mask": inputs["attention_mask"]}
+    with pytest.raises(ValueError, match="changes its frequencies behind position 24"):
+        target.generate(**call, **given(target, inputs), max_new_tokens=14)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=13)[:, 11:]
+    assert torch.equal(target.generate(**call, **given(target, inputs), max_new_tokens=13)[:, -13:], expected)
 
 
 def test_a_refusal_ends_the_streamer():

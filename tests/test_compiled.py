@@ -196,6 +196,51 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(texts))
 
 
+class Owner:
+    """Somebody who takes buffers."""
+
+
+def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
+    """What an earlier call has left in them may be no number, which even a hidden slot would spread."""
+    pool, like, first = Pool(), [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))], Owner()
+    ((keys, values),) = pool.take(first, 2, 8, like)
+    assert keys.shape == values.shape == (2, 1, 8, 4)
+    second = Owner()
+    assert pool.take(second, 2, 8, like)[0][0] is not keys
+    keys.fill_(torch.nan)
+    del first
+    third = Owner()
+    ((again, _),) = pool.take(third, 2, 8, like)
+    assert again is keys
+    assert not again.any()
+
+
+def test_a_model_that_is_its_own_draft(traced: None):
+    """Two caches of one model."""
+    target, _ = pair(num_hidden_layers=1)
+    call = {"rows": 3, "max_new_tokens": 15, **SAMPLED}
+    assert torch.equal(run(target, target, **call)[0], run(target, None, **call)[0])
+
+
+@pytest.mark.parametrize("positions", [11 + 15 - 1, 8])
+def test_a_table_of_positions_that_ends(traced: None, positions: int):
+    """The target's with the text, and the draft's perhaps within the prompt; the last round is filled up behind it."""
+    target = tiny("gpt2", num_hidden_layers=1, max_position_embeddings=11 + 15 - 1)
+    draft = tiny("gpt2", seed=1, num_hidden_layers=1, max_position_embeddings=positions)
+    call = {"rows": 3, "max_new_tokens": 15, "do_sample": False}
+    assert torch.equal(run(target, draft, **call)[0], run(target, None, **call)[0])
+
+
+def test_a_model_of_another_precision_is_compiled_anew(traced: None):
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    for change in (torch.float32, torch.float64, torch.float32):
+        target.to(change)
+        output, report = run(target, draft, **call)
+        assert torch.equal(output, run(target, None, **call)[0])
+        assert report.compilations > 0
+
+
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
     target, draft = pair()
     registry = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
@@ -210,6 +255,17 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
     assert ALL_ATTENTION_FUNCTIONS._local_mapping == registry
     expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: bool):
+    """Buffers are kept from call to call."""
+    target, draft = pair(num_hidden_layers=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    expected, _ = run(target, None, **call)
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            assert torch.equal(run(target, draft, **call)[0], expected)
 
 
 def test_it_says_once_that_the_first_call_is_slow(traced: None):

@@ -244,6 +244,24 @@ def test_costs_start_anew_for_another_target():
     assert strategy.costs is not costs
 
 
+def test_a_calibration_is_for_the_target_that_it_was_made_with():
+    """Nothing of another target is mixed with it, and it is there when that target is used."""
+    first, second = tiny(), tiny(seed=4)
+    strategy = SpeculativeDecoding(near(first, 0.05))
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    strategy.calibrate(second, prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+    costs = strategy.costs
+    second.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is costs
+
+
+def test_calibration_of_a_draft_with_fewer_positions_than_the_prompt():
+    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, max_position_embeddings=8))
+    strategy.calibrate(tiny("gpt2"), prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+
+
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
 def test_a_broken_draft_costs_acceptance_only(verification: str):
     """A draft whose logits are NaN drafts uniformly; the text is no constant, and coupled text stays stock's."""
@@ -308,6 +326,19 @@ def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 1, 0]
     assert LEARNED[draft][target][0].alpha == {}
     assert len(LEARNED[draft]) == 2
+
+
+def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
+    """The prompt's forward gives the first and a plain step the other, so that nothing is ever drafted."""
+    target = tiny()
+    strategy, expected = SpeculativeDecoding(near(target, 0.05)), target.generate(**prompts(2), max_new_tokens=2)
+    settings = {"do_sample": False, "custom_generate": strategy}
+
+    def call(new_tokens: int) -> Callable:
+        return lambda: target.generate(**prompts(2), **settings, max_new_tokens=new_tokens)
+
+    assert timed_calls(monkeypatch, call(1), call(2), call(3), call(3)) == [0, 0, 1, 0]
+    assert torch.equal(call(2)(), expected)
 
 
 def test_the_same_seed_gives_the_same_text_in_the_next_call():

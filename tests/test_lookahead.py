@@ -9,6 +9,7 @@ import pytest
 from hf_specx.lookahead import (
     FIRST_WAIT,
     MAX_DRAFT_TOKENS,
+    PATIENCE,
     PRIOR_ALPHA,
     PRIOR_WEIGHT,
     Chooser,
@@ -68,6 +69,13 @@ def test_what_is_assumed_at_first():
     assert Survival(0.6, 3.0).expected_tokens() == pytest.approx(expected)
 
 
+def test_a_first_round_is_weighed_against_what_is_assumed():
+    """Nothing of that is forgotten while so little was seen: (2 + 1) / (4 + 1) in all, and 4 of these at a depth."""
+    survival = Survival(0.5, 4.0)
+    survival.take(outcome([1.0]))
+    assert survival.expected_tokens()[1:3] == pytest.approx([1 + 0.68, 1 + 0.68 + 0.68 * 0.6])
+
+
 def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
     """Beyond the deepest candidate the mean ratio of all depths goes on."""
     rounds = [outcome([1.0, 0.5, 0.5], [0.6, 0.3, 0.1]), outcome([0.8, 0.4, 0.3], [0.4, 0.0, 0.0])]
@@ -90,6 +98,14 @@ def test_rows_that_advance_together_keep_what_all_keep():
 def test_rows_that_have_fallen_behind_count_more():
     tokens = taken(outcome([0.9], [0.1], left=[50, 100]))
     assert tokens[1] == pytest.approx(1 + (0.9 / 256 + 0.1) / (1 + 1 / 256), rel=0.02)
+
+
+def test_what_a_round_was_worth_by_the_rows_that_count():
+    """1 + S_1 + S_2 of the mean row, in which one that has half as much left counts 1/256."""
+    made = outcome([0.9, 0.5], [0.1, 0.0], left=[50, 100])
+    assert Survival(0.5, 4.0).take(made) == pytest.approx(1 + (1.4 / 256 + 0.1) / (1 + 1 / 256))
+    assert Survival(0.5, 4.0, together=True).take(made) == pytest.approx(1.09)
+    assert Survival(0.5, 4.0).take(outcome([], [])) == 1
 
 
 def test_rounds_without_candidates_tell_nothing():
@@ -188,16 +204,25 @@ def test_a_dear_draft_is_tried_before_it_is_judged(known: bool):
     assert (seconds < plain / 1.3) is not known  # where so little had been seen, most of a call goes by plainly
 
 
-@pytest.mark.parametrize(("rows", "together", "rounds"), [(1, False, 4), (4, False, 1), (8, False, 1), (4, True, 4)])
-def test_rows_bring_evidence_each_unless_they_go_together(rows: int, together: bool, rounds: int):
-    """Candidates that fail at once: 4 are to be seen, one a round from each row, or from rows in lockstep as from one."""
-    times = [1.0, *(9.0 + number for number in range(1, 9))]
+def test_drafting_that_is_a_little_slower_ends_after_a_while():
+    """At 0.97 of plain it goes on for a number of rounds, in which it may become the faster one again."""
+    half, numbers = outcome([0.5]), []
+    worth, not_worth = ([1.0, time, *[9.0] * 7] for time in (1.2, 1.5 / 0.97))
+    chooser = Chooser(Survival(0.5, 1e6), known=True)
+    assert chooser.first(worth, room=100) == 1
+    for times in [*[not_worth] * (PATIENCE - 1), worth, *[not_worth] * PATIENCE]:
+        numbers.append(chooser.next(half, times, lambda tokens: 0.0))
+    assert numbers == [1] * (2 * PATIENCE - 1) + [0]
+
+
+@pytest.mark.parametrize(("rows", "together", "rounds"), [(1, False, 4), (2, False, 2), (8, False, 1), (2, True, 4)])
+def test_a_draft_that_was_never_seen_is_judged_by_some_candidates(rows: int, together: bool, rounds: int):
+    """However dear it is, by four in all; rows that advance together count as one."""
     chooser = Chooser(Survival(PRIOR_ALPHA, PRIOR_WEIGHT, together), known=False)
-    number, tried = chooser.first(times, 64), 0
-    while number:
-        tried += 1
-        number = chooser.next(outcome(*[[0.0] * number] * rows), times, lambda tokens: 0.0)
-    assert tried == rounds
+    numbers = [chooser.first(DEAR, room=100)]
+    while numbers[-1]:
+        numbers.append(chooser.next(outcome(*[[0.0]] * rows), [1.0, *[99.0] * 8], lambda tokens: 0.0))
+    assert list(map(bool, numbers)) == [True] * rounds + [False]
 
 
 def test_probes_are_rare_and_find_what_has_become_better():
@@ -213,6 +238,7 @@ def test_probes_are_rare_and_find_what_has_become_better():
     call.alphas = [0.9]
     call.run(2000)
     assert 0 not in call.drafted[-200:]
+    assert call.chooser.wait == FIRST_WAIT  # should it become worse again
 
 
 def test_a_probe_that_would_take_long_to_catch_up_is_made_once_only():

@@ -6,6 +6,9 @@ from tiny import near, prompts, tiny
 from hf_specx import SpeculativeDecoding
 
 
+CHUNKED = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
+
+
 def steps(model_type: str, rows: int = 1, widths: tuple[int, ...] = (6,), **changes) -> tuple[set, set]:
     """Whether forwards behind the prompts were given masks: of single tokens, and of several."""
     target = tiny(model_type, **changes)
@@ -41,6 +44,7 @@ def test_rows_that_stay_together_need_none(rows: int):
         ("llama", {"rows": 2, "widths": (6, 4)}),
         ("llama", {"attn_implementation": "eager"}),
         ("mistral", {"sliding_window": 4}),
+        ("llama4_text", CHUNKED),
         ("gpt2", {}),  # it would ask for one wherever a token is a pad
     ],
 )
