@@ -93,10 +93,30 @@ def test_p_and_q_are_those_of_plain_forwards(models, mode):
         text += [token["token"] for token in each["tokens"]]
 
 
+@pytest.mark.parametrize("mode", ["coupled", "token", "block"])
+def test_p_and_q_of_the_tokens(models, mode):
+    """Also of those that were no candidates; behind the last candidate the draft was not asked."""
+    found, _ = traced(models, mode)
+    target, draft = models
+    text, origins = PROMPT[0].tolist(), set()
+    for each in found["rounds"]:
+        for token in each["tokens"]:
+            p, q = (plain_law(model, text, 0.8)[token["token"]] for model in (target, draft))
+            assert token["p"] == pytest.approx(float(p), rel=1e-3, abs=1e-7)
+            if token["origin"] == "bonus":
+                assert token["q"] is None
+            else:
+                assert token["q"] == pytest.approx(float(q), rel=1e-3, abs=1e-7)
+            origins.add(token["origin"])
+            text.append(token["token"])
+    assert origins == {"accepted", "recovered", "bonus"}
+
+
 def test_greedy_candidates_have_no_q(models):
     found, _ = traced(models, "greedy")
     candidates = [candidate for each in found["rounds"] for candidate in each["candidates"]]
-    assert {candidate["q"] for candidate in candidates} == {None}
+    tokens = [token for each in found["rounds"] for token in each["tokens"]]
+    assert {entry["q"] for entry in candidates + tokens} == {None}
     for each in found["rounds"]:
         for candidate in each["candidates"][: 1 + (each["rejected"] or 0)]:
             assert candidate["acceptance"] == float(candidate["accepted"])
