@@ -6,6 +6,7 @@
   const hint = document.querySelector(".hint");
   const rejected = panel.querySelector("[data-part=rejected]");
   let current = -1;
+  document.getElementById("without-scripts").remove();
 
   // one stop of the Tab key for all tokens; arrows go from one to the next
   tokens.forEach((token, place) => {

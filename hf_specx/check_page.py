@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .check_plots import DPI, SIZE, Plot, plots
+from .check_plots import SIZE, Plot, plots
 from .check_result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
 from .checks_check import check_report
 from .hub import HERE
@@ -28,8 +28,8 @@ KEPT = {  # by verification, what the chance of a candidate is
     "made this text, looks at the candidates of a round together and keeps no fewer on average.",
     "coupled": "A candidate is kept where both models, drawing with the same noise, choose the same token; acceptance "
     "is min(1, p / q), by which token verification would keep it.",
-    "greedy": "A candidate is kept where it is the target's own choice, so its acceptance is 1 or 0, and it is no draw "
-    "from a law: it has no q.",
+    "greedy": "A candidate is kept where it is the target's own choice, so its acceptance is 1 or 0. It is no draw "
+    "from a law, so it has no q.",
 }
 
 

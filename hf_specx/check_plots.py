@@ -177,7 +177,7 @@ def interval(kept: int, judged: int) -> tuple[float, float, float]:
     middle, weight = (kept + Z**2 / 2) / (judged + Z**2), Z / (judged + Z**2)
     half = weight * math.sqrt(kept * (judged - kept) / judged + Z**2 / 4)
     share = kept / judged
-    return share, min(share, middle - half), max(share, middle + half)
+    return share, max(0.0, min(share, middle - half)), min(1.0, max(share, middle + half))
 
 
 def _sums(left: Sequence[int], right: Sequence[int]) -> list[int]:
@@ -202,8 +202,6 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     axes.grid(alpha=0.3)
     axes.set_axisbelow(True)
     return figure, axes
-
-
 
 
 def _png(figure: Any) -> bytes:

@@ -56,7 +56,10 @@ TRACE = {
             "tokens": [token(" cat", "accepted", 0.0584, 0.1347, 12), token("\n    ", "recovered", 0.3, 0.0777, 15)],
         },
         {
-            "candidates": [candidate(HOSTILE, 0.62, 0.31, 1.0, True, 13), candidate(" on", 5.53e-05, 4.0, 0.1, True, 16)],
+            "candidates": [
+                candidate(HOSTILE, 0.62, 0.31, 1.0, True, 13),
+                candidate(" on", 5.53e-05, 4.0, 0.1, True, 16),
+            ],
             "rejected": None,
             "tokens": [
                 token(HOSTILE, "accepted", 0.62, 0.31, 13),
@@ -95,7 +98,9 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
         "settings": {"batch_sizes": [1], "new_tokens": 8, "options": {"min_new_tokens": 3}},
         "provenance": {"hf_specx": "0.1.0", "target": f"Llama {HOSTILE}", "draft": "Llama, 99 parameters"},
         "prompts": [f"def {HOSTILE}(", "the dog"],
-        "cells": {name: {"acceptance": ACCEPTANCE} for name in ("greedy, batch 1", "coupled, batch 1", "token, batch 1")},
+        "cells": {
+            name: {"acceptance": ACCEPTANCE} for name in ("greedy, batch 1", "coupled, batch 1", "token, batch 1")
+        },
         "texts": {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]},
         "trace": TRACE,
         "comparisons": 4,

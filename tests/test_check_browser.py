@@ -1,6 +1,6 @@
 """The report in Chromium: no errors, no requests, a trace that works by mouse, touch and keyboard, at any width.
 
-SPECX_CHROMIUM names the browser, if it is not found by its name, and SPECX_SCREENSHOTS a folder that gets the pictures.
+SPECX_CHROMIUM names the browser where it is not found by its name, SPECX_SCREENSHOTS a folder that gets the pictures.
 """
 
 import os
@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from page_cases import HOSTILE, made
 
+from hf_specx.check_page import write_report
+
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
-
-from hf_specx.check_page import write_report
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -107,6 +107,7 @@ def test_nothing_is_wider_than_the_window(opened, pictures, size, scheme):
 
 def test_by_mouse(opened):
     page = opened(viewport=DESKTOP)
+    assert page.locator("#without-scripts").count() == 0
     assert page.locator("#panel").is_hidden()
     for place, details in DETAILS.items():
         tokens(page).nth(place).hover()
@@ -191,6 +192,6 @@ def test_figures_are_shown(opened):
 def test_without_scripts(opened):
     page = opened(viewport=PHONE, java_script_enabled=False)
     assert "recovered, p 0.3, q 0.0777" in tokens(page).nth(2).get_attribute("title")
-    assert page.get_by_text("Without scripts the numbers are").is_visible()
+    assert page.locator("#without-scripts").is_visible()
     page.get_by_text("The same as a table").click()
     assert "0.00247" in page.locator("#tokens-table").inner_text()

@@ -173,7 +173,10 @@ def test_what_it_would_have_seen(monkeypatch, tmp_path):
     to_dict, row = CheckResult.to_dict, {"what": "law", "smallest": f"0.05 {HOSTILE}", "note": "by 4,000 tokens"}
     monkeypatch.setattr(CheckResult, "to_dict", lambda result: to_dict(result) | {"power": [row]})
     page = Page(write_report(made(), tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert f"What it would have seen The smallest difference that this check finds in nine of ten such checks. " in page.text
+    assert (
+        "What it would have seen The smallest difference that this check finds in nine of ten such checks. "
+        in page.text
+    )
     assert f"{row['what']} {row['smallest']} {row['note']}" in page.text
 
 
@@ -254,7 +257,7 @@ def test_text_can_be_read_on_its_ground(scheme):
     light, dark = both
     assert light.keys() == dark.keys()
     colours = light if scheme == "light" else dark
-    grounds = {name: ("ground", "card") for name in ("text", "quiet", "link", "passed", "failed", "untold")}
+    grounds = dict.fromkeys(("text", "quiet", "link", "passed", "failed", "untold"), ("ground", "card"))
     grounds |= {"passed": ("ground", "passed-ground"), "failed": ("ground", "card", "failed-ground")}
     grounds |= {"untold": ("untold-ground",), "text": ("ground", "card")}
     wanted = [(name, ground, 4.5) for name, places in grounds.items() for ground in places]

@@ -76,13 +76,19 @@ def test_what_is_drawn(monkeypatch):
     assert [bar.get_height() for bar in lengths.containers[2]] == pytest.approx([0.25, 0.15, 0.15, 0.45])
     measured, *_ = speed.containers[0]
     assert list(measured.get_ydata()) == [each["speedup"]["median"] for each in SPEED["numbers"]]
-    limit, theorem = (next(x for x in speed.lines if x.get_label() == name) for name in ("limited by the forwards", "Theorem 3.8"))
+    limit, theorem = (
+        next(x for x in speed.lines if x.get_label() == name) for name in ("limited by the forwards", "Theorem 3.8")
+    )
     assert list(limit.get_ydata()) == [1.55] * 8
     assert list(theorem.get_ydata()) == [1.6] * 8
 
 
 def test_batch_sizes_are_pooled():
-    longer = {"accepted_lengths": [1, 2, 3, 4, 5], "judged_per_position": [9, 8, 7, 6], "accepted_per_position": [8, 7, 6, 5]}
+    longer = {
+        "accepted_lengths": [1, 2, 3, 4, 5],
+        "judged_per_position": [9, 8, 7, 6],
+        "accepted_per_position": [8, 7, 6, 5],
+    }
     pooled = by_verification({"token, batch 1": ACCEPTANCE, "token, batch 8": longer, "block, batch 1": longer})
     assert pooled == {
         "token": {
@@ -105,10 +111,19 @@ def test_intervals_are_those_of_wilson(kept, judged):
 
 def test_pyplot_is_left_alone():
     """In a process of its own, since other tests use it."""
-    code = (
-        "import sys; sys.path.insert(0, 'tests'); from page_cases import made; from hf_specx.check_plots import plots; "
-        "import matplotlib; before = dict(matplotlib.rcParams); plots(made().to_dict()); "
-        "print('matplotlib.pyplot' in sys.modules, before == dict(matplotlib.rcParams))"
-    )
+    code = """
+import sys
+import matplotlib
+sys.path.insert(0, "tests")
+from page_cases import made
+from hf_specx.check_plots import plots
+
+def settings():
+    return {name: matplotlib.rcParams[name] for name in matplotlib.rcParams if name != "backend"}  # looks for one
+
+before = settings()
+plots(made().to_dict())
+print("matplotlib.pyplot" in sys.modules, before == settings())
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]

@@ -1,4 +1,4 @@
-"""Speed for a report: all numbers take turns on the same prompts, and what is predicted follows from what was timed."""
+"""Speed for a report: all numbers take turns on the same prompts; what is predicted follows from what was timed."""
 
 import pytest
 import torch
@@ -58,7 +58,9 @@ def noted(monkeypatch):
 def test_speedups_are_ratios_of_times(noted):
     found = measure_speed(subject(), lambda: None)
     assert found["plain"] == {"median": 3.0, "min": 3.0, "max": 3.0}
-    assert [each["speedup"]["median"] for each in found["numbers"]] == [8 / number for number in range(1, 9)]
+    assert [each["speedup"]["median"] for each in found["numbers"]] == pytest.approx(
+        [8 / number for number in range(1, 9)]
+    )
     assert found["numbers"][3]["tokens_per_second"] == {"median": 6.0, "min": 6.0, "max": 6.0}
 
 

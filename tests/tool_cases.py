@@ -208,5 +208,8 @@ CASES = {
         "go into .*/tool_cases.py, which is a file; move it",
         reported("report.html", figures=__file__),
     ),
-    "report_without_plots": ('needs jinja2: pip install "hf_specx.plots."', reported("report.html", missing=["jinja2"])),
+    "report_without_plots": (
+        'needs jinja2: pip install "hf_specx.plots."',
+        reported("report.html", missing=["jinja2"]),
+    ),
 }
