@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import json
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .hub import HERE
 NEEDED = ("jinja2", "matplotlib")
 SIGNS = {PASSED: "✓", FAILED: "✗", UNTOLD: "?"}
 UNKNOWN = "-"
+SPOKEN = {" ": "space", "\n": "line break", "\t": "tab"}
 ORIGINS = {
     "accepted": "drafted, and kept",
     "recovered": "the target's own, in place of a candidate that was rejected",
@@ -144,7 +146,12 @@ def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None
             which = f": candidate {position + 1} of {len(candidates)}" if accepted else ""
             tokens.append(
                 shown(token, chance)
-                | {"origin": token["origin"], "round": f"{place}{which}", "pieces": token["text"].split("\n")}
+                | {
+                    "origin": token["origin"],
+                    "spoken": spoken(token["text"]),
+                    "round": f"{place}{which}",
+                    "pieces": token["text"].split("\n"),
+                }
                 | {"rejected": None if rejected is None else shown(rejected, rejected["acceptance"])}
             )
     return {
@@ -175,3 +182,11 @@ def visible(text: str) -> str:
     left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
     marked = "".join({"\n": "↵", "\t": "⇥"}.get(x, x if x.isprintable() else f"\\u{ord(x):04x}") for x in inner)
     return "␣" * left + marked + "␣" * right
+
+
+def spoken(text: str) -> str:
+    """What a screen reader says: the words alone, or what white space there is."""
+    if text.strip():
+        return visible(text.strip())
+    runs = [(len(list(run)), SPOKEN.get(sign, "control character")) for sign, run in groupby(text)]
+    return " and ".join(f"{length} {name}{'s' if length > 1 else ''}" for length, name in runs) or "nothing"

@@ -22,7 +22,7 @@ from .strategy import SpeculativeDecoding
 
 
 PREFERRED = ("block", "token", "coupled", "greedy")  # the first of them that is checked is timed
-WARM_UP = 16  # new tokens of the run that is not counted
+WARM_UP = 8  # new tokens of the run that is not counted
 
 
 def measure_speed(subject: Subject, advance: Callable[[], object]) -> dict[str, Any]:

@@ -110,10 +110,29 @@ def trace(
     assert report is not None
     emitted = output[0, width : width + report.emitted_per_row[0]].tolist()
     rounds = list(_rounds(recorder.judged, report, emitted))
+    prompt = inputs["input_ids"][0].tolist()
     if tokenizer is not None:
-        for entry in (entry for each in rounds for entry in each["candidates"] + each["tokens"]):
-            entry["text"] = tokenizer.decode([entry["token"]], clean_up_tokenization_spaces=False)
-    return {"verification": report.verification, "prompt": inputs["input_ids"][0].tolist(), "rounds": rounds}
+        add_texts(tokenizer, prompt, rounds)
+    return {"verification": report.verification, "prompt": prompt, "rounds": rounds}
+
+
+def add_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], rounds: list[dict[str, Any]]) -> None:
+    """Give each candidate and token the "text" that it adds to what is before it."""
+    before = prompt[-1:]
+    for each in rounds:
+        for entries in (each["candidates"], each["tokens"]):
+            left = before
+            for entry in entries:
+                entry["text"] = added(tokenizer, left, entry["token"])
+                left = [entry["token"]]
+        before = left
+
+
+def added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
+    """The text of a token behind another one, since some tokenizers strip the space at the start of a text."""
+    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
+    first, both, alone = map(str, texts)
+    return both.removeprefix(first) if both.startswith(first) and both != first else alone  # else part of a character
 
 
 def _rounds(judged: list[dict[str, Any]], report: SpeculationReport, emitted: list[int]) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ from check_cases import inject, quick
 from page_cases import HOSTILE, LINES, TRACE, WRONG, Page, made
 
 from hf_specx import CheckResult, check_page, checking
-from hf_specx.check_page import KEPT, check_can_write, digest, figures_of, number, visible, write_report
+from hf_specx.check_page import KEPT, check_can_write, digest, figures_of, number, spoken, visible, write_report
 from hf_specx.check_plots import DPI, SIZE
 from hf_specx.check_settings import Settings
 from hf_specx.hub import HERE
@@ -87,7 +87,7 @@ def test_each_number_of_the_trace(page):
     for each, (text, _, origin, place, p, q, chance, rejected) in zip(tokens, expected, strict=True):
         assert each["class"] == f"token {origin}"
         assert (each["tabindex"], each["aria-describedby"]) == ("0", "panel")
-        assert each["aria-label"] == f"{text}, {origin}"
+        assert each["aria-label"].endswith(f", {origin}")
         assert f"p {p}, q {q}, acceptance {chance}" in each["title"]
         beside = "" if rejected is None else f" {rejected[0]} {' '.join(rejected[2:])}"
         assert f"{text} {origin} {place} {p} {q} {chance}{beside}" in " ".join(page.text.split())  # the table
@@ -239,6 +239,21 @@ def test_refused_before_any_work(monkeypatch, tmp_path):
 )
 def test_text_in_one_line(text, expected):
     assert visible(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" cat", "cat"),
+        ("\n    ", "1 line break and 4 spaces"),
+        ("\t\t", "2 tabs"),
+        ("\x0b ", "1 control character and 1 space"),
+        ("a\nb", "a↵b"),
+        ("", "nothing"),
+    ],
+)
+def test_text_for_screen_readers(text, expected):
+    assert spoken(text) == expected
 
 
 def luminance(colour: str) -> float:

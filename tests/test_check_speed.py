@@ -74,7 +74,7 @@ def test_all_take_turns(noted):
         [*TIMED[1:], *TIMED[:1]],
         [*TIMED[2:], *TIMED[:2]],
     ]
-    assert [{new for _, _, new, _ in turn} for turn in turns] == [{16}, {20}, {20}, {20}]
+    assert [{new for _, _, new, _ in turn} for turn in turns] == [{8}, {20}, {20}, {20}]
     prompts = [[ids for *_, ids in turn] for turn in turns]
     assert all(ids == turn[0] for turn in prompts for ids in turn)
     assert prompts[1][0] != prompts[2][0] != prompts[3][0]

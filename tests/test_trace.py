@@ -6,9 +6,12 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding, prefill
-from hf_specx.trace import Recorder, trace
+from hf_specx.trace import Recorder, add_texts, added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -154,3 +157,21 @@ def test_other_threads_are_not_heard(models):
         thread.start()
         thread.join()
     assert recorder.judged == []
+
+
+def test_spaces_that_tokenizers_strip_are_in_the_text():
+    """As by SentencePiece: the space before a word belongs to it, and is lost where a text begins with it."""
+    words = Tokenizer(WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([1]) == "cat"
+    rounds = [{"candidates": [{"token": 1}, {"token": 2}], "tokens": [{"token": 1}, {"token": 0}]}]
+    add_texts(tokenizer, [0], rounds)
+    assert [entry["text"] for entry in rounds[0]["candidates"]] == [" cat", "s"]
+    assert [entry["text"] for entry in rounds[0]["tokens"]] == [" cat", " the"]
+
+
+def test_parts_of_characters_are_shown_as_such():
+    tokenizer = tiny_tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    assert [added(tokenizer, [], first), added(tokenizer, [first], second)] == ["\ufffd", "\ufffd"]
