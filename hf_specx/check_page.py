@@ -144,16 +144,14 @@ def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None
             rejected = candidates[each["rejected"]] if token["origin"] == "recovered" else None
             chance = candidates[position]["acceptance"] if accepted else None
             which = f": candidate {position + 1} of {len(candidates)}" if accepted else ""
-            tokens.append(
-                shown(token, chance)
-                | {
-                    "origin": token["origin"],
-                    "spoken": spoken(token["text"]),
-                    "round": f"{place}{which}",
-                    "pieces": token["text"].split("\n"),
-                }
-                | {"rejected": None if rejected is None else shown(rejected, rejected["acceptance"])}
-            )
+            own = {
+                "origin": token["origin"],
+                "spoken": spoken(token["text"]),
+                "round": f"{place}{which}",
+                "pieces": token["text"].split("\n"),
+                "rejected": None if rejected is None else shown(rejected, rejected["acceptance"]),
+            }
+            tokens.append(shown(token, chance) | own)
     return {
         "verification": trace["verification"],
         "kept": KEPT[trace["verification"]],

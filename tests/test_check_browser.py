@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from page_cases import HOSTILE, made
+from page_cases import HOSTILE, TRACE, made
 
 from hf_specx.check_page import write_report
 
@@ -59,7 +59,7 @@ def pictures(tmp_path_factory):
 @pytest.fixture
 def opened(browser, report):
     """Opens the report; at the end nothing may have gone wrong, and nothing have been asked for but the file."""
-    contexts, wrong, asked = [], [], []
+    contexts, wrong, asked, wanted = [], [], [], []
 
     def open_page(path: Path = report, **settings):
         contexts.append(browser.new_context(**settings))
@@ -67,14 +67,15 @@ def opened(browser, report):
         page.on("console", lambda message: wrong.append(message.text))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(path.as_uri())
+        wanted.append(path.as_uri())
+        page.goto(wanted[-1])
         return page
 
     yield open_page
     for context in contexts:
         context.close()
     assert wrong == []
-    assert [url for url in asked if not url.startswith("data:")] == [report.as_uri()] * len(contexts)
+    assert [url for url in asked if not url.startswith("data:")] == wanted
 
 
 def tokens(page):
@@ -149,7 +150,7 @@ def test_by_keyboard(opened, size):
         page.keyboard.press("ArrowRight")
         assert told(page) == details
         assert page.evaluate("document.activeElement.getAttribute('aria-current')") == "true"
-        assert page.evaluate(COVERED) is False, place
+        assert page.evaluate(HIDDEN) is False, place
     page.keyboard.press("End")
     assert told(page) == DETAILS[5]
     page.keyboard.press("ArrowDown")
@@ -168,10 +169,27 @@ def test_by_keyboard(opened, size):
     assert page.evaluate("document.activeElement.dataset.text") == HOSTILE
 
 
-COVERED = """() => {
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_the_panel_hides_no_token_that_is_gone_to(opened, tmp_path, size):
+    """In a text that is longer than the window, forwards and back."""
+    rounds = TRACE["rounds"] * 15
+    page = opened(write_report(made(trace=TRACE | {"rounds": rounds}), tmp_path / "long.html"), viewport=size)
+    tokens(page).first.focus()
+    for key in ["ArrowRight"] * 80 + ["ArrowLeft"] * 80:
+        page.keyboard.press(key)
+        assert page.evaluate(HIDDEN) is False
+    for button in ["next"] * 50 + ["previous"] * 45:
+        page.get_by_role("button", name=button).click()
+        assert (
+            page.evaluate(HIDDEN.replace("document.activeElement", "document.querySelector('[aria-current]')"))
+            is False
+        )
+
+
+HIDDEN = """() => {
   const at = document.activeElement.getBoundingClientRect();
   const x = at.left + Math.min(at.width, 8) / 2, y = at.top + Math.min(at.height, 16) / 2;
-  return document.elementFromPoint(x, y)?.closest("#tokens") === null;
+  return document.elementFromPoint(x, y)?.closest("#tokens") == null;
 }"""
 
 
