@@ -48,7 +48,7 @@ def test_the_verdict_comes_first(page):
 def test_a_failed_check(tmp_path):
     found = Page(write_report(made(passed=False), tmp_path / "failed.html").read_text(encoding="utf-8"))
     assert found.all("p", class_="verdict") == [{"class": "verdict failed"}]
-    assert f"✗ failed {WRONG.what[0].upper()}{WRONG.what[1:]}; a correct one" in found.text
+    assert f"✗ failed What does not hold: {WRONG.what}; a correct one" in found.text
     assert f"✗ failed {WRONG.what} - 16 {WRONG.note}" in found.text
 
 
