@@ -50,12 +50,12 @@ class Subject:
         assert self.pair.tokenizer is not None
         return self.pair.tokenizer
 
-    def strategy(self, verification: str) -> SpeculativeDecoding:
+    def strategy(self, verification: str, num_draft_tokens: int | None = None) -> SpeculativeDecoding:
         """The pair's own, but for what is checked; new, so that nothing learned elsewhere counts."""
         own = self.pair.strategy
         return SpeculativeDecoding(
             self.pair.draft,
-            num_draft_tokens=self.settings.num_draft_tokens,
+            num_draft_tokens=num_draft_tokens or self.settings.num_draft_tokens,
             verification=None if verification == "greedy" else verification,
             layout=own.layout,
             compile=own.compile,
@@ -121,9 +121,27 @@ def _acceptance(reports: list[SpeculationReport]) -> dict[str, Any]:
 
 
 def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
-    """What the draft was worth: `acceptance` of a speculative way, with the mean overlap that was seen."""
+    """What the draft was worth: `acceptance` of a speculative way, `count_rounds`, and the mean overlap."""
     found = metric("acceptance").compute(predictions=ours["accepted"], references=ours["drafted"])
-    return found | {"overlap": ours["overlap"], "layout": ours["layout"]}
+    return found | count_rounds(ours) | {"overlap": ours["overlap"], "layout": ours["layout"]}
+
+
+def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
+    """How often something came about in the rounds of all rows.
+
+    Returns:
+        "accepted_lengths": of n = 0 to γ accepted candidates; "judged_per_position" and "accepted_per_position": of a
+        candidate at position 1 to γ whose predecessors were all kept, and that was kept itself.
+    """
+    by_row = zip(ours["accepted"], ours["drafted"], strict=True)
+    rounds = [each for row in by_row for each in zip(*row, strict=True)]
+    longest = max((drafted for _, drafted in rounds), default=0)
+    judged = [min(accepted + 1, drafted) for accepted, drafted in rounds]
+    return {
+        "accepted_lengths": [sum(accepted == n for accepted, _ in rounds) for n in range(longest + 1)],
+        "judged_per_position": [sum(number > place for number in judged) for place in range(longest)],
+        "accepted_per_position": [sum(accepted > place for accepted, _ in rounds) for place in range(longest)],
+    }
 
 
 def judge_equality(

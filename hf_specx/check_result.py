@@ -9,6 +9,10 @@ from .check_settings import Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+LEGEND = (
+    "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
+    "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
+)
 
 
 class CheckLine(NamedTuple):
@@ -46,6 +50,7 @@ class CheckResult:
             verification alone "two_samples" and "quality".
         texts: by way to generate a few texts, as strings, each with the place of its prompt.
         trace: how one text came about; see `hf_specx.trace.trace`.
+        speed: as `hf_specx.check_speed.measure_speed` has it; {} where no report was asked for.
     """
 
     lines: list[CheckLine]
@@ -57,6 +62,7 @@ class CheckResult:
     trace: dict[str, Any] = field(default_factory=dict)
     level: float = 0.001
     comparisons: int = 0
+    speed: dict[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -75,6 +81,7 @@ class CheckResult:
             "cells": self.cells,
             "texts": self.texts,
             "trace": self.trace,
+            "speed": self.speed,
         }
 
     def save(self, path: str | Path) -> Path:

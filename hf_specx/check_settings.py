@@ -6,13 +6,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .checks_check import check_settings
-from .lookahead import FIXED_DRAFT_TOKENS
+from .lookahead import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 
 
 VERIFICATIONS = ("greedy", "coupled", "token", "block")
 LAWFUL = ("token", "block")  # of which nothing but the law is promised
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
+TIMED = tuple(range(MAX_DRAFT_TOKENS + 1))  # candidates a round of what is timed for a report; 0 is plain
+REPEATS = 3  # timed runs of each, after one that warms up
+TIMED_RUNS = len(TIMED) * (1 + REPEATS)
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,12 @@ class Settings:
         stream = PLAIN_SAMPLED if way == "coupled" else way
         return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
 
-    def steps(self, prompts: int) -> int:
-        """How often a check of so many prompts says that it has advanced."""
+    def steps(self, prompts: int, timed: bool = False) -> int:
+        """How often a check of so many prompts says that it has advanced; `timed` with speed, for a report."""
         runs = sum(len(self.batches(way, batch, prompts)) for way in self.ways for batch in self.batch_sizes)
         judged = (len(self.verifications) + len(self.lawful)) * len(self.batch_sizes) + 2 * len(self.lawful)
-        return runs + judged + 1  # the last is the trace
+        timing = TIMED_RUNS if timed else 0
+        return runs + judged + timing + 1  # the last is the trace
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with lists for tuples."""

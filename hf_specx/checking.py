@@ -23,8 +23,10 @@ from .check_cells import (
     judge_texts,
     trace_one,
 )
+from .check_page import check_can_write, write_report
 from .check_result import CheckResult, lines_of
-from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, VERIFICATIONS, Settings
+from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, VERIFICATIONS, Settings
+from .check_speed import measure_speed
 from .check_store import Store, package_digest, weights_digest
 from .checks_check import check_place, check_subject
 from .devices import execution_device
@@ -54,6 +56,7 @@ def check(
     level: float = 0.001,
     advance: Advance | None = None,
     path: str | Path | None = None,
+    report: str | Path | None = None,
     **options: Any,
 ) -> CheckResult:
     """Compare speculative with plain generation: the same tokens, the same law, the same quality.
@@ -64,8 +67,10 @@ def check(
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
         batch_sizes, new_tokens, ..., level: as in `Settings`.
-        advance: called after each step, `Settings(...).steps(len(prompts))` times; None shows a progress bar.
+        advance: called after each step, `Settings(...).steps(len(prompts), timed=report is not None)` times; None
+            shows a progress bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
+        report: of a page (.html) to write, with its figures in a folder beside it; then speed is measured as well.
         **options: what else `generate` is given, plain and speculative alike; plain values.
 
     Raises:
@@ -78,22 +83,31 @@ def check(
     sizes, names = tuple(batch_sizes), tuple(verifications)
     settings = Settings(sizes, new_tokens, *sampling, names, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
-    return run_check(subject_of(pair, texts, settings), advance, None if path is None else Path(path))
+    check_can_write(report)
+    subject = subject_of(pair, texts, settings)
+    result = run_check(subject, advance, None if path is None else Path(path), timed=report is not None)
+    if report is not None:
+        write_report(result, report)
+    return result
 
 
-def run_check(subject: Subject, advance: Advance | None = None, path: Path | None = None) -> CheckResult:
-    """`check` of what was put together by `subject_of`."""
+def run_check(
+    subject: Subject, advance: Advance | None = None, path: Path | None = None, timed: bool = False
+) -> CheckResult:
+    """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
     check_place(path)
-    made = provenance(pair.target) | {"code": package_digest()}
+    made = provenance(pair.target) | described(pair) | {"code": package_digest()}
     models = [weights_digest(model) for model in (pair.target, pair.draft)]
     identity = {"settings": settings.to_dict(), "prompts": prompts, "made": made, "models": models}
     store = Store(path, identity | {"layout": pair.strategy.layout, "compile": pair.strategy.compile})
-    with counted(settings.steps(len(prompts)), advance) as step, generator_untouched(pair):
+    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
         parts = Parts(store, step)
         texts = all_texts(subject, parts)
         cells = all_cells(subject, parts, texts)
         traced = parts("trace", 1, partial(trace_one, subject))
+        timing = partial(measure_speed, subject, parts.step)
+        speed = parts("speed", TIMED_RUNS, timing) if timed else {}
     return CheckResult(
         lines_of(settings, cells),
         settings.to_dict(),
@@ -104,6 +118,7 @@ def run_check(subject: Subject, advance: Advance | None = None, path: Path | Non
         traced,
         settings.level,
         settings.comparisons,
+        speed=speed,
     )
 
 
@@ -113,6 +128,17 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     subject = Subject(pair, prompts, settings)
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
     return subject
+
+
+def described(pair: DraftTargetPair) -> dict[str, str]:
+    """Both models by class and size, and where they came from on the Hub."""
+    found = {}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
+        if source is not None and source.name is not None:
+            facts += [source.name, f"commit {source.revision}"]
+        found[role] = ", ".join(facts)
+    return found
 
 
 class Parts:

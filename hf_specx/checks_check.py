@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from .refusals import refusal
 
 
 OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
+PAGES = (".html", ".htm")
 
 
 @refusal
@@ -136,3 +138,61 @@ def check_in_no_folder(path: Path | None) -> str | None:
 def check_place(path: Path | None) -> None:
     """Whether a check could note what it has found."""
     check_in_no_folder(path)
+
+
+@refusal
+def report_that_is_no_page(path: Path) -> str | None:
+    if path.suffix.lower() in PAGES:
+        return None
+    return f"the report {path} does not end in .html, which it is; name it so."
+
+
+@refusal
+def report_that_is_a_folder(path: Path) -> str | None:
+    return f"the report {path} is a folder; name a file in it." if path.is_dir() else None
+
+
+@refusal
+def report_in_no_folder(path: Path) -> str | None:
+    folder = path.resolve().parent
+    if folder.is_dir():
+        return None
+    return f"the report {path} has no place: there is no folder {folder}; make it, or name another file."
+
+
+@refusal
+def report_that_cannot_be_written(path: Path, figures: Path) -> str | None:
+    locked = [each for each in (path, figures) if not os.access(each if each.exists() else each.parent, os.W_OK)]
+    if not locked:
+        return None
+    return f"the report cannot be written: {locked[0]} is not yours to write; name another file."
+
+
+@refusal
+def figures_that_are_no_folder(figures: Path) -> str | None:
+    if figures.is_dir() or not figures.exists():
+        return None
+    return f"the figures of the report go into {figures}, which is a file; move it, or name another report."
+
+
+@refusal
+def report_without_plots(missing: Sequence[str]) -> str | None:
+    if not missing:
+        return None
+    return f'a report needs {" and ".join(missing)}: pip install "hf_specx[plots]".'
+
+
+def check_report(path: Path, figures: Path, missing: Sequence[str]) -> None:
+    """Whether a report could be written.
+
+    Args:
+        path: of the page.
+        figures: the folder of its figures.
+        missing: packages that it needs.
+    """
+    report_that_is_no_page(path)
+    report_that_is_a_folder(path)
+    report_in_no_folder(path)
+    figures_that_are_no_folder(figures)
+    report_that_cannot_be_written(path, figures)
+    report_without_plots(missing)

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .check_result import FAILED, PASSED, UNTOLD, CheckResult, summary
+from .check_page import check_can_write, write_report
+from .check_result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
 from .check_settings import VERIFICATIONS, Settings
 from .checking import run_check, subject_of
 from .checks_bench import check_out
@@ -32,12 +33,9 @@ from .lookahead import FIXED_DRAFT_TOKENS
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
-LEGEND = (
-    "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
-    "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
-)
 HELP_SAMPLES = "Texts for each sampled verification and batch size; else 16, 8 a row of the batch, or one a prompt."
 HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
+HELP_REPORT = "Page (.html) for people, with its figures in a folder beside it; measures speed too, by the clock."
 
 
 def check(
@@ -61,6 +59,7 @@ def check(
     trust_remote_code: Trust = False,
     out: Annotated[Path | None, typer.Option(help="File for all figures, as JSON.", dir_okay=False)] = None,
     resume: Annotated[Path | None, typer.Option(help=HELP_RESUME, dir_okay=False)] = None,
+    report: Annotated[Path | None, typer.Option(help=HELP_REPORT)] = None,
 ) -> None:
     """Prove that speculative text is plain text: greedy and coupled equal, sampled law and quality indistinguishable.
 
@@ -69,6 +68,7 @@ def check(
     with errors_in_one_line():
         check_dtype(dtype)
         check_out(out)
+        check_can_write(report)
         sampling = (temperature, top_p, top_k)
         names = tuple(verification or VERIFICATIONS)
         settings = Settings(
@@ -77,11 +77,14 @@ def check(
         given = None if file is None else read_prompts([], file, "with --file")
         loaded = load_pair(pair, dtype, **hub_options(revision, token, trust_remote_code))
         subject = subject_of(loaded, given or loaded.prompts, settings)
-        with progress("plain and speculative, and both compared", settings.steps(len(subject.prompts))) as advance:
-            result = run_check(subject, advance, resume)
+        steps = settings.steps(len(subject.prompts), timed=report is not None)
+        with progress("plain and speculative, and both compared", steps) as advance:
+            result = run_check(subject, advance, resume, timed=report is not None)
         show(result)
         if out is not None:
             Console().print(Text(f"wrote {result.save(out)}"), soft_wrap=True)
+        if report is not None:
+            Console().print(Text(f"wrote {write_report(result, report)}"), soft_wrap=True)
     if not result.passed:
         raise typer.Exit(1)
 

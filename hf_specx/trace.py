@@ -19,7 +19,8 @@ class Recorder:
     """Notes what a call's rule judges, for one row; the rule and the call are as they would be without it.
 
     Attributes:
-        judged: {"candidates": [...], "accepted": number, "next": id} for each judgement.
+        judged: {"candidates": [...], "accepted": number, "next": id, "p" and "q" of that id} for each judgement; q is
+            None where the draft has no law there.
     """
 
     def __init__(self) -> None:
@@ -52,8 +53,9 @@ class Recorder:
     def note(self, draft: Draft, scores: torch.Tensor, found: Judgement) -> None:
         """Take in one judgement on K candidates of one row, by the target's scores [1, K + 1, V]."""
         tokens, accepted = draft.tokens[0], int(found.verdict.accepted[0])
-        at = tokens[:, None]
-        p = law(scores[:1])[0][0, :-1].gather(-1, at)[:, 0].tolist()
+        at, follower = tokens[:, None], int(found.verdict.next_token[0])
+        probs = law(scores[:1])[0][0]  # [K + 1, V]
+        p = probs[:-1].gather(-1, at)[:, 0].tolist()
         q = [None] * len(p) if draft.probs is None else draft.probs[0].gather(-1, at)[:, 0].tolist()
         overlap = found.overlap[0].tolist()
         candidates = [
@@ -68,7 +70,12 @@ class Recorder:
             }
             for place, token in enumerate(tokens.tolist())
         ]
-        self.judged.append({"candidates": candidates, "accepted": accepted, "next": int(found.verdict.next_token[0])})
+        last = {
+            "next": follower,
+            "p": float(probs[accepted, follower]),
+            "q": None if draft.probs is None or accepted == len(p) else float(draft.probs[0, accepted, follower]),
+        }
+        self.judged.append({"candidates": candidates, "accepted": accepted} | last)
 
 
 def trace(
@@ -93,7 +100,8 @@ def trace(
         over the vocabulary), "accepted", and "acceptance": min(1, p / q), by which token verification keeps it, given
         those before it; block verification keeps it at least as often, and coupled verification where the two models
         agree. "rejected" is the place of the first that was not kept, or None. "tokens" are those that entered the
-        text, each with its "token" and "origin": "accepted", "recovered" or "bonus".
+        text, each with its "token", "p", "q" (None also behind the last candidate, where the draft was not asked) and
+        "origin": "accepted", "recovered" or "bonus".
     """
     recorder = Recorder()
     with recorder.listening():
@@ -102,10 +110,29 @@ def trace(
     assert report is not None
     emitted = output[0, width : width + report.emitted_per_row[0]].tolist()
     rounds = list(_rounds(recorder.judged, report, emitted))
+    prompt = inputs["input_ids"][0].tolist()
     if tokenizer is not None:
-        for entry in (entry for each in rounds for entry in each["candidates"] + each["tokens"]):
-            entry["text"] = tokenizer.decode([entry["token"]], clean_up_tokenization_spaces=False)
-    return {"verification": report.verification, "prompt": inputs["input_ids"][0].tolist(), "rounds": rounds}
+        add_texts(tokenizer, prompt, rounds)
+    return {"verification": report.verification, "prompt": prompt, "rounds": rounds}
+
+
+def add_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], rounds: list[dict[str, Any]]) -> None:
+    """Give each candidate and token the "text" that it adds to what is before it."""
+    before = prompt[-1:]
+    for each in rounds:
+        for entries in (each["candidates"], each["tokens"]):
+            left = before
+            for entry in entries:
+                entry["text"] = added(tokenizer, left, entry["token"])
+                left = [entry["token"]]
+        before = left
+
+
+def added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
+    """The text of a token behind another one, since some tokenizers strip the space at the start of a text."""
+    texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
+    first, both, alone = map(str, texts)
+    return both.removeprefix(first) if both.startswith(first) and both != first else alone  # else part of a character
 
 
 def _rounds(judged: list[dict[str, Any]], report: SpeculationReport, emitted: list[int]) -> Iterator[dict[str, Any]]:
@@ -115,9 +142,13 @@ def _rounds(judged: list[dict[str, Any]], report: SpeculationReport, emitted: li
     for each in judged:
         candidates, kept = each["candidates"], each["accepted"]
         all_kept = kept == len(candidates)
-        tokens = [{"token": candidate["token"], "origin": "accepted"} for candidate in candidates[:kept]]
+        tokens = [
+            {name: candidate[name] for name in ("token", "p", "q")} | {"origin": "accepted"}
+            for candidate in candidates[:kept]
+        ]
         if not (one_by_one and kept):
-            tokens.append({"token": each["next"], "origin": "bonus" if all_kept else "recovered"})
+            origin = "bonus" if all_kept else "recovered"
+            tokens.append({"token": each["next"], "p": each["p"], "q": each["q"], "origin": origin})
         tokens = tokens[: len(emitted) - place]
         assert [token["token"] for token in tokens] == emitted[place : place + len(tokens)]
         place += len(tokens)

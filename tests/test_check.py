@@ -53,6 +53,24 @@ def test_what_is_found(result):
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
     assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
     assert result.trace["verification"] == "block"
+    assert result.speed == {}  # as no report was asked for
+    assert result.provenance["target"].startswith("LlamaForCausalLM, ")
+
+
+def test_rounds_are_counted(result):
+    """By hand on a few, then that those of a check fit its other figures."""
+    counted = check_cells.count_rounds({"accepted": [[3, 0], [1], []], "drafted": [[3, 3], [2], []]})
+    assert counted == {
+        "accepted_lengths": [1, 1, 0, 1],
+        "judged_per_position": [3, 2, 1],
+        "accepted_per_position": [2, 1, 1],
+    }
+    found = result.cells["block, batch 8"]["acceptance"]
+    assert sum(found["accepted_lengths"]) == found["judged_per_position"][0] == found["rounds"]
+    kept = sum(n * rounds for n, rounds in enumerate(found["accepted_lengths"]))
+    assert kept == sum(found["accepted_per_position"])
+    assert found["tokens_per_round"] == pytest.approx(1 + kept / found["rounds"])
+    assert found["alpha"] == pytest.approx(kept / sum(found["judged_per_position"]))
 
 
 def test_the_level_is_shared(result):

@@ -64,7 +64,8 @@ def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
 def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     seen = []
 
-    def run_check(subject, advance, path):
+    def run_check(subject, advance, path, timed):
+        assert not timed
         seen.append((subject.settings, subject.prompts, subject.target.dtype, path))
         raise ValueError("seen")
 
@@ -103,15 +104,52 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
         (["--dtype", "int8"], "--dtype int8 is unknown"),
         (["--out", "no/such/folder.json"], "there is no folder"),
         (["--resume", "no/such/folder.json"], "there is no folder"),
+        (["--report", "no/such/report.html"], "there is no folder"),
+        (["--report", "report.pdf"], "does not end in .html"),
+        (["--report", "FOLDER"], "is a folder; name a file in it"),
         (["--resume", "FILE"], "is no interrupted check of this version"),
         ([], "give a list of texts; the pair has none of its own"),
         (["--file", "FILE", "--new-tokens", "1000"], "more than the 128 positions"),
     ],
 )
-def test_errors_are_one_line(folder, texts, arguments, message):
+def test_errors_are_one_line(folder, texts, tmp_path, arguments, message):
+    (tmp_path / "folder.html").mkdir()
+    names = {"FILE": texts, "FOLDER": tmp_path / "folder.html"}
     given = [] if not arguments or "--file" in arguments else ["--file", texts]
-    result = specx(folder, *given, *(texts if argument == "FILE" else argument for argument in arguments))
+    result = specx(folder, *given, *(names.get(argument, argument) for argument in arguments))
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("fault", [None, "one candidate too many"])
+def test_a_report(monkeypatch, folder, texts, tmp_path, fault):
+    """Of a check that passes and of one that fails, whose exit code says so."""
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    if fault is not None:
+        inject(monkeypatch, fault)
+    out, report = tmp_path / "result.json", tmp_path / "report.html"
+    small = [*SMALL, "--file", texts, "--verification", "greedy", "--out", str(out)]
+    result = specx(folder, *small, "--report", str(report))
+    assert result.exit_code == (fault is not None), result.stderr
+    assert f"wrote {report}" in result.stdout
+    page = report.read_text(encoding="utf-8")
+    for line in json.loads(out.read_text())["lines"]:
+        assert line["what"] in page
+        assert line["verdict"] == ("passed" if fault is None else "failed")
+    assert f'class="verdict {line["verdict"]}"' in page
+    assert {file.name for file in (tmp_path / "report_files").iterdir()} == {
+        "acceptance.png",
+        "lengths.png",
+        "speed.png",
+    }
+    assert len(json.loads(out.read_text())["speed"]["numbers"]) == 8
+
+
+def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
+    monkeypatch.setattr(cli_check, "load_pair", None)
+    result = specx("--report", "report.pdf")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert "does not end in .html" in result.stderr

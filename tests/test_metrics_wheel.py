@@ -60,6 +60,11 @@ def test_the_wheel_has_all_files_of_each(site: Path):
         assert files == {f"{name}.py", "README.md", "app.py", "requirements.txt"}
 
 
+def test_the_wheel_has_the_parts_of_the_report(site: Path):
+    found = {path.name for path in (site / "hf_specx").glob("check_page.*")}
+    assert found == {f"check_page.{kind}" for kind in ("css", "html", "js", "py")}
+
+
 def test_they_load_and_combine_offline(site: Path, tmp_path: Path):
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
     caches = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}

@@ -6,9 +6,12 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding, prefill
-from hf_specx.trace import Recorder, trace
+from hf_specx.trace import Recorder, add_texts, added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -93,10 +96,30 @@ def test_p_and_q_are_those_of_plain_forwards(models, mode):
         text += [token["token"] for token in each["tokens"]]
 
 
+@pytest.mark.parametrize("mode", ["coupled", "token", "block"])
+def test_p_and_q_of_the_tokens(models, mode):
+    """Also of those that were no candidates; behind the last candidate the draft was not asked."""
+    found, _ = traced(models, mode)
+    target, draft = models
+    text, origins = PROMPT[0].tolist(), set()
+    for each in found["rounds"]:
+        for token in each["tokens"]:
+            p, q = (plain_law(model, text, 0.8)[token["token"]] for model in (target, draft))
+            assert token["p"] == pytest.approx(float(p), rel=1e-3, abs=1e-7)
+            if token["origin"] == "bonus":
+                assert token["q"] is None
+            else:
+                assert token["q"] == pytest.approx(float(q), rel=1e-3, abs=1e-7)
+            origins.add(token["origin"])
+            text.append(token["token"])
+    assert origins == {"accepted", "recovered", "bonus"}
+
+
 def test_greedy_candidates_have_no_q(models):
     found, _ = traced(models, "greedy")
     candidates = [candidate for each in found["rounds"] for candidate in each["candidates"]]
-    assert {candidate["q"] for candidate in candidates} == {None}
+    tokens = [token for each in found["rounds"] for token in each["tokens"]]
+    assert {entry["q"] for entry in candidates + tokens} == {None}
     for each in found["rounds"]:
         for candidate in each["candidates"][: 1 + (each["rejected"] or 0)]:
             assert candidate["acceptance"] == float(candidate["accepted"])
@@ -134,3 +157,21 @@ def test_other_threads_are_not_heard(models):
         thread.start()
         thread.join()
     assert recorder.judged == []
+
+
+def test_spaces_that_tokenizers_strip_are_in_the_text():
+    """As by SentencePiece: the space before a word belongs to it, and is lost where a text begins with it."""
+    words = Tokenizer(WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([1]) == "cat"
+    rounds = [{"candidates": [{"token": 1}, {"token": 2}], "tokens": [{"token": 1}, {"token": 0}]}]
+    add_texts(tokenizer, [0], rounds)
+    assert [entry["text"] for entry in rounds[0]["candidates"]] == [" cat", "s"]
+    assert [entry["text"] for entry in rounds[0]["tokens"]] == [" cat", " the"]
+
+
+def test_parts_of_characters_are_shown_as_such():
+    tokenizer = tiny_tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    assert [added(tokenizer, [], first), added(tokenizer, [first], second)] == ["\ufffd", "\ufffd"]

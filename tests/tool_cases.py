@@ -1,5 +1,6 @@
 """Misuse of what measures, places, shares, describes and exports pairs; as in `misuse_cases`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -13,7 +14,7 @@ from hf_specx.cards import known_card
 from hf_specx.check_settings import Settings
 from hf_specx.check_store import Store
 from hf_specx.checks_bench import check_cell, check_grid, check_out, check_plots
-from hf_specx.checks_check import check_place, check_subject
+from hf_specx.checks_check import check_place, check_report, check_subject
 from hf_specx.checks_tune import check_drafts, check_reads, check_study, looking_for
 from hf_specx.contenders import way
 from hf_specx.export import vllm
@@ -85,6 +86,20 @@ def checked(*verifications: str, **settings: object):
 
 def subject(found: bool = True, encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
     return lambda: check_subject(found, encodes, prompts, tokenizer)
+
+
+def reported(path: str, figures: str = "report_files", missing: Sequence[str] = ()):
+    return lambda: check_report(Path(path), Path(figures), missing)
+
+
+def in_place_of_a_folder() -> None:
+    with mock.patch.object(Path, "is_dir", return_value=True):
+        reported("report.html")()
+
+
+def in_a_locked_folder() -> None:
+    with mock.patch("os.access", return_value=False):
+        reported("report.html")()
 
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
@@ -185,4 +200,16 @@ CASES = {
     ),
     "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"))),
     "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
+    "report_that_is_no_page": ("report.pdf does not end in .html, .*; name", reported("report.pdf")),
+    "report_that_is_a_folder": ("report.html is a folder; name a file in it", in_place_of_a_folder),
+    "report_in_no_folder": ("there is no folder .*/no; make it, or name", reported("no/report.html")),
+    "report_that_cannot_be_written": ("report.html is not yours to write; name", in_a_locked_folder),
+    "figures_that_are_no_folder": (
+        "go into .*/tool_cases.py, which is a file; move it",
+        reported("report.html", figures=__file__),
+    ),
+    "report_without_plots": (
+        'needs jinja2: pip install "hf_specx.plots."',
+        reported("report.html", missing=["jinja2"]),
+    ),
 }
