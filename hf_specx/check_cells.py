@@ -1,6 +1,7 @@
 """What a check looks at: texts of each way to generate, and what `evaluate` says of them."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -10,8 +11,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .bench import emitted_per_row, encode, prompt_width
-from .check_draft import overrated
+from .check_draft import judged, overrated
 from .check_equality import Noise, explain
+from .check_power import CONFIDENCE
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
 from .metrics import path
 from .pairs import DraftTargetPair
@@ -20,8 +22,7 @@ from .strategy import SpeculativeDecoding
 from .trace import trace
 
 
-CONFIDENCE = 0.95  # of the intervals that are shown
-STATISTICS_OF_TEXTS = 4  # of `two_samples`
+TESTS_OF_TEXTS = 4  # statistics of `two_samples`, and as many measures of quality
 FIRST_LOOK = 0.05
 SPARE = 4  # times as many exchanges as a p-value needs to get below its level
 
@@ -129,7 +130,7 @@ def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
 def judge_equality(
     subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, with "rows" and the "differences", each looked at by `explain`."""
+    """`sequence_equality` of both texts, with "rows", "tokens" and the "differences", each looked at by `explain`."""
     texts = ours["texts"], plain["texts"]
     found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
     options = subject.settings.generation(sampled=way != "greedy")
@@ -143,7 +144,8 @@ def judge_equality(
         both = plain["texts"][row], ours["texts"][row]
         prompt = subject.ids[places[row]]
         differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
-    return {"exact_match": found["exact_match"], "rows": len(texts[0]), "differences": differences}
+    counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
+    return {"exact_match": found["exact_match"], **counts, "differences": differences}
 
 
 def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
@@ -161,44 +163,59 @@ def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> d
 
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`overrated` of the texts at one batch size."""
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`."""
     prompts = [subject.ids[place] for place in subject.places(way, batch)]
     options = subject.settings.generation(sampled=True)
-    found = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
-    return found | {"level": subject.settings.share, "passed": found["p_value"] >= subject.settings.share}
+    sums = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    law = sys.modules[type(metric("sampled_law")).__module__]
+    return judged(sums, subject.settings.share, law.p_value, law.least_excess)
+
+
+def too_few(rows: int, share: float) -> bool:
+    """Whether so many pairs of texts have too few exchanges for a test at this level, as `two_samples` says."""
+    return TESTS_OF_TEXTS * 2.0 ** (2 - rows) >= share
 
 
 def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:
     """`two_samples` of all texts of a verification beside plain ones; None where they are too few for the level."""
     settings = subject.settings
-    if STATISTICS_OF_TEXTS * 2.0 ** (1 - len(ours)) >= settings.share:
+    if too_few(len(ours), settings.share):
         return None
     compare = partial(metric("two_samples").compute, predictions=ours, references=plain, seed=settings.seed)
     # a first look with few exchanges can only let pass what the whole test might have rejected
-    found = compare(level=FIRST_LOOK, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / FIRST_LOOK))
-    if found["passed"] and settings.share < FIRST_LOOK:
-        return found | {"level": settings.share}
-    return compare(level=settings.share, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / settings.share))
+    if settings.share < FIRST_LOOK:
+        found = compare(level=FIRST_LOOK, permutations=math.ceil(SPARE * TESTS_OF_TEXTS / FIRST_LOOK))
+        if found["passed"]:
+            return found | {"level": settings.share}
+    return compare(level=settings.share, permutations=math.ceil(SPARE * TESTS_OF_TEXTS / settings.share))
 
 
 def judge_quality(
     subject: Subject, places: list[int], plain: list[list[int]], ours: list[list[int]]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """`text_quality` of all texts of a verification beside plain ones of the same prompts.
 
     Its intervals are those of 95 %. "within" says whether 0 is in the interval of the level that each measure has,
-    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level.
+    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level. None where the
+    texts are too few for the level: a few differences may be equal by chance.
     """
     settings = subject.settings
+    if too_few(len(ours), settings.share):
+        return None
     texts = [subject.decoded(each) for each in (ours, plain)]
-    prompts = [subject.prompts[place] for place in places]
-    # decoding drops end tokens, so a text may have none left; then there is no perplexity
-    judge = {"model": subject.target, "tokenizer": subject.tokenizer, "prompts": prompts} if all(texts[0]) else {}
+    judge = {"model": subject.target, "prompts": [subject.prompts[place] for place in places]}
+    # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
+    pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
     found = metric("text_quality").compute(
-        predictions=texts[0], references=texts[1], level=1 - CONFIDENCE, seed=settings.seed, **judge
+        predictions=texts[0],
+        references=texts[1],
+        tokenizer=subject.tokenizer,
+        level=1 - CONFIDENCE,
+        seed=settings.seed,
+        **({} if too_few(pairs, settings.share) else judge),
     )
-    wider = stretch(settings.share / len(found), len(ours))
-    for measured in found.values():
+    for name, measured in found.items():
+        wider = stretch(settings.share / len(found), pairs if name == "perplexity" else len(ours))
         low, high = (measured["difference"] + wider * (end - measured["difference"]) for end in measured["interval"])
         measured |= {"widened": [low, high], "within": bool(low <= 0 <= high)}
     return found

@@ -9,6 +9,7 @@ from .check_settings import Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+TOO_FEW = "too few texts for this level; ask for more samples"
 
 
 class CheckLine(NamedTuple):
@@ -16,7 +17,7 @@ class CheckLine(NamedTuple):
 
     Attributes:
         what: in words.
-        verdict: "passed", "failed", or "not told" where there was too little text.
+        verdict: "passed", "failed", or "not told" where there was too little to tell from.
         figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
             to the end of its interval (1 is there); None where there is none.
         threshold: figures of units and of quality must not be above it, p-values not below.
@@ -43,9 +44,11 @@ class CheckResult:
         provenance: versions, device, precision, code.
         prompts: as given.
         cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
-            verification alone "two_samples" and "quality".
+            verification alone "two_samples" and "quality", None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the place of its prompt.
         trace: how one text came about; see `hf_specx.trace.trace`.
+        power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
+            `hf_specx.check_power.power_of`.
     """
 
     lines: list[CheckLine]
@@ -57,6 +60,7 @@ class CheckResult:
     trace: dict[str, Any] = field(default_factory=dict)
     level: float = 0.001
     comparisons: int = 0
+    power: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -75,6 +79,7 @@ class CheckResult:
             "cells": self.cells,
             "texts": self.texts,
             "trace": self.trace,
+            "power": self.power,
         }
 
     def save(self, path: str | Path) -> Path:
@@ -148,6 +153,8 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
 def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_draft`."""
     what = f"{name}: tokens that the draft overrates are as frequent as they should be"
+    if cell["p_value"] is None:
+        return CheckLine(what, UNTOLD, None, cell["level"], "it overrates none that could come, or nothing else could")
     note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
     return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
 
@@ -156,20 +163,23 @@ def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLin
     """Of `judge_texts`."""
     what = f"{name}: texts alike those of plain generate"
     if cell is None:
-        return CheckLine(what, UNTOLD, None, share, "too few texts for this level; ask for more samples")
+        return CheckLine(what, UNTOLD, None, share, TOO_FEW)
     note = f"{cell['comparisons']} permutation tests"
     return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
 
 
-def quality_line(name: str, cell: dict[str, Any]) -> CheckLine:
+def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:
     """Of `judge_quality`."""
+    what = f"{name}: quality of plain text"
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, 1.0, TOO_FEW)
     furthest = max(cell, key=lambda key: reach(cell[key]))
     measured = cell[furthest]
     low, high = measured["interval"]
     seen = f"{furthest} {measured['prediction']:.3g} beside {measured['reference']:.3g}"
     note = f"of {len(cell)} measures furthest off: {seen}, 95 % interval of the difference {low:.2g} to {high:.2g}"
     verdict = PASSED if all(each["within"] for each in cell.values()) else FAILED
-    return CheckLine(f"{name}: quality of plain text", verdict, reach(measured), 1.0, note)
+    return CheckLine(what, verdict, reach(measured), 1.0, note)
 
 
 def reach(measured: dict[str, Any]) -> float:

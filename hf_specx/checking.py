@@ -23,6 +23,7 @@ from .check_cells import (
     judge_texts,
     trace_one,
 )
+from .check_power import power_of
 from .check_result import CheckResult, lines_of
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, VERIFICATIONS, Settings
 from .check_store import Store, package_digest, weights_digest
@@ -104,6 +105,7 @@ def run_check(subject: Subject, advance: Advance | None = None, path: Path | Non
         traced,
         settings.level,
         settings.comparisons,
+        power=power_of(settings, cells),
     )
 
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .check_power import POWER
 from .check_result import FAILED, PASSED, UNTOLD, CheckResult, summary
 from .check_settings import VERIFICATIONS, Settings
 from .checking import run_check, subject_of
@@ -87,11 +88,12 @@ def check(
 
 
 def show(result: CheckResult) -> None:
-    """A table of what was looked at, and the verdict."""
+    """A table of what was looked at, the verdict, and what would have been seen."""
     console = Console()
     console.print(lines_table(result))
     console.print(Text(LEGEND, "dim"))
     console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
+    console.print(power_table(result))
 
 
 def lines_table(result: CheckResult) -> Table:
@@ -104,4 +106,14 @@ def lines_table(result: CheckResult) -> Table:
         figure = "-" if line.figure is None else f"{line.figure:.3g}"
         verdict = Text(line.verdict, COLOURS[line.verdict])
         table.add_row(Text(line.what), verdict, figure, f"{line.threshold:.3g}", Text(line.note))
+    return table
+
+
+def power_table(result: CheckResult) -> Table:
+    """What the check would have seen, one row for each kind of test."""
+    table = Table(show_edge=False, title=f"what it would have rejected with probability {POWER:g}", title_justify="left")
+    table.add_column("what")
+    table.add_column("smallest deviation")
+    for row in result.power:
+        table.add_row(Text(row["what"]), Text(row["smallest"]))
     return table

@@ -35,7 +35,8 @@ Returns:
     p_value: the least of the statistics', times their number (Bonferroni), at most 1. 1 where no exchange changes any.
     level: as given.
     comparisons: statistics that some exchange changes.
-    statistics: by name `statistic` and `p_value` (of this one alone).
+    statistics: by name `statistic`, its mean `expected` and standard deviation `deviation` over the exchanges, and
+        `p_value` (of this one alone).
 
 Raises:
     ValueError: too few rows or permutations for `level`; or a level that is none.
@@ -137,18 +138,25 @@ def _table(rows: list[Sequence[Hashable]], kinds: dict[Hashable, int]) -> sparse
 def _permuted(
     left: sparse.csr_matrix, right: sparse.csr_matrix, statistic: Statistic, permutations: int, seed: int
 ) -> dict[str, float]:
-    """The statistic of two tables [rows, kinds], and its p-value; the same exchanges for the same seed."""
+    """The statistic of two tables [rows, kinds], what exchanges make of it, and its p-value, as the seed says."""
     generator = np.random.default_rng(seed)
     total = np.asarray((left + right).sum(0))  # [1, kinds]
     difference = (left - right).T.tocsr()  # [kinds, rows]
     observed = statistic(*(np.asarray(table.sum(0))[0] for table in (left, right)))
-    extreme, size = 0, max(1, CELLS // total.size)
+    extreme, moments, size = 0, np.zeros(2), max(1, CELLS // total.size)
     for start in range(0, permutations, size):
         signs = generator.integers(0, 2, (min(size, permutations - start), left.shape[0])) * 2.0 - 1
         exchanged = (difference @ signs.T).T  # [exchanges, kinds]
         values = statistic((total + exchanged) / 2, (total - exchanged) / 2)
         extreme += int((values >= observed - TIES).sum())
-    return {"statistic": float(observed), "p_value": (1 + extreme) / (1 + permutations)}
+        moments += values.sum(), (values**2).sum()
+    mean, square = moments / permutations
+    return {
+        "statistic": float(observed),
+        "expected": float(mean),
+        "deviation": float(max(0.0, square - mean**2) ** 0.5),
+        "p_value": (1 + extreme) / (1 + permutations),
+    }
 
 
 def _check(rows: int, level: float, permutations: int) -> None:
