@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from .bench import emitted_per_row, encode, prompt_width
 from .check_draft import judged, overrated
 from .check_equality import Noise, explain
-from .check_power import CONFIDENCE
+from .check_power import CONFIDENCE, least_replaced
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
 from .metrics import path
 from .pairs import DraftTargetPair
@@ -181,13 +181,27 @@ def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]])
     settings = subject.settings
     if too_few(len(ours), settings.share):
         return None
-    compare = partial(metric("two_samples").compute, predictions=ours, references=plain, seed=settings.seed)
-    # a first look with few exchanges can only let pass what the whole test might have rejected
-    if settings.share < FIRST_LOOK:
-        found = compare(level=FIRST_LOOK, permutations=math.ceil(SPARE * TESTS_OF_TEXTS / FIRST_LOOK))
-        if found["passed"]:
-            return found | {"level": settings.share}
-    return compare(level=settings.share, permutations=math.ceil(SPARE * TESTS_OF_TEXTS / settings.share))
+    compare = partial(metric("two_samples").compute, references=plain, seed=settings.seed)
+    quick = {"level": max(FIRST_LOOK, settings.share), "permutations": exchanges(max(FIRST_LOOK, settings.share))}
+    found = compare(predictions=ours, **quick)
+    # few exchanges can only let pass what the whole test might have rejected
+    if not found["passed"] and settings.share < FIRST_LOOK:
+        found = compare(predictions=ours, level=settings.share, permutations=exchanges(settings.share))
+    other = max(map(max, ours + plain)) + 1
+
+    def replaced(number: int) -> dict[str, float]:
+        rows = [[token + other for token in row] if place < number else row for place, row in enumerate(ours)]
+        unchanged = {"statistic": 0.0, "expected": 0.0, "deviation": 0.0, "skewness": 0.0}
+        return compare(predictions=rows, **quick)["statistics"].get("tokens", unchanged)
+
+    share = settings.share / TESTS_OF_TEXTS
+    known = {"level": settings.share, "rows": len(ours), "least_replaced": least_replaced(len(ours), share, replaced)}
+    return found | known
+
+
+def exchanges(level: float) -> int:
+    """How many a permutation test of texts needs at a level."""
+    return math.ceil(SPARE * TESTS_OF_TEXTS / level)
 
 
 def judge_quality(

@@ -4,7 +4,7 @@ Each is said for the samples, the level and the variances of this very check. A 
 to be 1.28 standard errors behind it to be there with probability 0.9.
 """
 
-import math
+from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
@@ -40,7 +40,7 @@ def power_of(settings: Settings, cells: dict[str, Cell]) -> list[dict[str, Any]]
         sizes = {f"batch {batch}": cells[f"{way}, batch {batch}"] for batch in settings.batch_sizes}
         if way in settings.lawful:
             found += [law_power(way, sizes, name) for name in LAW]
-            found += [draft_power(way, sizes), texts_power(way, cells[way]["two_samples"], settings.share)]
+            found += [draft_power(way, sizes), texts_power(way, cells[way]["two_samples"])]
             found.append(quality_power(way, cells[way]["quality"]))
         else:
             found.append(tokens_power(way, sizes))
@@ -78,18 +78,15 @@ def draft_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
     return _row(f"{way}: how often tokens come that the draft overrates", values, "{:.1%} of tokens", note)
 
 
-def texts_power(way: str, cell: Cell | None, share: float) -> dict[str, Any]:
+def texts_power(way: str, cell: Cell | None) -> dict[str, Any]:
     """Of `two_samples`, from its cell; None where there were too few texts."""
-    what = f"{way}: how far its texts are from plain ones, by their frequencies"
+    what = f"{way}: texts of quite other tokens among its own"
     if cell is None:
         return {"what": what, "smallest": UNKNOWN, "note": "too few texts for this level", "values": {}}
-    level, values, chance = share / max(1, cell["comparisons"]), {}, []
-    for name, statistic in cell["statistics"].items():
-        values[name] = least_distance(statistic["expected"], statistic["deviation"], level)
-        chance.append(f"{name.replace('_', ' ')} {statistic['expected']:.2g}")
-    told = ", ".join(f"{name.replace('_', ' ')} {value:.2g}" for name, value in values.items())
-    note = f"by chance {', '.join(chance)}; 0 is the same, 2 (of lengths 1) nothing in common"
-    return {"what": what, "smallest": told or UNKNOWN, "note": note if told else "all are alike", "values": values}
+    number, rows = cell["least_replaced"], cell["rows"]
+    smallest = UNKNOWN if number is None else f"{number} of {rows} texts"
+    note = f"by how often tokens come there and in {rows} plain texts"
+    return {"what": what, "smallest": smallest, "note": note, "values": {"texts": number}}
 
 
 def quality_power(way: str, cell: Cell | None) -> dict[str, Any]:
@@ -119,21 +116,37 @@ def least_mean(limit: float, standard_error: float, weight: float) -> float:
     return (limit + MARGIN * standard_error) / weight
 
 
-def least_distance(expected: float, deviation: float, level: float) -> float:
-    """The mean of a statistic that is a distance, of which exchanges give this mean and standard deviation.
+def least_replaced(rows: int, level: float, compare: Callable[[int], dict[str, float]]) -> int | None:
+    """How many texts have to be replaced by ones without a token of the others; None where all are not enough.
 
-    It is taken for a multiple of chi-square (Satterthwaite's approximation): the two moments give the limit, and where
-    the distance is larger, it varies more.
+    Args:
+        rows: texts.
+        level: of the statistic.
+        compare: what `two_samples` says of it where so many are replaced.
+    """
+    known = compare(0)
+    luck = known["statistic"] - known["expected"]  # of the draw that was made
+
+    def rejects(number: int) -> bool:
+        found = compare(number)
+        return found["statistic"] - luck - MARGIN * found["deviation"] >= limit_of(found, level)
+
+    low, high = 0, rows + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if rejects(middle) else (middle, high)
+    return high if high <= rows else None
+
+
+def limit_of(found: dict[str, float], level: float) -> float:
+    """What a statistic exceeds by exchanges with a probability of `level`: by Pearson's curve of the same three moments.
+
+    Of sums of squares, as these are, it is near to chi-square.
     """
     from scipy import stats
 
-    if deviation == 0:
-        return expected
-    limit = float(stats.gamma.isf(level, (expected / deviation) ** 2, scale=deviation**2 / expected))
-    # the root of: mean = limit + MARGIN * deviation * sqrt(1 + 2 (mean - expected) / expected)
-    over, square = limit - expected, (MARGIN * deviation) ** 2
-    half = over + square / expected
-    return expected + half + math.sqrt(half**2 - over**2 + square)
+    curve = stats.pearson3(max(0.0, found["skewness"]))
+    return found["expected"] + found["deviation"] * float(curve.isf(level))
 
 
 def least_difference(interval: list[float], widened: list[float]) -> float:

@@ -37,7 +37,7 @@ LEGEND = (
     "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
     "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
 )
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 16, 8 a row of the batch, or one a prompt."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, and one a prompt at the largest size."
 HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
 
 

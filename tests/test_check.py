@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import evaluate
+import numpy as np
 import pytest
 import torch
 from check_cases import PROMPTS, SIZES, quick, tiny_pair
@@ -13,6 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
 from hf_specx import DraftTargetPair, check_cells, check_equality, checking
+from hf_specx.check_cells import Subject, judge_quality, judge_texts, too_few
 from hf_specx.check_equality import UNITS, Noise, explain
 from hf_specx.check_settings import Settings
 
@@ -47,7 +49,7 @@ def test_what_is_found(result):
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    assert result.cells["greedy, batch 1"]["equality"] == {"exact_match": 1.0, "rows": 4, "differences": []}
+    assert result.cells["greedy, batch 1"]["equality"] == {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
     assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
@@ -91,9 +93,17 @@ def test_prompts_go_around():
     settings = Settings(samples=5)
     assert settings.batches("token", 2, 3) == [[0, 1], [2, 0], [1, 2]]
     assert settings.batches("greedy", 2, 3) == [[0, 1], [2, 0]]
-    assert len(Settings().batches("block", 1, 100)) == 100
-    assert len(Settings().batches("block", 1, 3)) == 16
+
+
+def test_every_prompt_is_checked_at_the_largest_batch_size():
+    """At smaller ones some are, where a token takes longer; unless more samples are asked for."""
+    for way in ("greedy", "block"):
+        assert len(Settings().batches(way, 1, 100)) == 8
+        assert len(Settings().batches(way, 8, 100)) == 13
+        assert len(Settings(samples=30).batches(way, 1, 100)) == 30
+    assert len(Settings().batches("greedy", 1, 3)) == 3
     assert len(Settings().batches("block", 8, 3)) == 8
+    assert len(Settings(batch_sizes=(1,)).batches("block", 1, 3)) == 16
 
 
 def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
@@ -248,9 +258,48 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
 
 
 def test_too_few_texts_are_told_so():
+    """Two differences of lengths are often equal, and then neither exchanges nor an interval say anything."""
     result = quick(samples=2, batch_sizes=(2,), verifications=("token",))
-    line = next(line for line in result.lines if "texts alike" in line.what)
+    lines = {line.what.split(": ")[1]: line for line in result.lines[2:]}
+    assert list(lines) == ["texts alike those of plain generate", "quality of plain text"]
+    assert {(line.verdict, line.figure) for line in lines.values()} == {("not told", None)}
+    assert (result.cells["token"]["two_samples"], result.cells["token"]["quality"]) == (None, None)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.05, 0.001])
+def test_as_few_texts_as_can_tell_anything(level):
+    """They fail if they differ in all; and no level is asked of exchanges that have none so small."""
+    subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), batch_sizes=(1,), level=level))
+    rows = next(rows for rows in range(2, 99) if not too_few(rows, subject.settings.share))
+    found = judge_texts(subject, [[5, 6, 7]] * rows, [[9, 8]] * rows)
+    assert not found["passed"]
+    assert found["rows"] == rows
+    assert judge_texts(subject, [[5, 6, 7]] * (rows - 1), [[9, 8]] * (rows - 1)) is None
+
+
+def test_texts_that_are_empty_have_no_perplexity_and_others_do():
+    """A text may be an end token alone, which decoding drops."""
+    settings = Settings(verifications=("token",), level=0.05)
+    subject = Subject(tiny_pair(), PROMPTS, settings)
+    rng = np.random.default_rng(0)
+    ours, plain = rng.integers(2, 280, (2, 40, 6)).tolist()
+    places = [row % len(PROMPTS) for row in range(40)]
+    whole = judge_quality(subject, places, plain, ours)
+    ours[3] = [0]
+    assert list(judge_quality(subject, places, plain, ours)) == list(whole)
+    found = judge_quality(subject, places, plain, [[0]] * 35 + ours[35:])
+    assert list(found) == ["distinct_1", "distinct_2", "length"]
+    assert found["length"]["reference"] == whole["length"]["reference"]  # counted in tokens as before
+
+
+def test_a_draft_that_is_the_target_overrates_nothing():
+    pair = DraftTargetPair(tiny_pair().target, tiny_pair().target, tiny_tokenizer())
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    line = next(line for line in result.lines if "overrates" in line.what)
     assert (line.verdict, line.figure) == ("not told", None)
+    assert result.passed
+    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
 
 
 def test_nothing_of_evaluate_is_imported_before_it_is_needed():
