@@ -3,8 +3,10 @@
 import math
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,6 +77,35 @@ class Subject:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
+class Reached(Exception):
+    """A forward was about to begin."""
+
+
+def ask_first(subject: Subject) -> None:
+    """Call every way to generate, so that it refuses what it refuses, and stop it where its first forward begins."""
+
+    def stop(*_: Any) -> None:
+        raise Reached
+
+    settings = subject.settings
+    handles = [model.register_forward_pre_hook(stop) for model in (subject.target, subject.pair.draft)]
+    try:
+        for way, batch in product(settings.ways, settings.batch_sizes):
+            inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])
+            with suppress(Reached):
+                subject.target.generate(**inputs, **call_of(subject, way))  # type: ignore[operator]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def call_of(subject: Subject, way: str) -> dict[str, Any]:
+    """What `generate` is told, but for its inputs; with a strategy where it is not plain."""
+    options = subject.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
+    plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
+    return options if plain else options | {"custom_generate": subject.strategy(way)}
+
+
 @cache
 def metric(name: str) -> Any:
     """One of this package's, by its name."""
@@ -90,15 +121,14 @@ def generate_texts(subject: Subject, way: str, batch: int, advance: Callable[[],
         "texts", emitted ids of each row up to and with its end token; of a speculative way also "accepted" and
         "drafted" of each row and round, "overlap" (mean sum min(p, q) of judged candidates) and "layout".
     """
-    settings, plain = subject.settings, way in (PLAIN_GREEDY, PLAIN_SAMPLED)
-    options = settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
-    strategy = None if plain else subject.strategy(way)
+    settings, options = subject.settings, call_of(subject, way)
+    strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     reports: list[SpeculationReport] = []
     for run, places in enumerate(settings.batches(way, batch, len(subject.prompts))):
-        inputs, extra = subject.encoded(places), {} if strategy is None else {"custom_generate": strategy}
+        inputs = subject.encoded(places)
         torch.manual_seed(settings.run_seed(way, batch, run))
-        output = subject.target.generate(**inputs, **options, **extra)  # type: ignore[operator]
+        output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         width = prompt_width(subject.target, inputs)
         ends = options.get("eos_token_id", subject.target.generation_config.eos_token_id)
         counts = emitted_per_row(output, width, ends)

@@ -32,8 +32,8 @@ def power_of(settings: Settings, cells: dict[str, Cell]) -> list[dict[str, Any]]
 
     Returns:
         For each kind of test of each verification "what" is tested, the "smallest" deviation that it would have
-        rejected with probability `POWER`, a "note" on what that comes from, all in words, and its "values": the numbers
-        by "batch N" or by measure, each None where it cannot be told.
+        rejected with probability `POWER`, a "note" on what that comes from, all in words, and its "values": the
+        numbers by "batch N" or by measure, each None where it cannot be told.
     """
     found = []
     for way in (way for way in settings.ways if way in settings.verifications):
@@ -68,9 +68,7 @@ def draft_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
     """Of tokens that the draft overrates, from the cells of each batch size."""
     cells = {size: cell["draft"] for size, cell in sizes.items()}
     values = {
-        size: None
-        if cell["p_value"] is None
-        else least_mean(cell["limit"], cell["standard_error"], cell["positions"])
+        size: None if cell["p_value"] is None else least_mean(cell["limit"], cell["standard_error"], cell["positions"])
         for size, cell in cells.items()
     }
     shares = [cell["expected"] / cell["positions"] for cell in cells.values()]
@@ -139,9 +137,9 @@ def least_replaced(rows: int, level: float, compare: Callable[[int], dict[str, f
 
 
 def limit_of(found: dict[str, float], level: float) -> float:
-    """What a statistic exceeds by exchanges with a probability of `level`: by Pearson's curve of the same three moments.
+    """What a statistic exceeds by exchanges with a probability of `level`, by Pearson's curve of their three moments.
 
-    Of sums of squares, as these are, it is near to chi-square.
+    For sums of squares, which these are, it is near to chi-square.
     """
     from scipy import stats
 

@@ -14,6 +14,7 @@ from .bench import provenance
 from .bench_grid import Steps
 from .check_cells import (
     Subject,
+    ask_first,
     generate_texts,
     judge_acceptance,
     judge_draft,
@@ -27,12 +28,13 @@ from .check_power import power_of
 from .check_result import CheckResult, lines_of
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, VERIFICATIONS, Settings
 from .check_store import Store, package_digest, weights_digest
-from .checks_check import check_place, check_subject
+from .checks_check import check_subject
 from .devices import execution_device
 from .lookahead import FIXED_DRAFT_TOKENS
 from .pairs import DraftTargetPair
 
 
+NEEDED = ("evaluate", "datasets", "scipy")
 SECONDS_UNSEEN = 3  # a progress bar appears after these
 SHOWN = 4  # texts of each way that a result has
 Advance = Callable[[], object]
@@ -85,7 +87,6 @@ def check(
 def run_check(subject: Subject, advance: Advance | None = None, path: Path | None = None) -> CheckResult:
     """`check` of what was put together by `subject_of`."""
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
-    check_place(path)
     made = provenance(pair.target) | {"code": package_digest()}
     models = [weights_digest(model) for model in (pair.target, pair.draft)]
     identity = {"settings": settings.to_dict(), "prompts": prompts, "made": made, "models": models}
@@ -111,9 +112,11 @@ def run_check(subject: Subject, advance: Advance | None = None, path: Path | Non
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
-    check_subject(find_spec("evaluate") is not None, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    check_subject(lacking, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
     subject = Subject(pair, prompts, settings)
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
+    ask_first(subject)
     return subject
 
 

@@ -11,8 +11,10 @@ from rich.text import Text
 from .check_power import POWER
 from .check_result import FAILED, PASSED, UNTOLD, CheckResult, summary
 from .check_settings import VERIFICATIONS, Settings
+from .check_store import SCHEMA
 from .checking import run_check, subject_of
 from .checks_bench import check_out
+from .checks_check import check_place
 from .cli_options import (
     MAX_SEED,
     Dtype,
@@ -37,7 +39,7 @@ LEGEND = (
     "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
     "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
 )
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, and one a prompt at the largest size."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest size one a prompt."
 HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
 
 
@@ -70,6 +72,7 @@ def check(
     with errors_in_one_line():
         check_dtype(dtype)
         check_out(out)
+        check_place(resume, SCHEMA)
         sampling = (temperature, top_p, top_k)
         names = tuple(verification or VERIFICATIONS)
         settings = Settings(
@@ -111,9 +114,8 @@ def lines_table(result: CheckResult) -> Table:
 
 def power_table(result: CheckResult) -> Table:
     """What the check would have seen, one row for each kind of test."""
-    table = Table(show_edge=False, title=f"what it would have rejected with probability {POWER:g}", title_justify="left")
-    table.add_column("what")
-    table.add_column("smallest deviation")
+    title = f"what would have been rejected with probability {POWER:g}"
+    table = Table("what", "from this on", show_edge=False, title=title, title_justify="left")
     for row in result.power:
         table.add_row(Text(row["what"]), Text(row["smallest"]))
     return table

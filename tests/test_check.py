@@ -49,7 +49,8 @@ def test_what_is_found(result):
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    assert result.cells["greedy, batch 1"]["equality"] == {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
+    equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
+    assert result.cells["greedy, batch 1"]["equality"] == equal
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
     assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
@@ -62,6 +63,34 @@ def test_the_level_is_shared(result):
     laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
     assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 6] * 3)
     assert Settings().comparisons == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"tempreature": 1.0}, "tempreature"),
+    ],
+)
+def test_what_generate_refuses_is_refused_before_any_forward(options, message):
+    """Also what plain generate does not refuse, which comes first."""
+    models, fed = (tiny_pair().target, tiny_pair().draft), []
+    handles = [m.get_input_embeddings().register_forward_hook(lambda *_: fed.append(1)) for m in models]
+    with pytest.raises(ValueError, match=message):
+        quick(**SMALL, **options)
+    assert fed == []
+    quick(**SMALL | {"verifications": ("greedy",)})
+    assert fed  # and nothing stops it from then on
+    for handle in handles:
+        handle.remove()
+
+
+def test_packages_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(checking, "find_spec", lambda name: None if name == "scipy" else name)
+    with pytest.raises(ValueError, match="a check needs scipy: pip install"):
+        quick(**SMALL)
 
 
 def test_steps_are_counted():

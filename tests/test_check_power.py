@@ -36,6 +36,7 @@ def test_equal_tokens():
     assert least_share(0) is None
 
 
+SUMS = ("limit", "standard_error", "weight")
 P = torch.tensor([0.35, 0.2, 0.15, 0.1, 0.1, 0.05, 0.05]).double()
 
 
@@ -49,11 +50,11 @@ def law_of(q: np.ndarray, tokens: int, seed: int) -> dict:
 
 @pytest.mark.parametrize("name", ["surprisal", "top_1"])
 def test_the_law(name: str):
-    """The tokens are of a law that is tilted until the mean is off by as much as is said; the test is that one alone."""
+    """The tokens are of a law that is tilted until the mean is off by as much as is said; only this test counts."""
     tokens, p = 600, P.numpy()
     f = -np.log(p) if name == "surprisal" else (p == p.max()).astype(float)
     known = law_of(p, tokens, 0)["statistics"][name]
-    smallest = least_mean(*(known[key] for key in ("limit", "standard_error", "weight")))
+    smallest = least_mean(*(known[key] for key in SUMS))
     low, high = 0.0, 5.0
     for _ in range(60):
         tilt = (low + high) / 2
@@ -67,7 +68,7 @@ def test_the_law(name: str):
     assert is_share(rejected[0], 0.86, 0.93)  # tokens of a tilted law vary otherwise
     assert rejected[1] <= stats.binom.isf(1e-4, RUNS, LEVEL)
     more = law_of(p, 4 * tokens, 0)["statistics"][name]
-    assert least_mean(*(more[key] for key in ("limit", "standard_error", "weight"))) == pytest.approx(smallest / 2, rel=0.03)
+    assert least_mean(*(more[key] for key in SUMS)) == pytest.approx(smallest / 2, rel=0.03)
 
 
 def drafted(chances: np.ndarray, shift: float, seed: int) -> dict:
@@ -141,7 +142,7 @@ def quality_of(shift: float, rows: int, seed: int) -> dict:
 
 
 def test_quality():
-    """Intervals are estimated, each from its own rows, so what they say of the smallest difference is taken in the mean.
+    """Each interval is estimated from its own rows, so the smallest difference is the mean of what they say.
 
     The bootstrap's are too narrow by 1 - sqrt(1 - 1 / rows), hence the wider bounds.
     """

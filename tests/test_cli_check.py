@@ -49,6 +49,10 @@ def test_a_check_that_passes(folder, texts, tmp_path):
         assert line["verdict"] == "passed"
     assert "passed: no difference to plain generate was found" in result.stdout
     assert f"wrote {out}" in result.stdout
+    assert "would have been rejected with probability 0.9" in result.stdout
+    for row in found["power"]:
+        assert row["what"] in result.stdout
+        assert row["smallest"].split(";")[0] in result.stdout
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -115,3 +119,10 @@ def test_errors_are_one_line(folder, texts, arguments, message):
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
     assert result.stdout == ""
+
+
+def test_a_file_that_cannot_be_taken_up_is_refused_before_the_pair_is_loaded(monkeypatch, texts):
+    monkeypatch.setattr(cli_check, "load_pair", None)
+    result = specx("org/pair", "--resume", texts)
+    assert result.exit_code == 2
+    assert "is no interrupted check of this version" in result.stderr

@@ -83,8 +83,8 @@ def checked(*verifications: str, **settings: object):
     return lambda: Settings(**names, **settings)
 
 
-def subject(found: bool = True, encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
-    return lambda: check_subject(found, encodes, prompts, tokenizer)
+def subject(lacking: tuple = (), encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
+    return lambda: check_subject(lacking, encodes, prompts, tokenizer)
 
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
@@ -175,7 +175,7 @@ CASES = {
         "eos_token_id: give plain values",
         checked(options={"eos_token_id": object()}),
     ),
-    "metrics_without_evaluate": ("needs evaluate and datasets: pip install", subject(found=False)),
+    "metrics_without_evaluate": ("needs evaluate, scipy: pip install", subject(lacking=("evaluate", "scipy"))),
     "encoder_decoder_in_a_check": ("the pair is of encoder-decoders, .*; compare", subject(encodes=True)),
     "prompts_of_no_kind": ("prompts='def': give a list of texts", subject(prompts="def")),
     "prompts_of_no_kind, none": ("give a list of texts; the pair has none", subject(prompts=[])),
@@ -183,6 +183,7 @@ CASES = {
         "no tokenizer to read prompts with; DraftT.* gives it one",
         subject(tokenizer=None),
     ),
-    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"))),
+    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"), 1)),
+    "check_in_no_folder, but a folder": ("is a folder; name a file", lambda: check_place(Path(__file__).parent, 1)),
     "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
 }

@@ -51,8 +51,8 @@ Returns:
     p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
     level, comparisons: as given, and how many statistics count.
     positions, impossible: emitted tokens, over all rows, and those of them with p = 0.
-    statistics: by name, of those that count, `observed`, `expected`, `standard_error` (of observed), `z`, `p_value` (of
-        this one alone), `limit` (the least |observed - expected| that fails) and `weight` (sum of |weights|: tokens).
+    statistics: by name, of those that count, `observed`, `expected`, `standard_error` (of observed), `z`, `p_value`
+        (its own alone), `limit` (the least |observed - expected| that fails) and `weight` (sum of |weights|: tokens).
 
 Raises:
     ValueError: no model, one with an encoder, rows without a prompt, ids outside the vocabulary, or no tokens.
