@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from .bench import emitted_per_row, encode, prompt_width
 from .check_draft import judged, overrated
-from .check_equality import Noise, explain
+from .check_equality import Noise, explain, impossible
 from .check_power import CONFIDENCE, least_replaced
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
 from .metrics import path
@@ -179,17 +179,23 @@ def judge_equality(
 
 
 def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`sampled_law` of the texts at one batch size."""
+    """`sampled_law` of the texts at one batch size; "impossible" tokens do not count where rounding explains them."""
     prompts = [subject.ids[place] for place in subject.places(way, batch)]
-    options = {name: x for name, x in subject.settings.generation(sampled=True).items() if name != "do_sample"}
-    config = GenerationConfig(do_sample=True, **options)
-    return metric("sampled_law").compute(
+    options = subject.settings.generation(sampled=True)
+    found = metric("sampled_law").compute(
         predictions=ours["texts"],
         references=prompts,
         model=subject.target,
-        generation_config=config,
+        generation_config=GenerationConfig(**options),
         level=subject.settings.share,
     )
+    if not found["impossible"]:
+        return found
+    wrong = impossible(subject.target, options, prompts, ours["texts"])
+    least = min((statistic["p_value"] for statistic in found["statistics"].values()), default=1.0)
+    chance = 0.0 if wrong else min(1.0, least * max(1, found["comparisons"]))
+    known = {"impossible": wrong, "on_the_edge": found["impossible"] - wrong}
+    return found | known | {"p_value": chance, "passed": chance >= found["level"]}
 
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:

@@ -142,10 +142,12 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_law`."""
     note = f"{cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
-        note += f"; {cell['impossible']} tokens have probability 0"
+        note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
     elif cell["statistics"]:
         furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
+    if cell.get("on_the_edge"):
+        note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
     verdict = PASSED if cell["passed"] else FAILED
     return CheckLine(f"{name}: sampled from the target's law", verdict, cell["p_value"], cell["level"], note)
 

@@ -14,8 +14,9 @@ from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
 from hf_specx import DraftTargetPair, check_cells, check_equality, checking
-from hf_specx.check_cells import Subject, judge_quality, judge_texts, too_few
+from hf_specx.check_cells import Subject, judge_law, judge_quality, judge_texts, too_few
 from hf_specx.check_equality import UNITS, Noise, explain
+from hf_specx.check_result import law_line
 from hf_specx.check_settings import Settings
 
 
@@ -264,6 +265,29 @@ def test_tokens_on_the_edge_of_what_is_kept():
     options = OPTIONS | {"top_k": 1}
     found = explain(target, options, prompt, [int(best)], [int(other)], 0, 0, Noise(1, 1, 0))
     assert found.gap == pytest.approx(float(first - second), rel=0.011)
+
+
+@pytest.mark.parametrize(("units", "passed"), [(UNITS, False), (1e9, True)])
+def test_impossible_tokens_are_told_from_those_on_the_edge_of_what_is_kept(monkeypatch, units, passed):
+    """By top-k 1 the second token is left out, however near it is."""
+    monkeypatch.setattr(check_equality, "UNITS", units)
+    subject = Subject(tiny_pair(), PROMPTS, Settings(top_k=1, samples=4, batch_sizes=(4,), verifications=("token",)))
+    texts = []
+    for prompt in subject.ids:
+        with torch.no_grad():
+            logits = subject.target(torch.tensor([prompt])).logits[0, -1]
+        texts.append(logits.topk(2).indices[1:].tolist())
+    found = judge_law(subject, "token", 4, {"texts": texts})
+    assert (found["passed"], found["p_value"]) == (passed, float(passed))
+    assert (found["impossible"], found["on_the_edge"]) == ((0, 4) if passed else (4, 0))
+    assert law_line("token", found).note.endswith("by rounding")
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])
+def test_what_top_p_and_top_k_leave_out_never_comes(options):
+    result = quick(verifications=("token", "block"), **options)
+    assert result.passed, str(result)
+    assert [result.cells[f"{way}, batch 32"]["law"]["impossible"] for way in ("token", "block")] == [0, 0]
 
 
 def test_half_precision_passes_and_says_how_many_rows_differ():
