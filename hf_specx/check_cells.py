@@ -1,17 +1,21 @@
 """What a check looks at: texts of each way to generate, and what `evaluate` says of them."""
 
 import math
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .bench import emitted_per_row, encode, prompt_width
-from .check_draft import overrated
-from .check_equality import Noise, explain
+from .check_draft import judged, overrated
+from .check_equality import Noise, explain, impossible
+from .check_power import CONFIDENCE, least_replaced
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
 from .metrics import path
 from .pairs import DraftTargetPair
@@ -20,9 +24,8 @@ from .strategy import SpeculativeDecoding
 from .trace import trace
 
 
-CONFIDENCE = 0.95  # of the intervals that are shown
-STATISTICS_OF_TEXTS = 4  # of `two_samples`
-FIRST_LOOK = 0.05
+TESTS_OF_TEXTS = 4  # statistics of `two_samples`, and as many measures of quality
+LOOKS = (0.05, 0.002)  # levels of permutation tests that come before the one of a check
 SPARE = 4  # times as many exchanges as a p-value needs to get below its level
 
 
@@ -74,6 +77,35 @@ class Subject:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
 
 
+class Reached(Exception):
+    """A forward was about to begin."""
+
+
+def ask_first(subject: Subject) -> None:
+    """Call every way to generate, so that it refuses what it refuses, and stop it where its first forward begins."""
+
+    def stop(*_: Any) -> None:
+        raise Reached
+
+    settings = subject.settings
+    handles = [model.register_forward_pre_hook(stop) for model in (subject.target, subject.pair.draft)]
+    try:
+        for way, batch in product(settings.ways, settings.batch_sizes):
+            inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])
+            with suppress(Reached):
+                subject.target.generate(**inputs, **call_of(subject, way))  # type: ignore[operator]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def call_of(subject: Subject, way: str) -> dict[str, Any]:
+    """What `generate` is told, but for its inputs; with a strategy where it is not plain."""
+    options = subject.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
+    plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
+    return options if plain else options | {"custom_generate": subject.strategy(way)}
+
+
 @cache
 def metric(name: str) -> Any:
     """One of this package's, by its name."""
@@ -89,15 +121,14 @@ def generate_texts(subject: Subject, way: str, batch: int, advance: Callable[[],
         "texts", emitted ids of each row up to and with its end token; of a speculative way also "accepted" and
         "drafted" of each row and round, "overlap" (mean sum min(p, q) of judged candidates) and "layout".
     """
-    settings, plain = subject.settings, way in (PLAIN_GREEDY, PLAIN_SAMPLED)
-    options = settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
-    strategy = None if plain else subject.strategy(way)
+    settings, options = subject.settings, call_of(subject, way)
+    strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     reports: list[SpeculationReport] = []
     for run, places in enumerate(settings.batches(way, batch, len(subject.prompts))):
-        inputs, extra = subject.encoded(places), {} if strategy is None else {"custom_generate": strategy}
+        inputs = subject.encoded(places)
         torch.manual_seed(settings.run_seed(way, batch, run))
-        output = subject.target.generate(**inputs, **options, **extra)  # type: ignore[operator]
+        output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         width = prompt_width(subject.target, inputs)
         ends = options.get("eos_token_id", subject.target.generation_config.eos_token_id)
         counts = emitted_per_row(output, width, ends)
@@ -147,7 +178,7 @@ def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
 def judge_equality(
     subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, with "rows" and the "differences", each looked at by `explain`."""
+    """`sequence_equality` of both texts, with "rows", "tokens" and the "differences", each looked at by `explain`."""
     texts = ours["texts"], plain["texts"]
     found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
     options = subject.settings.generation(sampled=way != "greedy")
@@ -161,62 +192,100 @@ def judge_equality(
         both = plain["texts"][row], ours["texts"][row]
         prompt = subject.ids[places[row]]
         differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
-    return {"exact_match": found["exact_match"], "rows": len(texts[0]), "differences": differences}
+    counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
+    return {"exact_match": found["exact_match"], **counts, "differences": differences}
 
 
 def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`sampled_law` of the texts at one batch size."""
+    """`sampled_law` of the texts at one batch size; "impossible" tokens do not count where rounding explains them."""
     prompts = [subject.ids[place] for place in subject.places(way, batch)]
-    options = {name: x for name, x in subject.settings.generation(sampled=True).items() if name != "do_sample"}
-    config = GenerationConfig(do_sample=True, **options)
-    return metric("sampled_law").compute(
+    options = subject.settings.generation(sampled=True)
+    found = metric("sampled_law").compute(
         predictions=ours["texts"],
         references=prompts,
         model=subject.target,
-        generation_config=config,
+        generation_config=GenerationConfig(**options),
         level=subject.settings.share,
     )
+    if not found["impossible"]:
+        return found
+    wrong = impossible(subject.target, options, prompts, ours["texts"])
+    least = min((statistic["p_value"] for statistic in found["statistics"].values()), default=1.0)
+    chance = 0.0 if wrong else min(1.0, least * max(1, found["comparisons"]))
+    known = {"impossible": wrong, "on_the_edge": found["impossible"] - wrong}
+    return found | known | {"p_value": chance, "passed": chance >= found["level"]}
 
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`overrated` of the texts at one batch size."""
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`."""
     prompts = [subject.ids[place] for place in subject.places(way, batch)]
     options = subject.settings.generation(sampled=True)
-    found = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
-    return found | {"level": subject.settings.share, "passed": found["p_value"] >= subject.settings.share}
+    sums = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    law = sys.modules[type(metric("sampled_law")).__module__]
+    return judged(sums, subject.settings.share, law.p_value, law.least_excess)
+
+
+def too_few(rows: int, share: float) -> bool:
+    """Whether so many pairs of texts have too few exchanges for a test at this level, as `two_samples` says."""
+    return TESTS_OF_TEXTS * 2.0 ** (2 - rows) >= share
 
 
 def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:
     """`two_samples` of all texts of a verification beside plain ones; None where they are too few for the level."""
     settings = subject.settings
-    if STATISTICS_OF_TEXTS * 2.0 ** (1 - len(ours)) >= settings.share:
+    if too_few(len(ours), settings.share):
         return None
-    compare = partial(metric("two_samples").compute, predictions=ours, references=plain, seed=settings.seed)
-    # a first look with few exchanges can only let pass what the whole test might have rejected
-    found = compare(level=FIRST_LOOK, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / FIRST_LOOK))
-    if found["passed"] and settings.share < FIRST_LOOK:
-        return found | {"level": settings.share}
-    return compare(level=settings.share, permutations=math.ceil(SPARE * STATISTICS_OF_TEXTS / settings.share))
+    compare = partial(metric("two_samples").compute, references=plain, seed=settings.seed)
+    looks = [{"level": level, "permutations": exchanges(level)} for level in (*LOOKS, settings.share)]
+    looks = [look for look in looks if look["level"] >= settings.share]
+    # few exchanges can only let pass what the whole test might have rejected
+    for look in looks:
+        found = compare(predictions=ours, **look)
+        if found["passed"]:
+            break
+    other = max(map(max, ours + plain)) + 1
+
+    def replaced(number: int) -> dict[str, float]:
+        rows = [[token + other for token in row] if place < number else row for place, row in enumerate(ours)]
+        unchanged = {"statistic": 0.0, "expected": 0.0, "deviation": 0.0, "skewness": 0.0}
+        return compare(predictions=rows, **looks[0])["statistics"].get("tokens", unchanged)
+
+    share = settings.share / TESTS_OF_TEXTS
+    known = {"level": settings.share, "rows": len(ours), "least_replaced": least_replaced(len(ours), share, replaced)}
+    return found | known
+
+
+def exchanges(level: float) -> int:
+    """How many a permutation test of texts needs at a level."""
+    return math.ceil(SPARE * TESTS_OF_TEXTS / level)
 
 
 def judge_quality(
     subject: Subject, places: list[int], plain: list[list[int]], ours: list[list[int]]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """`text_quality` of all texts of a verification beside plain ones of the same prompts.
 
     Its intervals are those of 95 %. "within" says whether 0 is in the interval of the level that each measure has,
-    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level.
+    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level. None where the
+    texts are too few for the level: a few differences may be equal by chance.
     """
     settings = subject.settings
+    if too_few(len(ours), settings.share):
+        return None
     texts = [subject.decoded(each) for each in (ours, plain)]
-    prompts = [subject.prompts[place] for place in places]
-    # decoding drops end tokens, so a text may have none left; then there is no perplexity
-    judge = {"model": subject.target, "tokenizer": subject.tokenizer, "prompts": prompts} if all(texts[0]) else {}
+    judge = {"model": subject.target, "prompts": [subject.prompts[place] for place in places]}
+    # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
+    pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
     found = metric("text_quality").compute(
-        predictions=texts[0], references=texts[1], level=1 - CONFIDENCE, seed=settings.seed, **judge
+        predictions=texts[0],
+        references=texts[1],
+        tokenizer=subject.tokenizer,
+        level=1 - CONFIDENCE,
+        seed=settings.seed,
+        **({} if too_few(pairs, settings.share) else judge),
     )
-    wider = stretch(settings.share / len(found), len(ours))
-    for measured in found.values():
+    for name, measured in found.items():
+        wider = stretch(settings.share / len(found), pairs if name == "perplexity" else len(ours))
         low, high = (measured["difference"] + wider * (end - measured["difference"]) for end in measured["interval"])
         measured |= {"widened": [low, high], "within": bool(low <= 0 <= high)}
     return found

@@ -6,7 +6,7 @@ than the target did, q(x) > p(x): if all is right, the sum of p over such tokens
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from .decoders import vocabulary
 from .devices import execution_device
 
 
-LEAST_VARIANCE = 10.0  # of the number of such tokens; below it a normal law says little
+MOST = 1.0  # by which one token can move the number away from what is expected
+PValue = Callable[[float, float, float, float], float | None]
+LeastExcess = Callable[[float, float, float, float], float]
 
 
 @torch.no_grad()
@@ -27,7 +29,7 @@ def overrated(
     options: dict[str, Any],
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """Count the emitted tokens that the draft overrates.
 
     Args:
@@ -37,26 +39,42 @@ def overrated(
         texts: ids emitted there, up to and with the end token.
 
     Returns:
-        "observed" and "expected" numbers, "z", its two-sided "p_value" by the normal law, and "positions"; z is 0 and
-        p_value 1 where the number hardly varies.
+        "observed" and "expected" numbers, "variance" and "third" (sum of E|f - E f|^3) of the observed, "positions".
     """
-    observed, expected, variance = 0.0, 0.0, 0.0
+    found = dict.fromkeys(("observed", "expected", "variance", "third"), 0.0)
     for prompt, text in zip(prompts, texts, strict=True):
         p, q = laws(target, draft, options, prompt, text)
         above = q > p  # [n, V]
-        chance = (p * above).sum(-1)
+        chance = (p * above).sum(-1).clamp(max=1)
         tokens = torch.tensor(list(text), device=p.device)[:, None]
-        observed += float(above.gather(1, tokens).sum())
-        expected += float(chance.sum())
-        variance += float((chance * (1 - chance)).sum())
-    told = variance >= LEAST_VARIANCE
-    z = (observed - expected) / math.sqrt(variance) if told else 0.0
-    return {
-        "observed": observed,
-        "expected": expected,
-        "z": z,
-        "p_value": math.erfc(abs(z) / math.sqrt(2)),
-        "positions": sum(map(len, texts)),
+        variance = chance * (1 - chance)
+        found["observed"] += float(above.gather(1, tokens).sum())
+        found["expected"] += float(chance.sum())
+        found["variance"] += float(variance.sum())
+        found["third"] += float((variance * (chance**2 + (1 - chance) ** 2)).sum())
+    return found | {"positions": sum(map(len, texts))}
+
+
+def judged(sums: dict[str, float], level: float, p_value: PValue, least_excess: LeastExcess) -> dict[str, Any]:
+    """What the sums of `overrated` say.
+
+    Args:
+        level: probability of a false alarm.
+        p_value, least_excess: of `sampled_law`, for sums of the same kind.
+
+    Returns:
+        "observed", "expected", "positions", "level", "z", "standard_error" of the observed, "p_value" (None where
+        nothing could be otherwise), "passed", and "limit": the least |observed - expected| that does not pass.
+    """
+    excess, moments = sums["observed"] - sums["expected"], (sums["variance"], sums["third"], MOST)
+    error, chance = math.sqrt(sums["variance"]), p_value(abs(excess), *moments)
+    return {name: sums[name] for name in ("observed", "expected", "positions")} | {
+        "z": excess / error if error else 0.0,
+        "standard_error": error,
+        "p_value": chance,
+        "level": level,
+        "limit": least_excess(level, *moments),
+        "passed": chance is None or chance >= level,
     }
 
 

@@ -89,7 +89,7 @@ def explain(
         scores = processors(ids, changed)  # type: ignore[arg-type]
         return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
 
-    unit = torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
+    unit = unit_of(target, logits)
     gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
     if math.isinf(gap):
         return Difference(row, position, left, right, None, None, False)
@@ -112,6 +112,42 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
         middle = (low + high) / 2
         low, high = (low, middle) if wins(middle) else (middle, high)
     return high
+
+
+@torch.no_grad()
+def impossible(
+    target: PreTrainedModel,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> int:
+    """How many emitted tokens have no probability, even if the logit of each were larger by `UNITS` of rounding.
+
+    Top-p and top-k keep a token or not; one that is on their edge may be kept in one forward and not in another.
+
+    Args:
+        target: the model that the texts come from.
+        options: of `generate`.
+        prompts: ids of each row, without pads.
+        texts: ids of each row, up to and with the end token.
+    """
+    found, device = 0, execution_device(target)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([[*prompt, *text]], device=device)
+        logits = (
+            target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(device).float()
+        )
+        processors = stock_processors(target, ids[:, : len(prompt)], options)
+        for place, token in enumerate(text, len(prompt)):
+            raised = logits[place - 1 : place].clone()
+            raised[0, token] += UNITS * unit_of(target, raised)
+            found += bool(processors(ids[:, :place], raised)[0, token].isneginf())  # type: ignore[arg-type]
+    return found
+
+
+def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
+    """What a unit of rounding is: the precision's epsilon at the largest of the logits."""
+    return torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
 
 
 def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:

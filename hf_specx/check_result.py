@@ -13,6 +13,7 @@ LEGEND = (
     "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
     "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
 )
+TOO_FEW = "too few texts for this level; ask for more samples"
 
 
 class CheckLine(NamedTuple):
@@ -20,7 +21,7 @@ class CheckLine(NamedTuple):
 
     Attributes:
         what: in words.
-        verdict: "passed", "failed", or "not told" where there was too little text.
+        verdict: "passed", "failed", or "not told" where there was too little to tell from.
         figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
             to the end of its interval (1 is there); None where there is none.
         threshold: figures of units and of quality must not be above it, p-values not below.
@@ -47,10 +48,12 @@ class CheckResult:
         provenance: versions, device, precision, code.
         prompts: as given.
         cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
-            verification alone "two_samples" and "quality".
+            verification alone "two_samples" and "quality", None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the place of its prompt.
         trace: how one text came about; see `hf_specx.trace.trace`.
         speed: as `hf_specx.check_speed.measure_speed` has it; {} where no report was asked for.
+        power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
+            `hf_specx.check_power.power_of`.
     """
 
     lines: list[CheckLine]
@@ -63,6 +66,7 @@ class CheckResult:
     level: float = 0.001
     comparisons: int = 0
     speed: dict[str, Any] = field(default_factory=dict)
+    power: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -82,6 +86,7 @@ class CheckResult:
             "texts": self.texts,
             "trace": self.trace,
             "speed": self.speed,
+            "power": self.power,
         }
 
     def save(self, path: str | Path) -> Path:
@@ -144,10 +149,12 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_law`."""
     note = f"{cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
-        note += f"; {cell['impossible']} tokens have probability 0"
+        note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
     elif cell["statistics"]:
         furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
+    if cell.get("on_the_edge"):
+        note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
     verdict = PASSED if cell["passed"] else FAILED
     return CheckLine(f"{name}: sampled from the target's law", verdict, cell["p_value"], cell["level"], note)
 
@@ -155,6 +162,8 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
 def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_draft`."""
     what = f"{name}: tokens that the draft overrates are as frequent as they should be"
+    if cell["p_value"] is None:
+        return CheckLine(what, UNTOLD, None, cell["level"], "it overrates none that could come, or nothing else could")
     note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
     return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
 
@@ -163,20 +172,23 @@ def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLin
     """Of `judge_texts`."""
     what = f"{name}: texts alike those of plain generate"
     if cell is None:
-        return CheckLine(what, UNTOLD, None, share, "too few texts for this level; ask for more samples")
+        return CheckLine(what, UNTOLD, None, share, TOO_FEW)
     note = f"{cell['comparisons']} permutation tests"
     return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
 
 
-def quality_line(name: str, cell: dict[str, Any]) -> CheckLine:
+def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:
     """Of `judge_quality`."""
+    what = f"{name}: quality of plain text"
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, 1.0, TOO_FEW)
     furthest = max(cell, key=lambda key: reach(cell[key]))
     measured = cell[furthest]
     low, high = measured["interval"]
     seen = f"{furthest} {measured['prediction']:.3g} beside {measured['reference']:.3g}"
     note = f"of {len(cell)} measures furthest off: {seen}, 95 % interval of the difference {low:.2g} to {high:.2g}"
     verdict = PASSED if all(each["within"] for each in cell.values()) else FAILED
-    return CheckLine(f"{name}: quality of plain text", verdict, reach(measured), 1.0, note)
+    return CheckLine(what, verdict, reach(measured), 1.0, note)
 
 
 def reach(measured: dict[str, Any]) -> float:

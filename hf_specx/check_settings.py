@@ -27,8 +27,8 @@ class Settings:
         new_tokens: of each row, at most.
         temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
         verifications: some of `VERIFICATIONS`.
-        samples: texts for each sampled verification and batch size; None is 16, 8 for each row of the
-            batch, or one for each prompt, whichever is most. Greedy texts are one a prompt.
+        samples: texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16
+            texts and one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these.
         num_draft_tokens: candidates a round. A fixed number, since "auto" goes by the clock.
         seed: of all random numbers.
         level: chance that a check of correct code fails, at most, over all its tests together.
@@ -84,10 +84,16 @@ class Settings:
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
         """The places of the prompts in each batch: all in order, again and again, as far as they are wanted."""
-        greedy = way in (PLAIN_GREEDY, "greedy")
-        rows = prompts if greedy else self.samples or max(LEAST_SAMPLES, RUNS * batch, prompts)
+        rows = self._rows(batch, prompts)
+        if way in (PLAIN_GREEDY, "greedy"):
+            rows = prompts if batch == max(self.batch_sizes) else min(prompts, rows)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
         return [[place % prompts for place in range(first, first + batch)] for first in firsts]
+
+    def _rows(self, batch: int, prompts: int) -> int:
+        """Sampled texts at a batch size; at smaller ones fewer, since a token takes longer there."""
+        least = max(LEAST_SAMPLES, prompts) if batch == max(self.batch_sizes) else 0
+        return self.samples or max(RUNS * batch, least)
 
     def run_seed(self, way: str, batch: int, run: int) -> int:
         """Of one batch; coupled sampling has the seeds of plain sampling, all others have their own."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .checks_check import check_taken_up
+from .checks_check import check_place
 from .hub import HERE
 
 
@@ -32,11 +32,10 @@ class Store:
     def __init__(self, path: Path | None, identity: dict[str, Any]):
         self.path, self.identity = path, _plain(identity)
         self.known: dict[str, Any] = {}
+        check_place(path, SCHEMA)
         if path is not None and path.exists():
-            text = path.read_text(encoding="utf-8")
-            check_taken_up(path, text, SCHEMA)
-            found = json.loads(text)
-            if found["identity"] == self.identity:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("identity") == self.identity:
                 self.known = found["known"]
 
     def take(self, name: str, make: Callable[[], Any]) -> Any:

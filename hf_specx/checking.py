@@ -14,6 +14,7 @@ from .bench import provenance
 from .bench_grid import Steps
 from .check_cells import (
     Subject,
+    ask_first,
     generate_texts,
     judge_acceptance,
     judge_draft,
@@ -24,16 +25,18 @@ from .check_cells import (
     trace_one,
 )
 from .check_page import check_can_write, write_report
+from .check_power import power_of
 from .check_result import CheckResult, lines_of
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, VERIFICATIONS, Settings
 from .check_speed import measure_speed
 from .check_store import Store, package_digest, weights_digest
-from .checks_check import check_place, check_subject
+from .checks_check import check_subject
 from .devices import execution_device
 from .lookahead import FIXED_DRAFT_TOKENS
 from .pairs import DraftTargetPair
 
 
+NEEDED = ("evaluate", "datasets", "scipy")
 SECONDS_UNSEEN = 3  # a progress bar appears after these
 SHOWN = 4  # texts of each way that a result has
 Advance = Callable[[], object]
@@ -96,7 +99,6 @@ def run_check(
 ) -> CheckResult:
     """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
-    check_place(path)
     made = provenance(pair.target) | described(pair) | {"code": package_digest()}
     models = [weights_digest(model) for model in (pair.target, pair.draft)]
     identity = {"settings": settings.to_dict(), "prompts": prompts, "made": made, "models": models}
@@ -119,14 +121,17 @@ def run_check(
         settings.level,
         settings.comparisons,
         speed=speed,
+        power=power_of(settings, cells),
     )
 
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
-    check_subject(find_spec("evaluate") is not None, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    check_subject(lacking, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
     subject = Subject(pair, prompts, settings)
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
+    ask_first(subject)
     return subject
 
 

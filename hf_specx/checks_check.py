@@ -84,8 +84,8 @@ def check_settings(given: dict[str, Any], known: Sequence[str]) -> None:
 
 
 @refusal
-def metrics_without_evaluate(found: bool) -> str | None:
-    return None if found else "a check needs evaluate and datasets: pip install 'evaluate>=0.4.6' 'datasets>=3'."
+def metrics_without_evaluate(lacking: Sequence[str]) -> str | None:
+    return f"a check needs {', '.join(lacking)}: pip install 'hf_specx[quality]'." if lacking else None
 
 
 @refusal
@@ -106,38 +106,38 @@ def prompts_of_no_kind(prompts: Any, tokenizer: object) -> str | None:
     return f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {'' if prompts else 'none '}of its own."
 
 
-def check_subject(found: bool, encodes: bool, prompts: Any, tokenizer: object) -> None:
-    """Whether this pair can be checked here, on these prompts."""
-    metrics_without_evaluate(found)
+def check_subject(lacking: Sequence[str], encodes: bool, prompts: Any, tokenizer: object) -> None:
+    """Whether this pair can be checked here, where these packages are lacking, on these prompts."""
+    metrics_without_evaluate(lacking)
     encoder_decoder_in_a_check(encodes)
     prompts_of_no_kind(prompts, tokenizer)
 
 
 @refusal
-def file_that_is_no_check(path: Path, text: str, schema: int) -> str | None:
+def check_in_no_folder(path: Path) -> str | None:
+    if path.is_dir():
+        return f"{path} is a folder; name a file in it."
+    if path.resolve().parent.is_dir():
+        return None
+    return f"{path}: there is no folder {path.resolve().parent}; make it, or name another file."
+
+
+@refusal
+def file_that_is_no_check(path: Path, schema: int) -> str | None:
     try:
-        if json.loads(text)["check"] == schema:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"check": schema}
+        if found["check"] == schema:
             return None
     except (ValueError, KeyError, TypeError):
         pass
     return f"{path} is there already and is no interrupted check of this version; name another file."
 
 
-def check_taken_up(path: Path, text: str, schema: int) -> None:
-    """Whether a file can be taken up again."""
-    file_that_is_no_check(path, text, schema)
-
-
-@refusal
-def check_in_no_folder(path: Path | None) -> str | None:
-    if path is None or path.resolve().parent.is_dir():
-        return None
-    return f"{path}: there is no folder {path.resolve().parent}; make it, or name another file."
-
-
-def check_place(path: Path | None) -> None:
-    """Whether a check could note what it has found."""
-    check_in_no_folder(path)
+def check_place(path: Path | None, schema: int) -> None:
+    """Whether a check could note what it has found, or take up what is there."""
+    if path is not None:
+        check_in_no_folder(path)
+        file_that_is_no_check(path, schema)
 
 
 @refusal

@@ -9,10 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from .check_page import check_can_write, write_report
+from .check_power import POWER
 from .check_result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
 from .check_settings import VERIFICATIONS, Settings
+from .check_store import SCHEMA
 from .checking import run_check, subject_of
 from .checks_bench import check_out
+from .checks_check import check_place
 from .cli_options import (
     MAX_SEED,
     Dtype,
@@ -33,7 +36,7 @@ from .lookahead import FIXED_DRAFT_TOKENS
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 16, 8 a row of the batch, or one a prompt."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest size one a prompt."
 HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
 HELP_REPORT = "Page (.html) for people, with its figures in a folder beside it; measures speed too, by the clock."
 
@@ -69,6 +72,7 @@ def check(
         check_dtype(dtype)
         check_out(out)
         check_can_write(report)
+        check_place(resume, SCHEMA)
         sampling = (temperature, top_p, top_k)
         names = tuple(verification or VERIFICATIONS)
         settings = Settings(
@@ -90,11 +94,12 @@ def check(
 
 
 def show(result: CheckResult) -> None:
-    """A table of what was looked at, and the verdict."""
+    """A table of what was looked at, the verdict, and what would have been seen."""
     console = Console()
     console.print(lines_table(result))
     console.print(Text(LEGEND, "dim"))
     console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
+    console.print(power_table(result))
 
 
 def lines_table(result: CheckResult) -> Table:
@@ -107,4 +112,13 @@ def lines_table(result: CheckResult) -> Table:
         figure = "-" if line.figure is None else f"{line.figure:.3g}"
         verdict = Text(line.verdict, COLOURS[line.verdict])
         table.add_row(Text(line.what), verdict, figure, f"{line.threshold:.3g}", Text(line.note))
+    return table
+
+
+def power_table(result: CheckResult) -> Table:
+    """What the check would have seen, one row for each kind of test."""
+    title = f"what would have been rejected with probability {POWER:g}"
+    table = Table("what", "from this on", show_edge=False, title=title, title_justify="left")
+    for row in result.power:
+        table.add_row(Text(row["what"]), Text(row["smallest"]))
     return table

@@ -32,7 +32,7 @@ from hf_specx.bench import Timing, emitted_per_row, encode, provenance
 from hf_specx.bench_turns import WARM_UP
 from hf_specx.check_cells import CONFIDENCE, metric, stretch
 from hf_specx.checking import generator_untouched
-from hf_specx.checks_check import check_place
+from hf_specx.checks_bench import check_out
 from hf_specx.console import progress
 from hf_specx.contenders import PLAIN, Contender
 from hf_specx.devices import execution_device, synchronize
@@ -211,7 +211,7 @@ def main(
     """Measure, and write the table between the markers of the page: under ten minutes on two cores."""
     sizes = batch or [1, 8]
     replaced(readme.read_bytes().decode(), "")  # refused before any work
-    check_place(out)
+    check_out(out)
     check_rows(prompts, sizes)
     loaded = DraftTargetPair.from_pretrained(pair)
     assert loaded.tokenizer is not None

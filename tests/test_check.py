@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import evaluate
+import numpy as np
 import pytest
 import torch
 from check_cases import PROMPTS, SIZES, quick, tiny_pair
@@ -13,7 +14,9 @@ from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
 from hf_specx import DraftTargetPair, check_cells, check_equality, checking
+from hf_specx.check_cells import Subject, judge_law, judge_quality, judge_texts, too_few
 from hf_specx.check_equality import UNITS, Noise, explain
+from hf_specx.check_result import law_line
 from hf_specx.check_settings import Settings
 
 
@@ -47,7 +50,8 @@ def test_what_is_found(result):
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    assert result.cells["greedy, batch 1"]["equality"] == {"exact_match": 1.0, "rows": 4, "differences": []}
+    equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
+    assert result.cells["greedy, batch 1"]["equality"] == equal
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
     assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
@@ -80,6 +84,34 @@ def test_the_level_is_shared(result):
     assert Settings().comparisons == 12
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"tempreature": 1.0}, "tempreature"),
+    ],
+)
+def test_what_generate_refuses_is_refused_before_any_forward(options, message):
+    """Also what plain generate does not refuse, which comes first."""
+    models, fed = (tiny_pair().target, tiny_pair().draft), []
+    handles = [m.get_input_embeddings().register_forward_hook(lambda *_: fed.append(1)) for m in models]
+    with pytest.raises(ValueError, match=message):
+        quick(**SMALL, **options)
+    assert fed == []
+    quick(**SMALL | {"verifications": ("greedy",)})
+    assert fed  # and nothing stops it from then on
+    for handle in handles:
+        handle.remove()
+
+
+def test_packages_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(checking, "find_spec", lambda name: None if name == "scipy" else name)
+    with pytest.raises(ValueError, match="a check needs scipy: pip install"):
+        quick(**SMALL)
+
+
 def test_steps_are_counted():
     steps = []
     quick(**SMALL | {"batch_sizes": (8,)}, advance=lambda: steps.append(1))
@@ -109,9 +141,17 @@ def test_prompts_go_around():
     settings = Settings(samples=5)
     assert settings.batches("token", 2, 3) == [[0, 1], [2, 0], [1, 2]]
     assert settings.batches("greedy", 2, 3) == [[0, 1], [2, 0]]
-    assert len(Settings().batches("block", 1, 100)) == 100
-    assert len(Settings().batches("block", 1, 3)) == 16
+
+
+def test_every_prompt_is_checked_at_the_largest_batch_size():
+    """At smaller ones some are, where a token takes longer; unless more samples are asked for."""
+    for way in ("greedy", "block"):
+        assert len(Settings().batches(way, 1, 100)) == 8
+        assert len(Settings().batches(way, 8, 100)) == 13
+        assert len(Settings(samples=30).batches(way, 1, 100)) == 30
+    assert len(Settings().batches("greedy", 1, 3)) == 3
     assert len(Settings().batches("block", 8, 3)) == 8
+    assert len(Settings(batch_sizes=(1,)).batches("block", 1, 3)) == 16
 
 
 def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
@@ -245,6 +285,29 @@ def test_tokens_on_the_edge_of_what_is_kept():
     assert found.gap == pytest.approx(float(first - second), rel=0.011)
 
 
+@pytest.mark.parametrize(("units", "passed"), [(UNITS, False), (1e9, True)])
+def test_impossible_tokens_are_told_from_those_on_the_edge_of_what_is_kept(monkeypatch, units, passed):
+    """By top-k 1 the second token is left out, however near it is."""
+    monkeypatch.setattr(check_equality, "UNITS", units)
+    subject = Subject(tiny_pair(), PROMPTS, Settings(top_k=1, samples=4, batch_sizes=(4,), verifications=("token",)))
+    texts = []
+    for prompt in subject.ids:
+        with torch.no_grad():
+            logits = subject.target(torch.tensor([prompt])).logits[0, -1]
+        texts.append(logits.topk(2).indices[1:].tolist())
+    found = judge_law(subject, "token", 4, {"texts": texts})
+    assert (found["passed"], found["p_value"]) == (passed, float(passed))
+    assert (found["impossible"], found["on_the_edge"]) == ((0, 4) if passed else (4, 0))
+    assert law_line("token", found).note.endswith("by rounding")
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])
+def test_what_top_p_and_top_k_leave_out_never_comes(options):
+    result = quick(verifications=("token", "block"), **options)
+    assert result.passed, str(result)
+    assert [result.cells[f"{way}, batch 32"]["law"]["impossible"] for way in ("token", "block")] == [0, 0]
+
+
 def test_half_precision_passes_and_says_how_many_rows_differ():
     target = tiny(**SIZES | {"num_hidden_layers": 4})
     pair = DraftTargetPair(target.bfloat16(), near(target, 0.2).bfloat16(), tiny_tokenizer())
@@ -266,9 +329,48 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
 
 
 def test_too_few_texts_are_told_so():
+    """Two differences of lengths are often equal, and then neither exchanges nor an interval say anything."""
     result = quick(samples=2, batch_sizes=(2,), verifications=("token",))
-    line = next(line for line in result.lines if "texts alike" in line.what)
+    lines = {line.what.split(": ")[1]: line for line in result.lines[2:]}
+    assert list(lines) == ["texts alike those of plain generate", "quality of plain text"]
+    assert {(line.verdict, line.figure) for line in lines.values()} == {("not told", None)}
+    assert (result.cells["token"]["two_samples"], result.cells["token"]["quality"]) == (None, None)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.05, 0.001])
+def test_as_few_texts_as_can_tell_anything(level):
+    """They fail if they differ in all; and no level is asked of exchanges that have none so small."""
+    subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), batch_sizes=(1,), level=level))
+    rows = next(rows for rows in range(2, 99) if not too_few(rows, subject.settings.share))
+    found = judge_texts(subject, [[5, 6, 7]] * rows, [[9, 8]] * rows)
+    assert not found["passed"]
+    assert found["rows"] == rows
+    assert judge_texts(subject, [[5, 6, 7]] * (rows - 1), [[9, 8]] * (rows - 1)) is None
+
+
+def test_texts_that_are_empty_have_no_perplexity_and_others_do():
+    """A text may be an end token alone, which decoding drops."""
+    settings = Settings(verifications=("token",), level=0.05)
+    subject = Subject(tiny_pair(), PROMPTS, settings)
+    rng = np.random.default_rng(0)
+    ours, plain = rng.integers(2, 280, (2, 40, 6)).tolist()
+    places = [row % len(PROMPTS) for row in range(40)]
+    whole = judge_quality(subject, places, plain, ours)
+    ours[3] = [0]
+    assert list(judge_quality(subject, places, plain, ours)) == list(whole)
+    found = judge_quality(subject, places, plain, [[0]] * 35 + ours[35:])
+    assert list(found) == ["distinct_1", "distinct_2", "length"]
+    assert found["length"]["reference"] == whole["length"]["reference"]  # counted in tokens as before
+
+
+def test_a_draft_that_is_the_target_overrates_nothing():
+    pair = DraftTargetPair(tiny_pair().target, tiny_pair().target, tiny_tokenizer())
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    line = next(line for line in result.lines if "overrates" in line.what)
     assert (line.verdict, line.figure) == ("not told", None)
+    assert result.passed
+    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
 
 
 def test_nothing_of_evaluate_is_imported_before_it_is_needed():

@@ -49,7 +49,7 @@ def test_the_embedded_pair_passes():
 def test_a_fault_is_rejected_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch, fault: str):
     """With default settings, but for the temperature, since at 1 there is no processor that could be skipped.
 
-    A position off by one changes the law of this pair too little for 5,000 tokens, so where tokens have to be equal
+    A position off by one changes the law of this pair too little for 4,600 tokens, so where tokens have to be equal
     the fault has to be seen there.
     """
     checked, rejected = inject(monkeypatch, fault)

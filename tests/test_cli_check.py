@@ -49,6 +49,10 @@ def test_a_check_that_passes(folder, texts, tmp_path):
         assert line["verdict"] == "passed"
     assert "passed: no difference to plain generate was found" in result.stdout
     assert f"wrote {out}" in result.stdout
+    assert "would have been rejected with probability 0.9" in result.stdout
+    for row in found["power"]:
+        assert row["what"] in result.stdout
+        assert row["smallest"].split(";")[0] in result.stdout
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -153,3 +157,10 @@ def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
     result = specx("--report", "report.pdf")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "does not end in .html" in result.stderr
+
+
+def test_a_file_that_cannot_be_taken_up_is_refused_before_the_pair_is_loaded(monkeypatch, texts):
+    monkeypatch.setattr(cli_check, "load_pair", None)
+    result = specx("org/pair", "--resume", texts)
+    assert result.exit_code == 2
+    assert "is no interrupted check of this version" in result.stderr

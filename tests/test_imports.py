@@ -33,7 +33,7 @@ FLOORS = (
     "trace check_equality metrics",
     "card_usage saving pair_loading grafted checks_check check_draft",
     "cards export check_settings",
-    "hub check_result",
+    "hub check_power check_result",
     "pairs check_store",
     "study console contenders bench_cells bench_pairs check_cells",
     "bench_points bench_plots check_plots",

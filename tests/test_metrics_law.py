@@ -62,7 +62,7 @@ def test_halves_are_halves_and_differ():
 
 def test_p_values_by_the_normal_and_by_freedman():
     law = script("sampled_law")
-    assert law.p_value(30.0, 100.0, 10.0, 1.0) == pytest.approx(2 * stats.norm.sf(3))
+    assert law.p_value(30.0, 100.0, 10.0, 1.0) == pytest.approx(2 * stats.norm.sf(3) * math.cosh(0.01 * 27 / 6))
     for chance in (0.001, 0.02):
         variance = 50 * chance * (1 - chance)
         for hits in range(1, 8):
@@ -71,6 +71,38 @@ def test_p_values_by_the_normal_and_by_freedman():
     assert law.p_value(7 - 0.05, 0.05, 0.05, 1.0) < 1e-8
     assert law.p_value(7.0, 0.05, 0.05, math.inf) is None
     assert law.p_value(0.0, 0.0, 0.0, 1.0) is None
+
+
+@pytest.mark.parametrize(("number", "chance"), [(100, 0.5), (1000, 0.15), (2000, 0.06), (10_000, 0.011), (4000, 0.36)])
+def test_skewed_sums_are_no_more_often_far_out_than_p_values_say(number: int, chance: float):
+    """By the exact law of a sum of equal indicators, at levels that a check shares out; a normal's are up to 2.3 times
+    too small here."""
+    law, variance = script("sampled_law"), number * chance * (1 - chance)
+    third = variance * (chance**2 + (1 - chance) ** 2)
+    assert third <= law.MOST_LYAPUNOV * variance**1.5
+    binomial, mean = stats.binom(number, chance), number * chance
+    for level in (1e-3, 1e-4, 5e-6, 1e-6):
+        limit = law.least_excess(level, variance, third, 1.0)
+        beyond = binomial.cdf(math.floor(mean - limit)) + binomial.sf(math.ceil(mean + limit) - 1)
+        assert 0 < beyond <= 1.05 * level
+
+
+@pytest.mark.parametrize(("variance", "third", "jump"), [(100.0, 10.0, 1.0), (4.0, 3.0, 0.5), (0.05, 0.05, 1.0)])
+def test_the_limit_is_the_least_that_fails(variance: float, third: float, jump: float):
+    law = script("sampled_law")
+    for level in (0.05, 1e-3, 5e-6):
+        limit = law.least_excess(level, variance, third, jump)
+        assert law.p_value(limit, variance, third, jump) <= level
+        assert law.p_value(limit * (1 - 1e-5), variance, third, jump) > level
+
+
+def test_far_out_p_values_stay_small():
+    """Where the correction for skewness would outgrow the normal's tail."""
+    law = script("sampled_law")
+    for third in (10.0, 100.0):
+        found = [law.p_value(z * 10.0, 100.0, third, 1.0) for z in range(0, 200)]
+        assert found == sorted(found, reverse=True)
+        assert found[-1] < 1e-30
 
 
 def test_false_alarms_are_as_rare_as_the_level():
@@ -107,6 +139,12 @@ def test_right_samples_pass(settings: str):
     assert found["positions"] > 500
     least = min(statistic["p_value"] for statistic in found["statistics"].values())
     assert found["p_value"] == pytest.approx(min(1, least * found["comparisons"]))
+    assert found["statistics"]["surprisal"]["weight"] == found["positions"]
+    assert found["statistics"]["top_1_alternating"]["weight"] == found["positions"]
+    for statistic in found["statistics"].values():
+        off = statistic["observed"] - statistic["expected"]
+        assert off == pytest.approx(statistic["z"] * statistic["standard_error"])
+        assert abs(off) < statistic["limit"]
 
 
 @pytest.mark.parametrize("settings", list(SETTINGS)[1:])

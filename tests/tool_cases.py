@@ -84,8 +84,8 @@ def checked(*verifications: str, **settings: object):
     return lambda: Settings(**names, **settings)
 
 
-def subject(found: bool = True, encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
-    return lambda: check_subject(found, encodes, prompts, tokenizer)
+def subject(lacking: tuple = (), encodes: bool = False, prompts: object = ("a",), tokenizer: object = ...):
+    return lambda: check_subject(lacking, encodes, prompts, tokenizer)
 
 
 def reported(path: str, figures: str = "report_files", missing: Sequence[str] = ()):
@@ -190,7 +190,7 @@ CASES = {
         "eos_token_id: give plain values",
         checked(options={"eos_token_id": object()}),
     ),
-    "metrics_without_evaluate": ("needs evaluate and datasets: pip install", subject(found=False)),
+    "metrics_without_evaluate": ("needs evaluate, scipy: pip install", subject(lacking=("evaluate", "scipy"))),
     "encoder_decoder_in_a_check": ("the pair is of encoder-decoders, .*; compare", subject(encodes=True)),
     "prompts_of_no_kind": ("prompts='def': give a list of texts", subject(prompts="def")),
     "prompts_of_no_kind, none": ("give a list of texts; the pair has none", subject(prompts=[])),
@@ -198,7 +198,8 @@ CASES = {
         "no tokenizer to read prompts with; DraftT.* gives it one",
         subject(tokenizer=None),
     ),
-    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"))),
+    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"), 1)),
+    "check_in_no_folder, but a folder": ("is a folder; name a file", lambda: check_place(Path(__file__).parent, 1)),
     "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
     "report_that_is_no_page": ("report.pdf does not end in .html, .*; name", reported("report.pdf")),
     "report_that_is_a_folder": ("report.html is a folder; name a file in it", in_place_of_a_folder),

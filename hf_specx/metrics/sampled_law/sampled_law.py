@@ -31,10 +31,10 @@ counts the first token of each row alone (it comes from the prompt's forward, an
 `_alternating` gives the tokens of a row the signs + - + -, and `_after` weighs each token by the centred f of the
 one before it: noise that is used twice shows in nothing else.
 
-The p-value of z = (observed - expected) / sqrt(variance) is that of a normal, two-sided, where Lyapunov's ratio
-sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins. Where it is larger (few or rare
-events), Freedman's inequality bounds the p-value instead; surprisal, which is not bounded, then does not count, nor
-does what has no variance. The least p-value is multiplied by the number of those that count (Bonferroni).
+The p-value of z = (observed - expected) / sqrt(variance) is two-sided: a normal's where Lyapunov's ratio
+L = sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins, times cosh(L z^3 / 6), as skewed
+sums have longer tails (Cramer). Where L is larger (few or rare events) Freedman's inequality bounds it, and surprisal,
+which is not bounded, does not count. The least is multiplied by the number of those that count (Bonferroni).
 
 Args:
     predictions: emitted ids of each row, up to and with its end token, without pads.
@@ -49,11 +49,10 @@ Args:
 Returns:
     passed: whether p_value is at least `level` and no token was impossible.
     p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
-    level: as given.
-    comparisons: statistics that count.
-    positions: emitted tokens, over all rows.
-    impossible: emitted tokens with p = 0.
-    statistics: by name, of those that count, `observed`, `expected`, `z` and `p_value` (of this one alone).
+    level, comparisons: as given, and how many statistics count.
+    positions, impossible: emitted tokens, over all rows, and those of them with p = 0.
+    statistics: by name, of those that count, `observed`, `expected`, `standard_error` (of observed), `z`, `p_value`
+        (its own alone), `limit` (the least |observed - expected| that fails) and `weight` (sum of |weights|: tokens).
 
 Raises:
     ValueError: no model, one with an encoder, rows without a prompt, ids outside the vocabulary, or no tokens.
@@ -75,6 +74,7 @@ JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # t
 WEIGHTS = {"surprisal": ["_first", "_alternating"], "top_1": ["_first", "_alternating", "_after"], "cdf": ["_after"]}
 STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.get(name, [])]]
 MOST_LYAPUNOV = 0.1
+FAR = 30.0  # standard errors; no p-value is said to be smaller than there
 LEAST_VARIANCE = 1e-9  # below it is rounding
 CHUNK = 32  # positions at a time
 
@@ -104,7 +104,7 @@ class SampledLaw(evaluate.Metric):
         judge: Any = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, (str, Path)) else model
         _check_rows(judge, predictions, references)
         rows = Rows(judge, generation_config, processors)
-        totals, impossible = torch.zeros(len(STATISTICS), 4, dtype=torch.float64), 0
+        totals, impossible = torch.zeros(len(STATISTICS), 5, dtype=torch.float64), 0
         with torch.no_grad(), evaluating(judge):
             for text, prompt in zip(predictions, references, strict=True):
                 if text:
@@ -124,7 +124,6 @@ class Rows:
             self.config, _ = model._prepare_generation_config(config)
             self.config.do_sample = True
             model._prepare_special_tokens(self.config, device=self.device)
-        self.halves: Tensor | None = None
 
     def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
         """For a prompt [1, L], as `generate` prepares them for it alone."""
@@ -137,28 +136,22 @@ class Rows:
             self.config, input_ids_seq_length=length, encoder_input_ids=prompt, device=self.device, model_kwargs={}
         )
 
-    def laws(self, prompt: list[int], text: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """(p [n, V] float64, 0 where there is no law; emitted tokens [n]; the text before them) of some positions."""
+    def moments(self, prompt: list[int], text: list[int]) -> tuple[Tensor, int]:
+        """[functions, 4, T] on the CPU, as `function_moments`, and how many tokens were impossible."""
         ids = torch.tensor([prompt + text], device=self.device)
-        first = len(prompt)
+        first, parts, impossible = len(prompt), [], 0
         processors = self.processors(ids[:, :first])
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         logits = logits[0, first - 1 : -1].to(self.device, torch.float32, copy=True)  # as in stock
+        halves = random_halves(logits.shape[1]).to(self.device)
         for start in range(0, len(text), CHUNK):
             steps = range(start, min(start + CHUNK, len(text)))
             scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1]) for i in steps])
+            p = scores.double().softmax(-1).nan_to_num(0.0)  # [n, V], 0 where there is no law
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
-            yield scores.double().softmax(-1).nan_to_num(0.0), tokens, before
-
-    def moments(self, prompt: list[int], text: list[int]) -> tuple[Tensor, int]:
-        """[functions, 4, T] on the CPU, as `function_moments`, and how many tokens were impossible."""
-        parts, impossible = [], 0
-        for p, tokens, before in self.laws(prompt, text):
-            if self.halves is None:
-                self.halves = random_halves(p.shape[1]).to(p.device)
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             impossible += int((~possible).sum())
-            moments = function_moments(p, tokens, self.halves, seen(tokens, before, p.shape[1]))
+            moments = function_moments(p, tokens, halves, seen(tokens, before, p.shape[1]))
             parts.append((moments * possible).cpu())
         return torch.cat(parts, -1), impossible
 
@@ -166,11 +159,7 @@ class Rows:
 def function_moments(p: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor) -> Tensor:
     """[functions, 4, n]: f(x), E f, Var f and E|f - E f|^3 (for cdf a bound of it), in the order of `FUNCTIONS`.
 
-    Args:
-        p: [n, V] float64.
-        tokens: [n], x.
-        halves: [V, halves], 0 or 1.
-        repeated: [n, V], 0 or 1.
+    Of p [n, V] float64, the tokens x [n], and halves [V, halves] and repeated [n, V] of 0 and 1.
     """
     here = p.gather(1, tokens[:, None])  # [n, 1]
     surprisal = -p.clamp_min(torch.finfo(p.dtype).tiny).log()
@@ -217,7 +206,7 @@ def seen(tokens: Tensor, before: Tensor, vocabulary: int) -> Tensor:
 
 
 def weighted(moments: Tensor) -> Tensor:
-    """Sums over a row for each of `STATISTICS`: [statistics, 4], from [functions, 4, T]."""
+    """Sums over a row for each of `STATISTICS`: [statistics, 5], from [functions, 4, T]."""
     steps = torch.arange(moments.shape[-1])
     sums = []
     for name, kind in STATISTICS:
@@ -228,7 +217,8 @@ def weighted(moments: Tensor) -> Tensor:
             "_alternating": 1.0 - 2.0 * (steps % 2),
             "_after": torch.nn.functional.pad((value - mean)[:-1], (1, 0)),
         }[kind]
-        parts = [weights * value, weights * mean, weights**2 * variance, weights.abs() ** 3 * third]
+        size = weights.abs()
+        parts = [weights * value, weights * mean, size**2 * variance, size**3 * third, size]
         sums.append(torch.stack(parts).sum(-1))
     return torch.stack(sums)
 
@@ -238,31 +228,42 @@ def p_value(excess: float, variance: float, third: float, jump: float) -> float 
     if variance < LEAST_VARIANCE and excess < 0.1:
         return None
     if variance >= LEAST_VARIANCE and third <= MOST_LYAPUNOV * variance**1.5:
-        return math.erfc(excess / math.sqrt(2 * variance))
+        skew = third / variance**1.5
+        z = min(excess / math.sqrt(variance), FAR, 2 / max(skew, 1 / FAR))  # behind 2 / skew the series would rise
+        return min(1.0, math.erfc(z / math.sqrt(2)) * math.cosh(skew * z**3 / 6))
     if math.isinf(jump):
         return None
     a, b = excess / jump, max(variance, LEAST_VARIANCE) / jump**2
     return min(1.0, 2 * math.exp(a + (a + b) * math.log(b / (a + b))))  # Freedman 1975, Theorem 1.6
 
 
+def least_excess(chance: float, variance: float, third: float, jump: float) -> float:
+    """The least that such a sum has to be off by for a p-value of at most `chance`, to a millionth of it."""
+    low, high = 0.0, 2.0**40
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        found = p_value(middle, variance, third, jump)
+        low, high = (middle, high) if found is None or found > chance else (low, middle)
+    return high
+
+
 def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
-    """What sums [statistics, 4] say."""
+    """What sums [statistics, 5] say."""
+    sums = {name + kind: (JUMPS[name], *row) for (name, kind), row in zip(STATISTICS, totals.tolist(), strict=True)}
     found: dict[str, dict[str, float]] = {}
-    for (name, kind), (observed, expected, variance, third) in zip(STATISTICS, totals.tolist(), strict=True):
-        chance = p_value(abs(observed - expected), variance, third, JUMPS[name])
+    for name, (jump, observed, expected, variance, third, weight) in sums.items():
+        chance = p_value(abs(observed - expected), variance, third, jump)
         if chance is not None:
-            z = (observed - expected) / math.sqrt(max(variance, LEAST_VARIANCE))
-            found[name + kind] = {"observed": observed, "expected": expected, "z": z, "p_value": chance}
+            error = math.sqrt(max(variance, LEAST_VARIANCE))
+            known = {"observed": observed, "expected": expected, "standard_error": error, "weight": weight}
+            found[name] = known | {"z": (observed - expected) / error, "p_value": chance}
+    for name, (jump, _, _, variance, third, _) in sums.items():
+        if name in found:
+            found[name]["limit"] = least_excess(level / len(found), variance, third, jump)
     least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
     adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))
-    return {
-        "passed": not impossible and adjusted >= level,
-        "p_value": adjusted,
-        "level": level,
-        "comparisons": len(found),
-        "impossible": impossible,
-        "statistics": found,
-    }
+    known = {"passed": not impossible and adjusted >= level, "p_value": adjusted, "level": level}
+    return known | {"comparisons": len(found), "impossible": impossible, "statistics": found}
 
 
 @contextmanager

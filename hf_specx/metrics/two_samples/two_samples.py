@@ -7,7 +7,7 @@ from typing import Any
 import datasets
 import evaluate
 import numpy as np
-from scipy import sparse
+from scipy import sparse, stats
 
 
 DESCRIPTION = "Tests whether two sets of sampled token sequences have the same distribution, by permuting whole rows."
@@ -35,7 +35,8 @@ Returns:
     p_value: the least of the statistics', times their number (Bonferroni), at most 1. 1 where no exchange changes any.
     level: as given.
     comparisons: statistics that some exchange changes.
-    statistics: by name `statistic` and `p_value` (of this one alone).
+    statistics: by name `statistic`, what exchanges make of it (`expected` is their mean, `deviation` their standard
+        deviation, `skewness` how much longer the upper tail is), and `p_value` (of this one alone).
 
 Raises:
     ValueError: too few rows or permutations for `level`; or a level that is none.
@@ -137,18 +138,26 @@ def _table(rows: list[Sequence[Hashable]], kinds: dict[Hashable, int]) -> sparse
 def _permuted(
     left: sparse.csr_matrix, right: sparse.csr_matrix, statistic: Statistic, permutations: int, seed: int
 ) -> dict[str, float]:
-    """The statistic of two tables [rows, kinds], and its p-value; the same exchanges for the same seed."""
+    """The statistic of two tables [rows, kinds], what exchanges make of it, and its p-value, as the seed says."""
     generator = np.random.default_rng(seed)
     total = np.asarray((left + right).sum(0))  # [1, kinds]
     difference = (left - right).T.tocsr()  # [kinds, rows]
     observed = statistic(*(np.asarray(table.sum(0))[0] for table in (left, right)))
-    extreme, size = 0, max(1, CELLS // total.size)
+    extreme, drawn, size = 0, [], max(1, CELLS // total.size)
     for start in range(0, permutations, size):
         signs = generator.integers(0, 2, (min(size, permutations - start), left.shape[0])) * 2.0 - 1
         exchanged = (difference @ signs.T).T  # [exchanges, kinds]
         values = statistic((total + exchanged) / 2, (total - exchanged) / 2)
         extreme += int((values >= observed - TIES).sum())
-    return {"statistic": float(observed), "p_value": (1 + extreme) / (1 + permutations)}
+        drawn.append(values)
+    values = np.concatenate(drawn)
+    return {
+        "statistic": float(observed),
+        "expected": float(values.mean()),
+        "deviation": float(values.std()),
+        "skewness": float(stats.skew(values)) if np.ptp(values) > TIES else 0.0,
+        "p_value": (1 + extreme) / (1 + permutations),
+    }
 
 
 def _check(rows: int, level: float, permutations: int) -> None:
