@@ -53,7 +53,8 @@ class Costs:
 
     def apart(self) -> "Costs":
         """The same with one table of forwards for both, but memories of calls that go separate ways from here."""
-        made = Costs(None, dict(self.alpha), {batch: dict(seen) for batch, seen in self.rounds.items()}, self.clock)
+        rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
+        made = Costs(None, dict(self.alpha), rounds, self.clock)
         made.table = self.table  # also where it is still empty
         return made
 

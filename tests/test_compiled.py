@@ -113,6 +113,16 @@ def test_places_stay_until_half_are_idle(traced: None, taken: list):
     assert [len(row) for row in report.history] != [len(report.history[0])] * 4
 
 
+def test_a_round_that_the_end_cuts_short_is_filled_up(traced: None):
+    """So that it is not compiled anew: the target's forward is of three tokens, the draft's of one or two."""
+    target = tiny(num_hidden_layers=1)
+    call = {"rows": 2, "max_new_tokens": 12, "do_sample": False}
+    output, report = run(target, near(target, 0.0), **call)
+    assert torch.equal(output, run(target, None, **call)[0])
+    assert [record.drafted for record in report.history[0]] == [0, 2, 2, 2, 1]
+    assert report.compilations == 3
+
+
 def test_holes_and_the_cache_for_the_next_turn(traced: None):
     """A mask with holes behind its pads, and the keys that come back, also of rows that left early."""
     target, draft = pair(num_hidden_layers=1)

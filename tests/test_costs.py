@@ -156,6 +156,22 @@ def test_memories_of_calls_go_apart_and_the_table_does_not():
     assert (costs.alpha, costs.rounds, other.clock()) == ({"block": 0.5}, {1: {1: 1.0}}, 7.0)
 
 
+def test_a_call_begins_while_another_one_ends():
+    """Strategies are shared by threads: the other call adds its rounds at the moment when ours copies them."""
+    costs = Costs()
+
+    class Busy(dict):
+        def keys(self):
+            costs.rounds[9] = {1: 2.0}
+            return super().keys()
+
+        def __iter__(self):  # so that a copy asks for the keys
+            return super().__iter__()
+
+    costs.rounds[1] = Busy({1: 1.0})
+    assert costs.apart().rounds == {1: {1: 1.0}}
+
+
 def test_acceptance_is_remembered_by_verification():
     """What is assumed gives way to what was seen; then 100 judged candidates weigh as much as all before."""
     costs = Costs()
