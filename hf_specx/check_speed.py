@@ -12,8 +12,8 @@ import torch
 
 from .bench import Timing, emitted_per_row, prompt_width
 from .bench_turns import COMPILING, spread
-from .check_cells import Subject
 from .check_settings import REPEATS, TIMED
+from .check_texts import Subject
 from .costs import Costs
 from .devices import execution_device, synchronize
 from .lookahead import expected_speedup

@@ -13,9 +13,6 @@ from accelerate.utils import tqdm
 from .bench import provenance
 from .bench_grid import Steps
 from .check_cells import (
-    Subject,
-    ask_first,
-    generate_texts,
     judge_acceptance,
     judge_draft,
     judge_equality,
@@ -30,6 +27,7 @@ from .check_result import CheckResult, lines_of
 from .check_settings import PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, VERIFICATIONS, Settings
 from .check_speed import measure_speed
 from .check_store import Store, package_digest, weights_digest
+from .check_texts import Subject, ask_first, generate_texts
 from .checks_check import check_subject
 from .devices import execution_device
 from .lookahead import FIXED_DRAFT_TOKENS

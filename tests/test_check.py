@@ -13,11 +13,12 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
-from hf_specx import DraftTargetPair, check_cells, check_equality, checking
-from hf_specx.check_cells import Subject, judge_law, judge_quality, judge_texts, too_few
+from hf_specx import DraftTargetPair, check_cells, check_equality, check_texts, checking
+from hf_specx.check_cells import judge_law, judge_quality, judge_texts, too_few
 from hf_specx.check_equality import UNITS, Noise, explain
 from hf_specx.check_result import law_line
 from hf_specx.check_settings import Settings
+from hf_specx.check_texts import Subject
 
 
 SMALL = {"samples": 32, "new_tokens": 8, "batch_sizes": (1, 8), "verifications": ("greedy", "coupled", "block")}
@@ -161,7 +162,7 @@ def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
         made.append((way, batch))
         if (way, batch) == ("block", 8) and made.count(("block", 8)) == 1:
             raise KeyboardInterrupt
-        return check_cells.generate_texts(subject, way, batch, advance)
+        return check_texts.generate_texts(subject, way, batch, advance)
 
     monkeypatch.setattr(checking, "generate_texts", generate_texts)
     with pytest.raises(KeyboardInterrupt):
@@ -179,7 +180,7 @@ def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
 @pytest.mark.parametrize("change", ["settings", "prompts", "code", "model"])
 def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     path, made, settings = tmp_path / "check.json", [], SMALL | {"verifications": ("greedy",)}
-    generate_texts = check_cells.generate_texts
+    generate_texts = check_texts.generate_texts
     monkeypatch.setattr(
         checking, "generate_texts", lambda subject, *how: made.append(how) or generate_texts(subject, *how)
     )
