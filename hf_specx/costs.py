@@ -67,9 +67,21 @@ class Costs:
         self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
     def remember_rounds(self, seen: "RoundTimes") -> None:
-        """Take in how long the rounds of a call took."""
+        """Take in how long the rounds of a call took.
+
+        What is known of other numbers of candidates goes halfway to what these suggest, so that one that was slow by
+        chance is tried again.
+        """
+        found: dict[int, dict[int, float]] = {}
         for batch, drafted, seconds in seen.medians(ENOUGH_TO_KEEP):
-            self.rounds.setdefault(batch, {})[drafted] = _on_grid(seconds)
+            found.setdefault(batch, {})[drafted] = _on_grid(seconds)
+        for batch, times in found.items():
+            known = self.rounds.setdefault(batch, {})
+            ratios = [seconds / self.forwards(batch, number) for number, seconds in times.items() if number]
+            for number in known.keys() - times.keys() - {0} if ratios else ():
+                suggested = statistics.geometric_mean(ratios) * self.forwards(batch, number)
+                known[number] = _on_grid(math.sqrt(known[number] * suggested))
+            known.update(times)
 
     def target(self, batch: int, query_length: float) -> float:
         """T_t(B, q), between measured lengths and batch sizes a straight line.

@@ -208,7 +208,7 @@ def main(
     new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     seed: int = 0,
 ) -> None:
-    """Measure, and write the table between the markers of the page: under ten minutes on two cores."""
+    """Measure, and write the table between the markers of the page: about twelve minutes on two cores."""
     sizes = batch or [1, 8]
     replaced(readme.read_bytes().decode(), "")  # refused before any work
     check_out(out)

@@ -251,6 +251,18 @@ def test_later_calls_know_what_was_seen_often_enough():
     assert RoundTimes(costs, online=False)(4)[1] == pytest.approx(costs.rounds[4][1])
 
 
+def test_numbers_that_were_slow_by_chance_are_forgiven():
+    """Those that draft, by calls that draft other numbers; how plain steps compare is told by plain steps alone."""
+    costs = Costs({4: ROW}, rounds={4: {0: 3.0, 5: 4 * Costs({4: ROW}).forwards(4, 5)}})
+    bare = {number: costs.forwards(4, number) for number in (1, 5)}
+    costs.remember_rounds(lasting(costs, [(0, 0.0)] + [(0, 3.0)] * ENOUGH_TO_KEEP, online=False))
+    assert costs.rounds[4][5] == 4 * bare[5]
+    for ratio in (2, 2**0.5):
+        costs.remember_rounds(lasting(costs, [(1, 0.0)] + [(1, bare[1])] * ENOUGH_TO_KEEP, online=False))
+        assert costs.rounds[4][5] / bare[5] == pytest.approx(ratio, rel=0.05)
+    assert costs.rounds[4][0] == pytest.approx(3.0, rel=0.03)
+
+
 def test_a_call_is_not_moved_by_what_others_learn_meanwhile():
     costs = Costs({4: ROW})
     times = RoundTimes(costs, online=False)
