@@ -122,6 +122,7 @@ def cpu_grid() -> list[Cell]:
         *speed_cells(middle, (1, 4, 8), new_tokens=96, **half),
         *compiled_cells(middle, (1,), new_tokens=64, **half),
         *verifier_cells(middle, (1, 8), **half),
+        long_cell(middle, **half),
         *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
         *(default_cell("float32", 4), long_cell("embedded", **warpers)),
         *unrelated_cells(f"{small}-unrelated", (1, 8), repeats=2),
