@@ -63,4 +63,9 @@ def synced_by_default(*models: PreTrainedModel) -> bool:
 
 def world_size() -> int:
     """How many ranks there are."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    return distributed.get_world_size() if in_group() else 1
+
+
+def in_group() -> bool:
+    """Whether this process is in a process group, whoever started it."""
+    return distributed.is_available() and distributed.is_initialized()

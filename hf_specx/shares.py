@@ -1,5 +1,6 @@
 """Many prompts over processes: each process completes its share, and all of them get the whole, in order."""
 
+import atexit
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ from accelerate.utils import gather_object, parse_flag_from_env, tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .checks_rows import MAX_SEED
-from .peers import synced_by_default
+from .peers import in_group, synced_by_default
 from .refusals import refusal
 
 
@@ -102,8 +103,15 @@ def gathered(work: Callable[[list[Any]], Iterable[Any]], items: list[Any]) -> li
 
 
 def processes() -> PartialState:
-    """This process among those that `accelerate launch` or `torchrun` has started; without an accelerator, by gloo."""
-    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
+    """This process among those that `accelerate launch` or `torchrun` has started; without an accelerator, by gloo.
+
+    A group that starts here is destroyed before the process ends, which would abort now and then (pytorch#190489).
+    """
+    found = in_group()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
+    if in_group() and not found:
+        atexit.register(state.destroy_process_group)
+    return state
 
 
 def _batch(pair: Pair, texts: list[str], seeds: list[int], options: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """Prompts over processes: two real ones, started by accelerate, get what one gets, in order."""
 
+import atexit
 import json
 import os
 import socket
@@ -15,6 +16,7 @@ from tiny import near, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from hf_specx import DraftTargetPair, shares
+from hf_specx.peers import in_group
 from hf_specx.shares import complete
 
 
@@ -129,6 +131,12 @@ def test_an_error_in_one_process_is_raised_in_both(alone: dict[str, Any], togeth
     ]
 
 
+def test_the_group_ends_before_the_process_does(alone: dict[str, Any], together: list[dict[str, Any]]):
+    """A process that exits with the threads of gloo running aborts, one in five here."""
+    assert [outcomes["in group"] for outcomes in together] == [False, False]
+    assert all(outcomes.keys() == alone.keys() | {"in group"} for outcomes in together)
+
+
 def test_texts_are_those_of_stock(folder: Path, alone: dict[str, Any]):
     """In the order of the prompts, each under its own seed, and up to its end."""
     pair = load(folder)
@@ -199,5 +207,10 @@ def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPat
 
 if __name__ == "__main__":
     place = Path(sys.argv[1])
-    outcomes = run(place)
-    (place / f"{shares.processes().process_index}.json").write_text(json.dumps(outcomes))
+    outcomes = {}
+
+    def write() -> None:
+        (place / f"{os.environ['RANK']}.json").write_text(json.dumps(outcomes | {"in group": in_group()}))
+
+    atexit.register(write)  # before what the package registers, so that it is called after
+    outcomes |= run(place)
