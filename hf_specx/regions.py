@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .attention import grouped_queries
+from .prepacked import Prepacked, use_prepacked
 from .ragged import Masks
 from .static import Buffers, Pool, StaticLayer
 
@@ -40,7 +41,7 @@ class Regions:
             traits: of the model, by which it is known to be as it was.
         """
         self.name, self.captures, self.traits = type(model).__name__, captures, traits
-        self.masks, self.pool = Masks(model), Pool()
+        self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations = 0
         self.lock = threading.Lock()
         self.functions: dict[Size, Callable[..., torch.Tensor]] = {}
@@ -54,7 +55,7 @@ class Regions:
                 self.functions[size] = self._compiled("_".join(map(str, size)))
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with grouped_queries():
+        with grouped_queries(), self.prepacked.in_use():
             logits = self.functions[size](model, self.masks, buffers, tokens, keep=keep, **given)
         return logits.clone() if self.captures else logits
 
@@ -68,6 +69,7 @@ class Regions:
 
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.compilations += 1
+        use_prepacked(graph, inputs)
         options = {"triton.cudagraphs": True} if self.captures else None  # what mode="reduce-overhead" stands for
         inductor: Callable[..., Any] = lookup_backend("inductor")
         return inductor(graph, inputs, config_patches=options)
@@ -90,6 +92,7 @@ def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
     found, now = REGIONS.get(model), traits(model)
     if found is None or found.traits != now:
         found = REGIONS[model] = Regions(model, device.type == "cuda", now)
+    found.prepacked.refresh(model)
     return found
 
 

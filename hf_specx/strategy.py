@@ -77,7 +77,8 @@ class SpeculativeDecoding:
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards behind the prompts, for fixed sizes of batch, text and query; on CUDA
-            they are captured in graphs. The first call of each size takes seconds longer.
+            they are captured in graphs. The first call of each size takes seconds longer. On an x86 CPU the weights of
+            linear layers are kept once more, in the order in which oneDNN multiplies by them.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
         stream_by: "token", one at a time as in stock, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token

@@ -19,6 +19,7 @@ from hf_specx import SpeculativeDecoding, compiled, regions
 from hf_specx.compiled import has_compiler
 from hf_specx.layouts import make_decoder
 from hf_specx.prefill import make_sequences
+from hf_specx.prepacked import has_kernels
 from hf_specx.prompts import prepare
 from hf_specx.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
 
@@ -204,6 +205,16 @@ def test_a_model_that_was_changed_is_compiled_anew(traced: None):
         seen.append(report.compilations > 0)
     assert seen == [True, False, True, True]
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(texts))
+
+
+@pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
+def test_linear_layers_are_multiplied_by_onednn(traced: None):
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    for model in (target, draft):
+        layers = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        assert len(layers) == 8
+        assert {pointer for pointer, _ in regions.REGIONS[model].prepacked.packs} == {x.data_ptr() for x in layers}
 
 
 class Owner:

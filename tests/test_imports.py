@@ -13,7 +13,7 @@ from hf_specx.hub import core_modules
 PACKAGE = Path(hf_specx.__file__).parent
 FLOORS = (
     "threads refusals wrappers devices pair_source lookahead",
-    "verify sequences cache costs abilities attention past tables inputs warping checks_files static",
+    "verify sequences cache costs abilities attention past tables inputs warping checks_files static prepacked",
     "seen checks_weights drafting",
     "noise processors stopping report decoders states",
     "rules prompts streaming outputs ragged hosted whole",
