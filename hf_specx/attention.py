@@ -57,7 +57,7 @@ class GroupedAttention:
             heads != group * key.shape[1]
             or attention_mask is None
             or attention_mask.shape[1:-1] != (1, count)
-            or any(kwargs[name] is not None for name in kwargs.keys() - IGNORED)
+            or any(value is not None for name, value in kwargs.items() if name not in IGNORED)
         ):
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs

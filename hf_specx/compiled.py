@@ -8,6 +8,7 @@ import torch
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.utils._triton import has_triton
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from .abilities import WHOLE
 from .cache import MARGIN
@@ -68,8 +69,8 @@ def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str |
 @refusal
 def compiled_without_compiler(device: torch.device) -> str | None:
     needed = "Triton" if device.type == "cuda" else "a C++ compiler"
-    if not hasattr(torch.compiler, "skip_guard_on_all_nn_modules_unsafe"):
-        needed = "a later torch"  # whose guards can be chosen
+    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the host's forwards
+        needed = "torch 2.9 or later"
     elif has_compiler(device.type):
         return None
     return f"compile=True needs {needed} for device {str(device)!r}; install one, or use compile=False."

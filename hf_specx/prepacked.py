@@ -5,30 +5,33 @@ step take two to seven times as long in float32, by a BLAS made for other proces
 """
 
 import contextlib
-import re
+import functools
+import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
+from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import linear as dense_linear
 
 
-NAMESPACE = re.sub(r"\W", "_", __name__)  # one for each copy of this file, as a published pair has its own
+# one for each copy of this file, as a published pair has its own
+NAMESPACE = f"hf_specx_{hashlib.sha256(__name__.encode()).hexdigest()[:16]}"
 SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.float32: lambda: True,
     torch.bfloat16: lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     torch.float16: lambda: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-Place = tuple[int, torch.Size]
+Place = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Pack(NamedTuple):
-    """A weight in oneDNN's order, and the marks of what it was made of."""
+    """A weight in oneDNN's order, and the mark of what it was made of."""
 
     weight: torch.Tensor
-    marks: tuple[int, int]
+    mark: torch.Tensor
 
 
 class Prepacked:
@@ -44,16 +47,20 @@ class Prepacked:
     def refresh(self, model: torch.nn.Module) -> None:
         """Forget what was made of weights that are gone or have changed since; they are read once for that."""
         with self.lock:
-            now = {_place(weight): weight for weight in model.parameters()} if self.packs else {}
-            same = [place for place, pack in self.packs.items() if place in now and marks(now[place]) == pack.marks]
-            self.packs = {place: self.packs[place] for place in same}
+            now = {place(weight): weight for weight in model.parameters()} if self.packs else {}
+            same = [x for x, pack in self.packs.items() if x in now and torch.equal(mark(now[x]), pack.mark)]
+            self.packs = {x: self.packs[x] for x in same}
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The same weight in oneDNN's order."""
-        packs, place = self.packs, _place(weight)
-        if place not in packs:
-            packs[place] = Pack(torch.ops.mkldnn._reorder_linear_weight(weight.detach()), marks(weight))
-        return packs[place].weight
+    def of(self, weight: torch.Tensor) -> torch.Tensor | None:
+        """The same weight in oneDNN's order; None where it does not take it."""
+        found = self.packs.get(place(weight))
+        if found is None:
+            with self.lock:
+                found = self.packs.get(place(weight))
+                if found is None and fits(weight):
+                    found = Pack(torch.ops.mkldnn._reorder_linear_weight(weight.detach()), mark(weight))
+                    self.packs[place(weight)] = found
+        return None if found is None else found.weight
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
@@ -68,13 +75,16 @@ class Prepacked:
 IN_USE: ContextVar[Prepacked | None] = ContextVar("IN_USE", default=None)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::linear", mutates_args=())
+@torch.library.custom_op(
+    f"{NAMESPACE}::linear", mutates_args=(), schema="(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
+)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
     prepacked = IN_USE.get()
-    if prepacked is None:
+    packed = None if prepacked is None else prepacked.of(weight)
+    if packed is None:
         return dense_linear(input, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(input, prepacked.of(weight), bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
 
 
 @linear.register_fake
@@ -84,12 +94,15 @@ def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = Non
 
 def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let a traced forward multiply by the model's own weights with `linear`, where that is known to be faster."""
-    if not has_kernels() or torch.is_autocast_enabled("cpu"):
+    calls = functools.partial(graph.graph.find_nodes, op="call_function")
+    if not has_kernels() or torch.is_autocast_enabled("cpu") or calls(target=_enter_autocast):
         return
-    placeholders = graph.graph.find_nodes(op="placeholder")
-    own = {node for node, x in zip(placeholders, inputs, strict=True) if isinstance(x, torch.nn.Parameter) and fits(x)}
-    for node in graph.graph.find_nodes(op="call_function", target=dense_linear):
-        if node.args[1] in own:
+    own = set()
+    for node, value in zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        if type(value) is torch.nn.Parameter and fits(value):
+            own.add(node)
+    for node in calls(target=dense_linear):
+        if (node.args[1] if len(node.args) > 1 else node.kwargs["weight"]) in own:
             node.target = getattr(torch.ops, NAMESPACE).linear.default
     graph.recompile()
 
@@ -101,22 +114,29 @@ def has_kernels() -> bool:
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes a weight, and `marks` does."""
-    whole = weight.is_contiguous() and not weight.storage_offset()
+    """Whether oneDNN takes a weight, and `mark` does."""
     return (
-        whole
+        weight.ndim == 2
+        and weight.numel() > 0
+        and weight.is_contiguous()
+        and not weight.storage_offset()
         and weight.device.type == "cpu"
         and weight.dtype in SUPPORTED
         and SUPPORTED[weight.dtype]()
-        and weight.shape[-1] * weight.element_size() % 8 == 0
+        and weight.shape[1] * weight.element_size() % 8 == 0
     )
 
 
-def marks(weight: torch.Tensor) -> tuple[int, int]:
-    """By which a weight is known not to have changed: torch's count of writes, and a sum of its bits."""
-    version = 0 if weight.is_inference() else weight._version
-    return version, int(weight.detach().view(torch.int64).sum())
+def mark(weight: torch.Tensor) -> torch.Tensor:
+    """By which a weight [O, I] is known not to have changed, though torch does not count each write: uint8 [N].
+
+    The sums of its rows, which tell signs and the order of rows, and those of its columns as words of 8 bytes, which
+    tell any bit and the order of columns.
+    """
+    rows, columns = weight.detach().sum(1), weight.detach().view(torch.int64).sum(0)
+    return torch.cat([rows.view(torch.uint8), columns.view(torch.uint8)])
 
 
-def _place(weight: torch.Tensor) -> Place:
-    return weight.data_ptr(), weight.shape
+def place(weight: torch.Tensor) -> Place:
+    """Where a weight lies."""
+    return weight.data_ptr(), weight.shape, weight.stride()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch._dynamo import lookup_backend
@@ -65,7 +65,14 @@ class Regions:
         alone = FunctionType(code, forward.__globals__, code.co_name)
         alone.__kwdefaults__ = forward.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
-        return torch.compile(alone, fullgraph=True, dynamic=False, backend=self._inductor, options=options)
+        compiling = WeakMethod(self._inductor)  # torch keeps every backend that it has seen
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+            inductor = compiling()
+            assert inductor is not None
+            return inductor(graph, inputs)
+
+        return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         self.compilations += 1

@@ -203,6 +203,11 @@ def to_compile(options: dict | None = None, found: bool = True, **settings):
         return call({"compile": True} | (options or {}), **settings)
 
 
+def to_compile_by_an_old_torch():
+    with patch.object(compiled, "is_torch_greater_or_equal", return_value=False):
+        return to_compile()
+
+
 def to_compile_under_hooks():
     with patch.object(get("target").model.layers[1], "_hf_hook", SimpleNamespace(), create=True):
         return to_compile()

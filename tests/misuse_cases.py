@@ -37,6 +37,7 @@ from misuse import (
     spread,
     strategy,
     to_compile,
+    to_compile_by_an_old_torch,
     to_compile_under_hooks,
     two_tokens,
 )
@@ -103,6 +104,10 @@ CASES = {
     "compiled_without_compiler": (
         "compile=True needs a C.. compiler for device 'cpu'; install one, or use compile=False",
         partial(to_compile, found=False),
+    ),
+    "compiled_without_compiler, torch": (
+        "compile=True needs torch 2.9 or later for device 'cpu'; install one, or use compile=False",
+        to_compile_by_an_old_torch,
     ),
     "compiled_with_outputs": (
         "output_hidden_states=True is not compiled; leave it out, or use compile=False",

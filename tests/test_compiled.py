@@ -174,10 +174,10 @@ def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
     run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
     assert len(regions.REGIONS) == 2
-    gone = weakref.ref(target), weakref.ref(draft)
+    gone = [weakref.ref(thing) for thing in (target, draft, *regions.REGIONS.values())]
     del target, draft
     gc.collect()
-    assert [model() for model in gone] == [None, None]
+    assert [thing() for thing in gone] == 4 * [None]
     assert not len(regions.REGIONS)
 
 
@@ -214,7 +214,7 @@ def test_linear_layers_are_multiplied_by_onednn(traced: None):
     for model in (target, draft):
         layers = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
         assert len(layers) == 8
-        assert {pointer for pointer, _ in regions.REGIONS[model].prepacked.packs} == {x.data_ptr() for x in layers}
+        assert {pointer for pointer, *_ in regions.REGIONS[model].prepacked.packs} == {x.data_ptr() for x in layers}
 
 
 class Owner:
