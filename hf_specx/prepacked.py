@@ -75,21 +75,25 @@ class Prepacked:
 IN_USE: ContextVar[Prepacked | None] = ContextVar("IN_USE", default=None)
 
 
-@torch.library.custom_op(
-    f"{NAMESPACE}::linear", mutates_args=(), schema="(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
-)
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
     prepacked = IN_USE.get()
     packed = None if prepacked is None else prepacked.of(weight)
     if packed is None:
         return dense_linear(input, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(input, packed, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(input, packed, bias, "none", [], "")
 
 
-@linear.register_fake
-def _(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """What `linear` returns, without numbers."""
     return input.new_empty(*input.shape[:-1], len(weight))
+
+
+if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else what this file has registered before will do
+    # without `custom_op`, which takes as long as a small product
+    torch.library.define(f"{NAMESPACE}::linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
+    torch.library.impl(f"{NAMESPACE}::linear", "cpu", linear)
+    torch.library.register_fake(f"{NAMESPACE}::linear", linear_shape)
 
 
 def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
