@@ -31,6 +31,7 @@ class Layers(torch.nn.Module):
         self.router = torch.nn.Parameter(torch.randn(16, 8))
         self.odd = torch.nn.Linear(5, 8)  # its rows are no whole numbers of 8 bytes
         self.fine = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.vector, self.none = torch.nn.Parameter(torch.randn(8)), torch.nn.Parameter(torch.randn(0, 8))
         self.register_buffer("table", torch.randn(10, 8))
         self.other = torch.nn.Parameter(torch.randn(12, 8).as_subclass(Other))
         self.later = torch.nn.Parameter(torch.randn(64)[16:].view(6, 8))  # does not lie at the start of its storage
@@ -39,8 +40,16 @@ class Layers(torch.nn.Module):
         kept = [self.down(self.up(x)), dense_linear(x, weight=self.router)]
         part, turned = dense_linear(x, self.router[:8]), dense_linear(x, (2 * self.router[:8]).t())
         others = [self.odd(x[..., :5]), self.fine(x.double()), dense_linear(x, self.later)]
-        others += [dense_linear(x, self.table), dense_linear(x, self.other)]
+        others += [dense_linear(x, weight) for weight in (self.table, self.other, self.vector, self.none)]
         return [*kept, part, turned, *others]
+
+
+class Casting(Layers):
+    """Chooses the precision of its products itself."""
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [self.up(x)]
 
 
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
@@ -88,9 +97,10 @@ def test_only_the_models_own_weights_are_packed(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-@pytest.mark.parametrize("hindrance", ["autocast", "disabled", "another processor"])
+@pytest.mark.parametrize("hindrance", ["autocast", "autocast inside", "disabled", "another processor"])
 def test_nothing_is_packed_where_it_would_not_do(monkeypatch: pytest.MonkeyPatch, hindrance: str):
-    model, x, shapes = Layers(), torch.randn(2, 3, 8), seen(monkeypatch)
+    model = Casting() if hindrance == "autocast inside" else Layers()
+    x, shapes = torch.randn(2, 3, 8), seen(monkeypatch)
     if hindrance == "another processor":
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=hindrance == "autocast")
