@@ -1,7 +1,7 @@
 """Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights in the order that its kernels read them.
 
 A dense weight is read far below the speed of the memory where few rows are multiplied by it: the products of a target
-step take two to seven times as long in float32, by a BLAS made for other processors, and twice in bfloat16.
+step take two to five times as long in float32, by a BLAS made for other processors, and twice in bfloat16.
 """
 
 import contextlib
