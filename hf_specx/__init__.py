@@ -1,14 +1,15 @@
 """Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
 
-from .candidates import SampledCandidateGenerator
-from .check_result import CheckResult
-from .checking import check
-from .costs import Costs
+from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.costs import Costs
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.streaming import BatchStreamer
+from hf_specx.equivalence.check import check
+from hf_specx.equivalence.result import CheckResult
+from hf_specx.pairs.pair import DraftTargetPair
+
 from .generate import generate
-from .pairs import DraftTargetPair
-from .report import SpeculationReport
 from .strategy import SpeculativeDecoding
-from .streaming import BatchStreamer
 
 
 __version__ = "0.1.0"

@@ -13,20 +13,14 @@ from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBa
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import ModelOutput
 
-from .checks import (
-    check_arguments,
-    check_entry,
-    check_healing,
-    check_lifted,
-    check_one_name,
-    check_stop_strings,
-)
-from .costs import Costs
-from .drafting import Schedule, given_drafting
-from .prompts import shallow_copy
-from .resolve import find_draft
-from .strategy import SpeculativeDecoding
-from .wrappers import unwrapped
+from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.schedule import Schedule, given_drafting
+from hf_specx.layouts.prompts import shallow_copy
+from hf_specx.pair_files.find_draft import find_draft
+from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name, check_stop_strings
+from hf_specx.validation.models import check_lifted
 
 
 STRATEGY_OPTIONS = (

@@ -15,37 +15,38 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
-from .checks import (
-    check_calibration,
-    check_call,
-    check_guidance,
-    check_inputs,
-    check_options,
-    check_outputs,
-    check_pair,
-    check_target,
-    check_withheld,
+from hf_specx.cache.export import fill
+from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.schedule import Auto, Schedule, choose_drafting
+from hf_specx.engine.decode import decode
+from hf_specx.engine.plan import Plan, check_plan, make_plan
+from hf_specx.engine.prefill import (
+    begin_schedule,
+    draft_decoder,
+    make_sequences,
+    measure,
+    prefill,
+    stateful_processors,
 )
-from .checks_rows import as_list
-from .compiled import compilations
-from .costs import Costs
-from .decode import decode
-from .decoders import Prompt, vocabulary
-from .drafting import Auto, Schedule, choose_drafting
-from .layouts import make_decoder
-from .lookahead import MAX_DRAFT_TOKENS
-from .noise import StockNoise
-from .past import fill
-from .peers import Peers, synced_by_default
-from .plan import Plan, check_plan, make_plan
-from .prefill import begin_schedule, draft_decoder, make_sequences, measure, prefill, stateful_processors
-from .prompts import draft_prompt, prepare
-from .report import SpeculationReport
-from .rules import CoupledRule
-from .settle import Run
-from .stopping import Stopping
-from .streaming import Stream
-from .wrappers import unwrapped
+from hf_specx.engine.ranks import Peers, synced_by_default
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.settle import Run
+from hf_specx.engine.streaming import Stream
+from hf_specx.layouts.choose import make_decoder
+from hf_specx.layouts.compiled import compilations
+from hf_specx.layouts.decoder import Prompt, vocabulary
+from hf_specx.layouts.prompts import draft_prompt, prepare
+from hf_specx.sampling.noise import StockNoise
+from hf_specx.sampling.rules import CoupledRule
+from hf_specx.sampling.stopping import Stopping
+from hf_specx.validation.calls import check_call, check_outputs
+from hf_specx.validation.entry import check_withheld
+from hf_specx.validation.inputs import check_inputs
+from hf_specx.validation.models import check_pair, check_target
+from hf_specx.validation.options import check_calibration, check_options
+from hf_specx.validation.rows import as_list, check_guidance
 
 
 NOISE_WINDOW = 8  # rounds for which the shared noise of a row is held

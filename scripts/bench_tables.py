@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from hf_specx.bench_points import verdicts
+from hf_specx.measure.points import verdicts
 
 
 FIGURES = {

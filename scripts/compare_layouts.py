@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts import DECODERS
+from hf_specx.layouts.choose import DECODERS
 
 
 VOCAB_SIZE, NEW_TOKENS, NUM_DRAFT_TOKENS = 8192, 64, 4

@@ -8,10 +8,10 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from hf_specx.cards import write_cards
-from hf_specx.pair_config import CONFIG_NAME, PairConfig
-from hf_specx.study import Study
-from hf_specx.tune import tune
+from hf_specx.hub.cards import write_cards
+from hf_specx.measure.study import Study
+from hf_specx.measure.tune import tune
+from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 
 FOLDER = Path("hf_specx/embedded")

@@ -5,8 +5,8 @@ from typing import Any
 
 from train_pair import HELD_OUT
 
-from hf_specx.contenders import PLAIN
-from hf_specx.markdown import row
+from hf_specx.hub.markdown import row
+from hf_specx.measure.contenders import PLAIN
 
 
 BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"

@@ -28,14 +28,14 @@ from scipy import stats
 from train_pair import source_files
 
 from hf_specx import DraftTargetPair
-from hf_specx.bench import Timing, emitted_per_row, encode, provenance
-from hf_specx.bench_turns import WARM_UP
-from hf_specx.check_cells import CONFIDENCE, metric, stretch
-from hf_specx.checking import generator_untouched
-from hf_specx.checks_bench import check_out
-from hf_specx.console import progress
-from hf_specx.contenders import PLAIN, Contender
-from hf_specx.devices import execution_device, synchronize
+from hf_specx.cli.console import progress
+from hf_specx.common.devices import execution_device, synchronize
+from hf_specx.equivalence.cells import CONFIDENCE, metric, stretch
+from hf_specx.equivalence.check import generator_untouched
+from hf_specx.measure.bench import Timing, emitted_per_row, encode, provenance
+from hf_specx.measure.checks_bench import check_out
+from hf_specx.measure.contenders import PLAIN, Contender
+from hf_specx.measure.turns import WARM_UP
 
 
 NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
@@ -45,7 +45,7 @@ RESAMPLES = 2000
 
 
 class Way(NamedTuple):
-    """A way to generate, and the contender of `hf_specx.contenders` that does it."""
+    """A way to generate, and the contender of `hf_specx.measure.contenders` that does it."""
 
     name: str
     contender: str

@@ -26,8 +26,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
-from hf_specx.checks_saving import check_folder
-from hf_specx.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.checks_saving import check_folder
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 VOCAB_SIZE = 4096

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hf_specx.refusals import refusal
+from hf_specx.common.errors import refusal
 
 
 NAMES = ("acceptance", "sequence_equality", "sampled_law", "two_samples", "text_quality")

@@ -1,0 +1,1 @@
+"""Keys, values and states, written in place and rolled back."""

@@ -1,0 +1,198 @@
+"""`specx bench`: contenders in turns on one machine, the limits beside them, and what the measurements show."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_specx.measure.bench_pairs import load_bench_pair
+from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
+from hf_specx.measure.checks_bench import check_cell, check_grafted, check_grid, check_out
+from hf_specx.measure.checks_tune import check_study
+from hf_specx.measure.contenders import way
+from hf_specx.measure.grafted import PREFIX, RECIPES
+from hf_specx.measure.grid import Results, run_grid
+from hf_specx.measure.plots import check_can_plot, plot
+from hf_specx.measure.points import Verdict, verdicts
+
+from .console import errors_in_one_line, progress
+from .options import (
+    MAX_SEED,
+    PromptFile,
+    Revision,
+    Token,
+    Trust,
+    check_dtype,
+    hub_options,
+    load_pair,
+    read_prompts,
+    typed,
+)
+
+
+GRID_FILE = Path("specx-bench.json")
+COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
+LEGEND = (
+    "medians; x plain: beside the runs of plain in the same turns, spread: of these; tokens a row and ms, of a round; "
+    "a round over its bare forwards; limit: the speed-up if there were nothing but forwards, and the one of Theorem "
+    "3.8, for which a target step over all candidates costs no more than one over a single token"
+)
+SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
+QUICK: dict[str, Any] = {
+    "batch": (1, 8),
+    "prompt_tokens": 64,
+    "new_tokens": 64,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "repeats": 3,
+    "dtype": "auto",
+    "seed": 0,
+}
+HELP_CONTENDER = "plain, plain-compiled, stock, stock-5, block-auto, token-5, coupled-5-compiled, ..., once for each."
+
+
+def bench(
+    pair: Annotated[
+        str | None,
+        typer.Argument(help=f"Id or folder of a pair; or {PREFIX}30M and the like.", show_default="embedded"),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; else 64.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="Tokens a row; else 64.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling, 0 is greedy; else 1.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus; else 1, which is off.")] = None,
+    contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER)] = None,
+    repeats: Annotated[int | None, typer.Option(help="Timed runs of each contender; else 3.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; else as saved.")] = None,
+    file: PromptFile = None,
+    seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=MAX_SEED)] = None,
+    revision: Revision = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    grid: Annotated[bool, typer.Option("--grid", help="All experiments, which takes long.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help=f"Of a grid: {', '.join(list(EXPERIMENTS)[1:])}.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=f"File of results, taken up where it ended; of a grid {GRID_FILE}.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
+) -> None:
+    """Time plain, stock assisted and speculative generation in turns, beside their bare forwards.
+
+    Without options one or two minutes on the pair in the package. A grid says which of the project's claims hold here.
+    """
+    with errors_in_one_line():
+        sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
+        how = {"temperature": temperature, "top_p": top_p, "dtype": dtype, "seed": seed}
+        given = {name: value for name, value in (sizes | how).items() if value not in (None, [])}
+        others = {"PAIR": pair, "--contender": contender, "--file": file}
+        cells = choose_cells(grid, full, only or [], given, {name: value for name, value in others.items() if value})
+        check_out(out)
+        if plots is not None:
+            check_can_plot()
+        prompts = [] if file is None else read_prompts([], file, "")
+        load = partial(load_pair, **hub_options(revision, token, trust_remote_code))
+        results = Results(out or (GRID_FILE if grid or full else None))
+        with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
+            made = run_grid(cells, results, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
+        show(made)
+        if grid or full:
+            show_verdicts(verdicts(made))
+        for path in plot(made, plots) if plots is not None else ():
+            Console().print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any], others: dict[str, Any]) -> list[Cell]:
+    """What is measured; all that is wrong with it is said before anything is loaded.
+
+    Args:
+        given: settings of a cell, and sizes of batches.
+        others: the pair, contenders and prompts, by how they are typed.
+    """
+    grids = [name for name, chosen in (("--grid", grid), ("--full", full)) if chosen]
+    words = [f"--{name.replace('_', '-')}" for name in given]
+    check_grid(grids, [*words, *others], only, list(EXPERIMENTS)[1:], torch.cuda.is_available())
+    if grids:
+        return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
+    asked: dict[str, Any] = QUICK | given
+    batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
+    check_study(batches, asked["repeats"])
+    check_cell(*(asked[name] for name in ("prompt_tokens", "new_tokens", "temperature", "top_p")))
+    check_dtype(asked["dtype"])
+    check_grafted(pair, PREFIX, list(RECIPES))
+    for name in contenders:
+        way(name)
+    return quick_cells(pair, batches, contenders, **asked)
+
+
+def show(made: list[dict[str, Any]]) -> None:
+    """A table for each cell."""
+    console = Console()
+    for measured in made:
+        known = dict(measured["cell"], contenders=tuple(measured["cell"]["contenders"]))
+        console.print(Text(f"\n{Cell(**known)}", "bold"), soft_wrap=True)
+        if "failed" in measured:
+            console.print(Text(f"failed: {measured['failed']}", "red"), soft_wrap=True)
+        elif measured["cell"]["experiment"] in ("context", "memory"):
+            for name, noted in measured["contenders"].items():
+                console.print(Text(f"{name}: {_probe(noted)}"), soft_wrap=True)
+        else:
+            console.print(contenders_table(measured["contenders"]))
+            for name, noted in measured["contenders"].items():
+                if "unavailable" in noted:
+                    console.print(Text(f"{name} is not available: {noted['unavailable']}", "yellow"), soft_wrap=True)
+    console.print(Text(LEGEND, "dim"))
+    if any(measured.get("pair", {}).get("synthetic") for measured in made):
+        console.print(Text(SYNTHETIC, "dim"))
+
+
+def contenders_table(contenders: dict[str, Any]) -> Table:
+    """One row for each contender that ran."""
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    for heading in COLUMNS:
+        named = heading == COLUMNS[0]
+        table.add_column(heading, justify="left" if named else "right", no_wrap=named)
+    for name, noted in contenders.items():
+        if "tokens_per_second" not in noted:
+            continue
+        speedup, round_time = noted.get("speedup"), noted.get("seconds_per_round", {}).get("median")
+        cells = (
+            f"{noted['tokens_per_second']['median']:.0f}",
+            _number(speedup),
+            "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}",
+            _number(noted.get("alpha")),
+            _number(noted.get("tokens_per_round")),
+            "-" if round_time is None else f"{1000 * round_time:.1f}",
+            _number(noted.get("round_over_bare")),
+            _number(noted.get("forward_limited_speedup")),
+            _number(noted.get("expected_speedup")),
+        )
+        table.add_row(name, *cells)
+    return table
+
+
+def show_verdicts(found: list[Verdict]) -> None:
+    """What the measurements show, point by point."""
+    table = Table("point", "claim", "wanted", "found", "", "", show_edge=False)
+    words = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
+    for each in found:
+        table.add_row(str(each.point), each.what, each.wanted, _number(each.found), words[each.holds], each.note)
+    Console().print(Text("\nWhat it must show", "bold"))
+    Console().print(table)
+
+
+def _probe(noted: dict[str, Any]) -> str:
+    if "ratio" in noted:
+        short, long = (1000 * noted[name]["median"] for name in ("outside_short", "outside_long"))
+        return f"{short:.2f} ms a round outside of forwards, {long:.2f} behind the long prompt"
+    return f"{noted['beyond'] / 1e6:.2f} million floats beyond models and KV, {noted['limit'] / 1e6:.2f} allowed"
+
+
+def _number(value: Any) -> str:
+    value = value["median"] if isinstance(value, dict) else value
+    return "-" if value is None else f"{value:.2f}"

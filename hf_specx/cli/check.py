@@ -1,0 +1,125 @@
+"""`specx check`: is speculative text plain text? Tokens, law and quality, on a pair and prompts of one's own."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.equivalence.check import run_check, subject_of
+from hf_specx.equivalence.checks_check import check_place
+from hf_specx.equivalence.page import check_can_write, write_report
+from hf_specx.equivalence.power import POWER
+from hf_specx.equivalence.result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
+from hf_specx.equivalence.settings import VERIFICATIONS, Settings
+from hf_specx.equivalence.store import SCHEMA
+from hf_specx.measure.checks_bench import check_out
+
+from .console import errors_in_one_line, progress
+from .options import (
+    MAX_SEED,
+    Dtype,
+    PromptFile,
+    Revision,
+    Temperature,
+    Token,
+    TopK,
+    TopP,
+    Trust,
+    check_dtype,
+    hub_options,
+    load_pair,
+    read_prompts,
+)
+
+
+COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest size one a prompt."
+HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
+HELP_REPORT = "Page (.html) for people, with its figures in a folder beside it; measures speed too, by the clock."
+
+
+def check(
+    pair: Annotated[str, typer.Argument(help="Id or folder of a draft-target pair.")] = "embedded",
+    file: PromptFile = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens a text, at most.")] = 64,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    verification: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(VERIFICATIONS)}, once for each; else all.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
+    num_draft_tokens: Annotated[int, typer.Option(help="Candidates a round.")] = FIXED_DRAFT_TOKENS,
+    level: Annotated[float, typer.Option(help="Chance of a false alarm, at most, of the whole check.")] = 0.001,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    out: Annotated[Path | None, typer.Option(help="File for all figures, as JSON.", dir_okay=False)] = None,
+    resume: Annotated[Path | None, typer.Option(help=HELP_RESUME, dir_okay=False)] = None,
+    report: Annotated[Path | None, typer.Option(help=HELP_REPORT)] = None,
+) -> None:
+    """Prove that speculative text is plain text: greedy and coupled equal, sampled law and quality indistinguishable.
+
+    Prompts come from --file, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
+    """
+    with errors_in_one_line():
+        check_dtype(dtype)
+        check_out(out)
+        check_can_write(report)
+        check_place(resume, SCHEMA)
+        sampling = (temperature, top_p, top_k)
+        names = tuple(verification or VERIFICATIONS)
+        settings = Settings(
+            tuple(batch or (1, 8)), new_tokens, *sampling, names, samples, num_draft_tokens, seed, level
+        )
+        given = None if file is None else read_prompts([], file, "with --file")
+        loaded = load_pair(pair, dtype, **hub_options(revision, token, trust_remote_code))
+        subject = subject_of(loaded, given or loaded.prompts, settings)
+        steps = settings.steps(len(subject.prompts), timed=report is not None)
+        with progress("plain and speculative, and both compared", steps) as advance:
+            result = run_check(subject, advance, resume, timed=report is not None)
+        show(result)
+        if out is not None:
+            Console().print(Text(f"wrote {result.save(out)}"), soft_wrap=True)
+        if report is not None:
+            Console().print(Text(f"wrote {write_report(result, report)}"), soft_wrap=True)
+    if not result.passed:
+        raise typer.Exit(1)
+
+
+def show(result: CheckResult) -> None:
+    """A table of what was looked at, the verdict, and what would have been seen."""
+    console = Console()
+    console.print(lines_table(result))
+    console.print(Text(LEGEND, "dim"))
+    console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
+    console.print(power_table(result))
+
+
+def lines_table(result: CheckResult) -> Table:
+    """One row for each line."""
+    table = Table(show_edge=False)
+    for heading in ("what", "verdict", "figure", "threshold", "seen"):
+        number = heading in ("figure", "threshold")
+        table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    for line in result.lines:
+        figure = "-" if line.figure is None else f"{line.figure:.3g}"
+        verdict = Text(line.verdict, COLOURS[line.verdict])
+        table.add_row(Text(line.what), verdict, figure, f"{line.threshold:.3g}", Text(line.note))
+    return table
+
+
+def power_table(result: CheckResult) -> Table:
+    """What the check would have seen, one row for each kind of test."""
+    title = f"what would have been rejected with probability {POWER:g}"
+    table = Table("what", "from this on", show_edge=False, title=title, title_justify="left")
+    for row in result.power:
+        table.add_row(Text(row["what"]), Text(row["smallest"]))
+    return table

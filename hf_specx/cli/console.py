@@ -1,0 +1,127 @@
+"""What commands show: text by where its tokens came from, progress, and errors in one line."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specx.engine.report import RoundRecord
+from hf_specx.strategy import SpeculativeDecoding
+
+
+OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # of functions
+# Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not in the text
+STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
+
+
+class TokenDecoder:
+    """Text token by token; bytes of an unfinished character wait for the token that completes it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
+        self.tokenizer = tokenizer
+        # some tokenizers strip a space at the start of a text, so the first token needs some before it
+        self.ids = prompt[-8:]
+        self.shown_from, self.shown_to = 0, len(self.ids)
+
+    def push(self, token: int) -> str:
+        """What this token adds to the text, with all that waited for it."""
+        self.ids.append(token)
+        added = self.rest()
+        if not added or added.endswith("\ufffd"):
+            return ""
+        self.shown_from, self.shown_to = self.shown_to, len(self.ids)
+        return added
+
+    def rest(self) -> str:
+        """What waits still; a character that stays unfinished is shown as the replacement character."""
+        return self._decode(self.ids[self.shown_from :])[
+            len(self._decode(self.ids[self.shown_from : self.shown_to])) :
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class OriginStreamer(BaseStreamer):
+    """Prints each run of tokens as it is emitted; the round that emitted it is the last one in the report."""
+
+    def __init__(self, strategy: SpeculativeDecoding, tokenizer: PreTrainedTokenizerBase, console: Console):
+        self.strategy, self.tokenizer, self.console = strategy, tokenizer, console
+        self.decoder: TokenDecoder | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt [1, L] at first, then the tokens [n] of a round."""
+        if self.decoder is None:
+            self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
+            return
+        assert self.strategy.report is not None
+        record = self.strategy.report.history[0][-1]
+        self.console.print(coloured(value.tolist(), [record], self.decoder, last=False), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        rest = "" if self.decoder is None else self.decoder.rest()
+        self.console.print(Text(rest), soft_wrap=True)
+
+
+def round_origins(record: RoundRecord) -> list[str]:
+    """Where each of the tokens that a row emitted in a round came from."""
+    accepted = min(record.accepted, record.emitted)
+    follower = "bonus" if record.accepted == record.drafted else "recovered"
+    return ["accepted"] * accepted + [follower] * (record.emitted - accepted)
+
+
+def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
+    """The text of tokens, each in the style of its origin; `last` where nothing follows."""
+    text = Text()
+    origins = itertools.chain.from_iterable(map(round_origins, history))
+    for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row inside its last round
+        text.append(decoder.push(token), STYLES[origin])
+    return text.append(decoder.rest()) if last else text
+
+
+def legend() -> Text:
+    """What the styles mean."""
+    accepted, recovered, bonus = STYLES.items()
+    return Text.assemble(
+        accepted, ": drafted; ", recovered, ": the target's, after a rejection; ", bonus, ": the target's, else"
+    )
+
+
+@contextmanager
+def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
+    """A bar on a terminal's stderr; what it yields counts a step.
+
+    It is drawn between the steps only: a thread that draws would take its time from what is timed.
+    """
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+        task = bar.add_task(text, total=steps)
+        bar.refresh()
+        yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+def one_line(error: object) -> str:
+    """What an error says, with the options of commands in place of those of functions."""
+    text = " ".join(str(error).split())
+    for argument, option in OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """End with code 2 and one red line on stderr for what a user can mend."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(Text(f"error: {one_line(error)}", "red"), soft_wrap=True)
+        raise typer.Exit(2) from error

@@ -1,0 +1,149 @@
+"""`specx generate`: text by origin, a report, and the speed beside plain `generate`."""
+
+import itertools
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from hf_specx.measure.bench import Comparison, compare, emitted_per_row, encode, prompt_width, provenance
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .console import OriginStreamer, TokenDecoder, coloured, errors_in_one_line, legend, progress
+from .options import (
+    MAX_SEED,
+    AsJson,
+    Dtype,
+    Greedy,
+    MaxNewTokens,
+    PromptFile,
+    Revision,
+    Temperature,
+    Token,
+    TopK,
+    TopP,
+    Trust,
+    hub_options,
+    load_pair,
+    read_prompts,
+    sampling_options,
+    strategy_options,
+)
+
+
+DEMO_BATCHES = (1, 8)
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
+    file: PromptFile = None,
+    demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
+    pair: Annotated[str, typer.Option(help="Id or folder of a draft-target pair.")] = "embedded",
+    revision: Revision = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    greedy: Greedy = False,
+    verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
+    num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=MAX_SEED)
+    ] = None,
+    dtype: Dtype = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of ours, an odd number.")] = 5,
+    no_compare: Annotated[bool, typer.Option("--no-compare", help="No timing against plain generate.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Generate with a draft, show where each token came from, and time it against plain generate.
+
+    Prompts come from the arguments, --file, --demo, or else standard input.
+    """
+    with errors_in_one_line():
+        given = read_prompts(prompts or [], file, "as arguments, with --file, on standard input, or use --demo", demo)
+        if repeats < 1 or repeats % 2 == 0:
+            raise ValueError(f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
+        options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
+        chosen = strategy_options(num_draft_tokens, verification)
+        loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
+        seed = torch.seed() % MAX_SEED if seed is None else seed
+        session = Session(loaded, options, 0 if no_compare else repeats, seed)
+        session.console.print(legend(), soft_wrap=True)
+        runs = [session.run(batch) for batch in (demo_batches(loaded.prompts, pair) if demo else [given])]
+    if as_json:
+        source = {"pair": pair, "seed": seed, "options": options, **provenance(loaded.target)}
+        typer.echo(json.dumps(source | {"runs": runs}))
+
+
+def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[str, Any]) -> DraftTargetPair:
+    """A pair that reads text, and its strategy with `options` instead of its own."""
+    pair = load_pair(name, dtype, **hub)
+    if pair.tokenizer is None:
+        raise ValueError(f"the pair {name!r} has no tokenizer, so it cannot read text.")
+    for option, value in options.items():
+        setattr(pair.strategy, option, value)
+    return pair
+
+
+def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
+    """The pair's own prompts at each of `DEMO_BATCHES`, repeated where there are not enough."""
+    if not prompts:
+        raise ValueError(f"--demo: the pair {pair!r} has no prompts of its own; give some as arguments.")
+    return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
+
+
+@dataclass
+class Session:
+    """What every batch of a command shares; `repeats` is 0 where nothing is timed."""
+
+    pair: DraftTargetPair
+    options: dict[str, Any]
+    repeats: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.console = Console()
+
+    def run(self, prompts: list[str]) -> dict[str, Any]:
+        """Generate for a batch, show all there is to show, and return the same as plain values."""
+        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
+        assert tokenizer is not None
+        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        if len(prompts) == 1:
+            self.console.print(Text(f"\n{prompts[0]}", "dim"), end="", soft_wrap=True)
+            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.console), "run"
+        torch.manual_seed(self.seed)
+        output = target.generate(**inputs, **self.options, custom_generate=strategy)  # type: ignore[operator]
+        report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
+        assert report is not None
+        width = prompt_width(target, inputs)
+        counts = emitted_per_row(output, width, target.generation_config.eos_token_id)
+        new = [row[:n] for row, n in zip(output[:, width:].tolist(), counts, strict=True)]
+        if len(prompts) > 1:
+            for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
+                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
+                self.console.print(Text.assemble((f"\n{row + 1}. {prompt}", "dim"), body), soft_wrap=True)
+        self.console.print(Text(f"\n{report}"), soft_wrap=True)
+        comparison = self.compare(inputs) if self.repeats else None
+        return {
+            "batch": len(prompts),
+            "prompts": prompts,
+            "texts": tokenizer.batch_decode(new, skip_special_tokens=True),
+            "report": report.to_dict(),
+            "comparison": None if comparison is None else comparison.to_dict(),
+        }
+
+    def compare(self, inputs: dict[str, torch.Tensor]) -> Comparison:
+        """Time plain and ours in turns, and show it."""
+        with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
+            comparison = compare(
+                self.pair.target, self.pair.strategy, inputs, self.options, self.repeats, self.seed, advance
+            )
+        self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
+        return comparison

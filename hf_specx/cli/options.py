@@ -1,0 +1,150 @@
+"""Options that several commands have, and what they mean."""
+
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from hf_specx.hub.cards import unknown_known_pair
+from hf_specx.hub.known_pairs import BY_NAME, NAMES, is_embedded, is_known
+from hf_specx.hub.saving import INSIDE, REFERENCE
+from hf_specx.measure.checks_tune import looking_for
+from hf_specx.pair_files.pair_config import ModelSource
+from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.validation.options import check_choices
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+MAX_SEED = 2**32 - 1
+
+PromptFile = Annotated[
+    Path | None, typer.Option("--file", "--prompts", help="Prompts, one a line.", exists=True, dir_okay=False)
+]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens a row, at most.")]
+Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
+TopP = Annotated[float, typer.Option(help="Nucleus; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="The k likeliest tokens; 0 is off.")]
+Greedy = Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")]
+Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")]
+Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
+Token = Annotated[
+    str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
+]
+Trust = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that models and tokenizers bring; read it before.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
+
+
+def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str]:
+    """The prompts of the caller's one source; none for the demo, which has its own.
+
+    Args:
+        others: the ways to give them, as an error names them.
+    """
+    if (bool(prompts) + demo + (file is not None)) > 1:
+        raise ValueError("prompts were given in more than one way; use arguments, --file or --demo.")
+    if prompts or demo:
+        return prompts
+    text = ""
+    if file is not None:
+        text = file.read_text(encoding="utf-8")
+    elif not sys.stdin.isatty():
+        text = sys.stdin.read()
+    lines = [line for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"no prompts; give them {others}.")
+    return lines
+
+
+def sampling_options(
+    greedy: bool, temperature: float, top_p: float, top_k: int, max_new_tokens: int
+) -> dict[str, Any]:
+    """What `generate` is told about the tokens; "off" is told too, since a model's own settings may differ.
+
+    It is checked here, since loading may take minutes.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
+    if greedy:
+        if temperature != 1 or top_p != 1 or top_k != 0:
+            raise ValueError("--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
+        return {"do_sample": False, "max_new_tokens": max_new_tokens}
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"--temperature {temperature} is no number above 0; give one, or --greedy.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"--top-p {top_p} is not above 0 and at most 1; 1 keeps all tokens.")
+    if top_k < 0:
+        raise ValueError(f"--top-k {top_k} is below 0; 0 keeps all tokens.")
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    return {"do_sample": True, **drawn, "max_new_tokens": max_new_tokens}
+
+
+def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
+    """The strategy's options among what was given; checked here, since loading a pair may take minutes."""
+    number: str | int | None = num_draft_tokens
+    if isinstance(number, str) and number.removeprefix("-").isdecimal():
+        number = int(number)
+    check_choices("auto" if number is None else number, verification)
+    given = {"num_draft_tokens": number, "verification": verification}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_dtype(dtype: str) -> None:
+    """Whether --dtype is one of those that are offered."""
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
+
+
+def default_device_map() -> str | None:
+    """Accelerators if there are any."""
+    return "auto" if torch.cuda.is_available() else None
+
+
+def hub_options(revision: str | None, token: str | None, trust_remote_code: bool = False) -> dict[str, Any]:
+    """What loading is told of the Hub, as far as it was given."""
+    given = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code or None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
+    """The pair, on the accelerator if there is one.
+
+    Args:
+        dtype: one of `DTYPES`.
+        **options: for `DraftTargetPair.from_pretrained`.
+    """
+    check_dtype(dtype)
+    check_name(name)
+    if is_known(name) and not is_embedded(name):
+        ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
+        raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
+    placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
+    with looking_for(name):
+        return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def check_name(name: str) -> None:
+    """Whether there can be a pair of this name: on the Hub it has an owner."""
+    if "/" not in name and not Path(name).is_dir():
+        unknown_known_pair(name, NAMES)
+
+
+def place(source: ModelSource, inside: bool) -> str:
+    """Whether a model is saved inside or by reference."""
+    return INSIDE if inside or source.name is None else REFERENCE
+
+
+def typed() -> str:
+    """The command as it was typed, without a token for the Hub, since measurements carry it into files."""
+    words, hidden = ["specx"], False
+    for word in sys.argv[1:]:
+        if not hidden and word.partition("=")[0] != "--token":
+            words.append(word)
+        hidden = word == "--token"
+    return shlex.join(words)

@@ -1,0 +1,188 @@
+"""`specx tune`: do drafts fit a target, how fast do they make it, and how many tokens to draft."""
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_specx.hub.checks_saving import check_folder
+from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
+from hf_specx.measure.study import BATCHES, Study, Trial
+from hf_specx.measure.tune import tune as try_drafts
+
+from .console import errors_in_one_line, one_line, progress
+from .options import (
+    MAX_SEED,
+    AsJson,
+    Dtype,
+    Greedy,
+    MaxNewTokens,
+    Overwrite,
+    PromptFile,
+    Revision,
+    Temperature,
+    Token,
+    TopK,
+    TopP,
+    Trust,
+    check_dtype,
+    default_device_map,
+    hub_options,
+    place,
+    read_prompts,
+    sampling_options,
+    strategy_options,
+    typed,
+)
+
+
+VERDICTS = {OK: "green", NOTE: "yellow", ERROR: "red"}
+MEASURED = (
+    ("draft", "batch", "α", "c", "drafts", "tokens", "expected", "limited", "measured"),
+    "alpha; c, a draft step over a target step; the recommended number of drafts; tokens a row and round; speed-ups: "
+    "expected by Theorem 3.8, limited by the forwards, and measured",
+)
+
+
+def tune(
+    target: Annotated[str, typer.Argument(help="Id or folder of the target.")],
+    drafts: Annotated[list[str], typer.Argument(help="Ids or folders of one or more drafts to try.")],
+    file: PromptFile = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Only check; no prompts are needed.")] = False,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows timed, once for each size; else 1 and 8.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of ours, at each batch.")] = 3,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    greedy: Greedy = False,
+    verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the default.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
+    dtype: Dtype = "auto",
+    revision: Revision = None,
+    draft_revision: Annotated[list[str] | None, typer.Option(help="The same for the drafts, once for each.")] = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
+    inside: Annotated[bool, typer.Option("--inside", help="Save models from the Hub too, not their ids.")] = False,
+    overwrite: Overwrite = False,
+    save_prompts: Annotated[bool, typer.Option("--save-prompts", help="Save the prompts with the pair.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Check drafts beside a target, time them on your prompts, and recommend one.
+
+    Prompts come from --file or standard input. Models from the Hub are saved by id and commit, others with weights.
+    """
+    with errors_in_one_line():
+        check_dtype(dtype)
+        check_saved(out, overwrite, inside)
+        check_told_apart(out, drafts, no_measure)
+        ways = "with --file, on standard input, or use --no-measure"
+        prompts = [] if no_measure else read_prompts([], file, ways)
+        options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
+        how: dict[str, Any] = {"repeats": repeats, "seed": seed, **strategy_options(None, verification)}
+        loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
+        study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
+        study.command, study.keep_prompts = typed(), save_prompts
+        with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
+            found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
+        show(target, found)
+        recommend(found[0])
+        if as_json:
+            typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
+        check_one_fits(found[0])
+        if out is not None:
+            line = save(found[0], out, inside, overwrite)
+            Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
+
+
+def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
+    """Whether a pair could be saved in the end: measuring it takes long."""
+    if out is None:
+        if overwrite or inside:
+            raise ValueError(f"{'--overwrite' if overwrite else '--inside'} is for saving; name a folder with --out.")
+        return
+    check_folder(out, overwrite)
+    near = next(folder for folder in out.resolve().parents if folder.exists())
+    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
+        raise ValueError(f"--out {out}: nothing can be written in {near}; name another folder.")
+
+
+def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> None:
+    """Whether it will be known which pair to save."""
+    if out is not None and no_measure and len(drafts) > 1:
+        raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
+
+
+def check_one_fits(best: Trial) -> None:
+    """Whether there was a draft to recommend."""
+    if best.error is not None:
+        raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
+
+
+def show(target: str, trials: list[Trial]) -> None:
+    """Each draft beside the target, then what was measured of all of them."""
+    console = Console()
+    for trial in trials:
+        if trial.findings:
+            console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
+            console.print(findings_table(trial.findings))
+        if trial.error is not None:
+            console.print(Text(f"{trial.name}: {one_line(trial.error)}", VERDICTS[ERROR]), soft_wrap=True)
+    if any(trial.speedup for trial in trials):
+        console.print()
+        console.print(measured_table(trials))
+        console.print(Text(MEASURED[1], "dim"))
+
+
+def findings_table(findings: list[Finding]) -> Table:
+    """One row for each thing that was looked at."""
+    table = Table(show_edge=False)
+    for heading in ("", "target", "draft", "", "what follows"):
+        table.add_column(heading)
+    for finding in findings:
+        cells = (finding.subject, finding.target, finding.draft)
+        verdict = Text(finding.verdict, VERDICTS[finding.verdict])
+        table.add_row(*map(Text, cells), verdict, Text(finding.follows))
+    return table
+
+
+def measured_table(trials: list[Trial]) -> Table:
+    """One row for each draft and batch, the best draft first."""
+    table = Table(show_edge=False)
+    for heading in MEASURED[0]:
+        named = heading == "draft"
+        table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
+    for trial in trials:
+        for m in trial.measurements:
+            ratios = (m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup)
+            cells = (trial.name, m.batch, _ratio(m.alpha), _ratio(m.cost_coefficient), m.num_draft_tokens)
+            table.add_row(*(Text(str(cell)) for cell in cells), *map(_ratio, ratios))
+    return table
+
+
+def recommend(best: Trial) -> None:
+    """Say which draft is recommended, if any was measured."""
+    if best.speedup:
+        numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
+        says = "best" if best.speedup > 1 else "none is faster than plain generate here; the best"
+        line = f"{says}: {best.name}, num_draft_tokens {numbers}, {best.speedup:.2f} times as fast as plain generate"
+        Console().print(Text(line), soft_wrap=True)
+
+
+def save(best: Trial, out: Path, inside: bool, overwrite: bool) -> str:
+    """Save the pair with the best draft, and say where its models are."""
+    assert best.pair is not None
+    assert best.config is not None
+    target, draft = (place(source, inside) for source in (best.config.target, best.config.draft))
+    best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
+    return f"saved in {out}: target {target}, draft {draft}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"

@@ -1,0 +1,1 @@
+"""What every room stands on: errors, devices, the text of a batch, and what is known of architectures."""

@@ -1,0 +1,261 @@
+"""How long forwards and rounds take: a table that a strategy keeps, and how one call sees it."""
+
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
+
+
+MEMORY = 100  # candidates that earlier calls count for when one more is taken in
+QUERY_LENGTHS = (1, 2, 3, 5, 9)  # target forwards that are timed
+TIMED_ROUNDS = 4  # times that each of them is timed
+DRAFT_STEPS = 2  # draft steps that are timed between two of them
+GRID = 2 ** (1 / 16)  # times are kept on a geometric grid, so that noise rarely changes a choice
+RECENT = 15  # rounds of a kind whose median counts
+ENOUGH = 3  # rounds of a kind that must have been seen before they count in the same call, and
+ENOUGH_TO_KEEP = 5  # in later ones
+
+
+class Costs:
+    """What choosing a number of drafts goes by; kept by a strategy as `strategy.costs`.
+
+    With the same costs and seed, two processes draft the same numbers under token and block verification.
+
+    Attributes:
+        table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
+        alpha: acceptance in the calls so far, by verification: the chance that a candidate is kept whose predecessors
+            were.
+        rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
+        clock: seconds from any beginning; time is read nowhere else.
+    """
+
+    def __init__(
+        self,
+        table: dict[int, dict[str, Any]] | None = None,
+        alpha: dict[str, float] | None = None,
+        rounds: dict[int, dict[int, float]] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.table: dict[int, dict[str, Any]] = table or {}
+        self.alpha: dict[str, float] = alpha or {}
+        self.rounds: dict[int, dict[int, float]] = rounds or {}
+        self.clock = clock
+
+    def __repr__(self) -> str:
+        """Batch sizes that were measured, and acceptance so far."""
+        alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
+        return f"Costs(batch sizes {sorted(self.table)}, acceptance {{{alpha}}})"
+
+    def apart(self) -> "Costs":
+        """The same with one table of forwards for both, but memories of calls that go separate ways from here."""
+        rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
+        made = Costs(None, dict(self.alpha), rounds, self.clock)
+        made.table = self.table  # also where it is still empty
+        return made
+
+    def remember(self, verification: str, alpha: float, judged: float) -> None:
+        """Take in the acceptance of a call, weighed by the candidates it judged; what is assumed counts little."""
+        if not judged:
+            return
+        old = self.alpha.get(verification, PRIOR_ALPHA)
+        weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
+        self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
+
+    def remember_rounds(self, seen: "RoundTimes") -> None:
+        """Take in how long the rounds of a call took.
+
+        What is known of other numbers of candidates goes halfway to what these suggest, so that one that was slow by
+        chance is tried again.
+        """
+        found: dict[int, dict[int, float]] = {}
+        for batch, drafted, seconds in seen.medians(ENOUGH_TO_KEEP):
+            found.setdefault(batch, {})[drafted] = _on_grid(seconds)
+        for batch, times in found.items():
+            known = self.rounds.setdefault(batch, {})
+            ratios = [seconds / self.forwards(batch, number) for number, seconds in times.items() if number]
+            for number in known.keys() - times.keys() - {0} if ratios else ():
+                suggested = statistics.geometric_mean(ratios) * self.forwards(batch, number)
+                known[number] = _on_grid(math.sqrt(known[number] * suggested))
+            known.update(times)
+
+    def target(self, batch: int, query_length: float) -> float:
+        """T_t(B, q), between measured lengths and batch sizes a straight line.
+
+        Beyond the measured batch sizes a forward is taken to take as long as another one with as many tokens in all.
+        """
+        if batch in self.table:
+            return _on_line(sorted(self.table[batch]["target"].items()), query_length)
+        if (beside := self._between(batch)) is not None:
+            under, over, share = beside
+            return (1 - share) * self.target(under, query_length) + share * self.target(over, query_length)
+        nearest = self._nearest(batch)
+        return self.target(nearest, query_length * batch / nearest)
+
+    def draft(self, batch: int) -> float:
+        """T_d(B, 1), elsewhere as the target's."""
+        if batch in self.table:
+            return self.table[batch]["draft"]
+        if (beside := self._between(batch)) is not None:
+            under, over, share = beside
+            return (1 - share) * self.draft(under) + share * self.draft(over)
+        nearest = self._nearest(batch)
+        return self.draft(nearest) * self.target(batch, 1) / self.target(nearest, 1)
+
+    def _between(self, batch: int) -> tuple[int, int, float] | None:
+        """The measured batch sizes around one, and how far it is on the way from the first to the second."""
+        known = sorted(self.table)
+        pairs = [(low, high) for low, high in itertools.pairwise(known) if low < batch < high]
+        return (*pairs[0], (batch - pairs[0][0]) / (pairs[0][1] - pairs[0][0])) if pairs else None
+
+    def _nearest(self, batch: int) -> int:
+        return min(self.table, key=lambda size: abs(size - batch))
+
+    def forwards(self, batch: int, num_draft_tokens: int) -> float:
+        """T_t(B, γ+1) + γ T_d(B, 1): a round that is nothing but its forwards."""
+        return self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
+
+    def cost_coefficient(self, batch: int) -> float:
+        """c, a draft step over a target step."""
+        return self.draft(batch) / self.target(batch, 1)
+
+    def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
+        """Ê T_t(B, 1) / (T_t(B, γ+1) + γ T_d(B, 1)): Theorem 3.8 without its assumption on the larger forward."""
+        return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
+
+    def best_num_draft_tokens(self, batch: int, verification: str) -> int:
+        """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`; every one is tried.
+
+        For those who want one number for good; "auto" chooses anew for each round.
+        """
+        alpha = self.alpha.get(verification, PRIOR_ALPHA)
+        return max(
+            range(1, MAX_DRAFT_TOKENS + 1),
+            key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g),
+        )
+
+    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
+        """Fill the row of a batch size: medians over a few rounds in which the models take turns.
+
+        In turns, because on a processor with a small cache each model pushes the other's weights out of it. It takes
+        25 target forwards and 50 draft steps.
+
+        Args:
+            batch: B.
+            target: runs one target forward of that many tokens a row, and waits for it.
+            draft: the same for the draft.
+        """
+        times: dict[int, list[float]] = {q: [] for q in QUERY_LENGTHS}
+        steps: list[float] = []
+        for _ in range(1 + TIMED_ROUNDS):
+            for query_length, seconds in times.items():
+                seconds.append(self._seconds(target, query_length))
+                steps.append(sum(self._seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
+        medians = {q: _on_grid(statistics.median(seconds[1:])) for q, seconds in times.items()}  # the first warms up
+        self.table[batch] = {"target": medians, "draft": _on_grid(statistics.median(steps[len(times) :]))}
+
+    def _seconds(self, forward: Callable[[int], object], query_length: int) -> float:
+        started = self.clock()
+        forward(query_length)
+        return self.clock() - started
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with text keys as JSON wants them."""
+        table = {
+            str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
+            for batch, row in self.table.items()
+        }
+        rounds = {str(batch): {str(number): t for number, t in row.items()} for batch, row in self.rounds.items()}
+        return {"table": table, "alpha": dict(self.alpha), "rounds": rounds}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Costs":
+        """The inverse of `to_dict`, with a clock of its own."""
+        table = {
+            int(batch): {"target": {int(q): float(t) for q, t in row["target"].items()}, "draft": float(row["draft"])}
+            for batch, row in values["table"].items()
+        }
+        rounds = {
+            int(batch): {int(number): float(t) for number, t in row.items()}
+            for batch, row in values.get("rounds", {}).items()
+        }
+        return cls(table, dict(values["alpha"]), rounds)
+
+
+class RoundTimes:
+    """Seconds of a round by its number of candidates, as one call sees them.
+
+    They are those of its forwards, times what rounds of that number were seen to take in relation to theirs; of other
+    numbers the same is assumed, between two that were seen a straight line.
+
+    Args:
+        costs: with a row for at least one batch size; what others do to it meanwhile does not count here.
+        online: whether what is observed counts at once. If it must not change what is drawn, it is kept for later.
+    """
+
+    def __init__(self, costs: Costs, online: bool):
+        self.costs, self.online = costs.apart(), online
+        self.costs.table = dict(costs.table)
+        self.seen: dict[tuple[int, int], deque[float]] = {}
+        self.bare: dict[int, list[float]] = {}
+        self.ended: float | None = None
+        self.drafted = 0
+
+    def __call__(self, batch: int) -> list[float]:
+        """T(B, γ), γ = 0 to `MAX_DRAFT_TOKENS`."""
+        distant = sorted(self.costs.rounds, key=lambda size: -abs(math.log(size / batch)))
+        ratios = {n: t / self._bare(size)[n] for size in distant for n, t in self.costs.rounds[size].items()}
+        if not ratios:
+            return self._bare(batch)
+        known = sorted(ratios.items())
+        return [seconds * _between_ends(known, number) for number, seconds in enumerate(self._bare(batch))]
+
+    def _bare(self, batch: int) -> list[float]:
+        if batch not in self.bare:
+            self.bare[batch] = [self.costs.forwards(batch, number) for number in range(MAX_DRAFT_TOKENS + 1)]
+        return self.bare[batch]
+
+    def catch_up(self, batch: int, tokens: int) -> float:
+        """What a draft takes to read so many tokens a row; for each more it should slow down as the target does."""
+        return self.costs.draft(batch) * self.costs.target(batch, tokens) / self.costs.target(batch, 1)
+
+    def observe(self, batch: int, drafted: int) -> None:
+        """Note that a round has ended; the first of a call, and those in which a draft pauses or catches up, are
+        not typical."""
+        now = self.costs.clock()
+        if self.ended is not None and (drafted > 0) == (self.drafted > 0):
+            seen = self.seen.setdefault((batch, drafted), deque(maxlen=RECENT))
+            seen.append(now - self.ended)
+            if self.online and len(seen) >= ENOUGH:
+                self.costs.rounds.setdefault(batch, {})[drafted] = statistics.median(seen)
+        self.ended, self.drafted = now, drafted
+
+    def medians(self, enough: int) -> Iterable[tuple[int, int, float]]:
+        """Batch size, number of candidates and seconds, where as many rounds were seen."""
+        for (batch, drafted), seen in self.seen.items():
+            if len(seen) >= enough:
+                yield batch, drafted, statistics.median(seen)
+
+
+def _on_line(known: list[tuple[int, float]], place: float) -> float:
+    """At a place between and beyond known ones; below the first, in proportion to the place at least."""
+    for (q0, t0), (q1, t1) in itertools.pairwise(known):
+        if place <= q1:
+            found = t0 + (t1 - t0) * (place - q0) / (q1 - q0)
+            return found if place >= q0 else min(t0, max(found, t0 * place / q0))
+    (q0, t0), (q1, t1) = known[-2:]
+    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (place - q1)
+
+
+def _between_ends(known: list[tuple[int, float]], place: int) -> float:
+    """The same, but beyond the ends as at them."""
+    place = min(max(place, known[0][0]), known[-1][0])
+    return known[0][1] if len(known) == 1 else _on_line(known, place)
+
+
+def _on_grid(seconds: float) -> float:
+    return GRID ** round(math.log(seconds, GRID))

@@ -1,0 +1,1 @@
+"""One call of `generate`: the loop, and what it reports, returns and streams."""

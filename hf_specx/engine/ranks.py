@@ -1,0 +1,71 @@
+"""Processes that hold parts of the same models (FSDP, ZeRO-3): each must run the same forwards, in the same order.
+
+A forward of such a model gathers its weights from all ranks, so one that runs fewer leaves the others waiting. As in
+stock, a rank whose text is finished goes on with forwards that mean nothing until all are.
+"""
+
+import copy
+
+import torch
+from torch import distributed
+from transformers import PreTrainedModel
+from transformers.distributed.fsdp import is_fsdp_managed_module
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hf_specx.common.batch import Sequences
+from hf_specx.drafting.candidates import Drafter
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.sampling.processors import Processors
+
+
+class Peers:
+    """The ranks that a call of `generate` keeps step with.
+
+    All of them must draft the same number of candidates each round and use the same kind of draft.
+
+    Args:
+        synced: whether there may be others, as `synced_gpus`; alone in the world there are none.
+        device: of `input_ids`, where a flag is reduced.
+    """
+
+    def __init__(self, synced: bool, device: torch.device):
+        self.synced, self.device = synced and world_size() > 1, device
+
+    def all_finished(self, finished: bool) -> bool:
+        """Whether every rank is finished; each must ask equally often."""
+        if not self.synced:
+            return finished
+        going = torch.tensor(float(not finished), device=self.device)
+        distributed.all_reduce(going)
+        return going.item() == 0
+
+    def idle(
+        self, target: Decoder, drafter: Drafter, processors: Processors, sequences: Sequences, num_draft_tokens: int
+    ) -> None:
+        """The forwards of a round, on a copy of a finished text whose last rows are still in the caches."""
+        idle = copy.copy(sequences)
+        idle.ids, counts = sequences.ids.clone(), [sequences.counts[row] for row in sequences.rows]
+        idle.ends = sequences.width + torch.tensor(counts, device=sequences.ids.device)  # rows may have been cut
+        drafted = drafter.propose(idle, num_draft_tokens).tokens.shape[1]
+        processors(idle, target(idle, 1 + drafted, drafted, 1 + drafted))  # guidance has a forward as well
+
+
+def synced_by_default(*models: PreTrainedModel) -> bool:
+    """Whether models are spread over ranks, where `synced_gpus` is not given.
+
+    Stock asks the target only; here it may be any part of either model.
+    """
+    if world_size() == 1:
+        return False
+    parts = (part for model in models for part in model.modules())
+    return is_deepspeed_zero3_enabled() or any(map(is_fsdp_managed_module, parts))
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return distributed.get_world_size() if in_group() else 1
+
+
+def in_group() -> bool:
+    """Whether this process is in a process group, whoever started it."""
+    return distributed.is_available() and distributed.is_initialized()

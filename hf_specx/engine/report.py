@@ -1,0 +1,296 @@
+"""What a call did: counters kept round by round, ratios computed when read."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import expected_tokens
+
+
+Result = TypeVar("Result")
+REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
+REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
+REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
+REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
+REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
+
+
+class RoundRecord(NamedTuple):
+    """One row's part in one round.
+
+    Attributes:
+        drafted: candidates, K.
+        accepted: candidates that the verifier kept, before any cut at a stop.
+        emitted: tokens that entered the text, after such a cut.
+        judged: candidates whose predecessors were all kept, as far as the round went.
+        gained: tokens by which the row went on, before a cut at a stop; in lockstep the least of the batch.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    judged: int = 0
+    gained: int = 0
+
+
+@dataclass
+class SpeculationReport:
+    """Counters of one call of `generate`; rounds are target forwards that judged candidates.
+
+    Attributes:
+        verification: "greedy", "token", "block" or "coupled".
+        layout: how rows shared the batch; `layout_reason` says why.
+        history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
+        overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
+        seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
+        laps: those of each phase, step by step, in the last call; "verify" begins with that of the prompts' own step.
+        costs: the strategy's cost table, if it has a row for this batch.
+        plain_steps: other target forwards, the one that read the prompts among them.
+        num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
+        survival: sums over rows, rounds and depths i of the chances that the first i candidates are all kept, and that
+            those before them are; see `survival_rate`.
+        compilations: forwards that torch compiled for this call, since there were none yet for such sizes.
+    """
+
+    verification: str
+    layout: str
+    layout_reason: str
+    rows: int
+    history: list[list[RoundRecord]] = field(default_factory=list)
+    overlap: torch.Tensor | float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    laps: dict[str, list[float]] = field(default_factory=dict, repr=False)
+    costs: Costs | None = None
+    rounds: int = 0
+    plain_steps: int = 0
+    num_draft_tokens: int = 0
+    survival: tuple[float, float] = (0.0, 0.0)
+    compilations: int = 0
+
+    def __post_init__(self) -> None:
+        self.history = [[] for _ in range(self.rows)]
+
+    def timed(self, phase: str, function: Callable[..., Result]) -> Callable[..., Result]:
+        """The function, its times noted in `seconds` and `laps` under the name of the phase."""
+        self.seconds[phase], laps = 0.0, self.laps.setdefault(phase, [])
+
+        def call(*args: Any) -> Result:
+            started = time.perf_counter()
+            result = function(*args)
+            laps.append(time.perf_counter() - started)
+            self.seconds[phase] += laps[-1]
+            return result
+
+        return call
+
+    def observe(
+        self,
+        rows: list[int],
+        drafted: int,
+        accepted: list[int],
+        emitted: list[int],
+        overlap: torch.Tensor | float,
+        gained: list[int] | None = None,
+        judged: list[int] | None = None,
+        survival: list[list[float]] | None = None,
+    ) -> None:
+        """Note a round of `rows`.
+
+        Each gains one more than it accepted and judged as many, if there were so many, unless it is said otherwise.
+        Its survival is that of `Verdict`.
+        """
+        gained = [a + 1 for a in accepted] if gained is None else gained
+        judged = [min(a + 1, drafted) for a in accepted] if judged is None else judged
+        self.overlap = self.overlap + overlap
+        self.rounds += drafted > 0
+        self.plain_steps += drafted == 0
+        self.num_draft_tokens = max(self.num_draft_tokens, drafted)
+        kept, tried = self.survival
+        for chances in survival or ():
+            kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
+        self.survival = kept, tried
+        for row, *counts in zip(rows, accepted, emitted, judged, gained, strict=True):
+            self.history[row].append(RoundRecord(drafted, *counts))
+
+    def finish(self, seconds: float, columns: int) -> None:
+        """Close the counters after `seconds` in all.
+
+        A row may have run ahead of the last one to stop; of its tokens the first `columns` are in the text.
+        """
+        self.overlap = float(self.overlap)
+        self.seconds["total"] = seconds
+        for row, records in enumerate(self.history):
+            room = columns
+            for i, record in enumerate(records):
+                self.history[row][i] = record._replace(emitted=min(record.emitted, room))
+                room -= self.history[row][i].emitted
+
+    def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
+        """Two calls as one: the rounds of each row, by its place in the batch, one after another."""
+        both = replace(self, rows=max(self.rows, other.rows), overlap=float(self.overlap) + float(other.overlap))
+        nothing: list[RoundRecord] = []
+        both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
+        both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
+        both.laps = other.laps
+        both.rounds += other.rounds
+        both.plain_steps += other.plain_steps
+        both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        both.compilations += other.compilations
+        both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
+        return both
+
+    @property
+    def _judged_rounds(self) -> list[RoundRecord]:
+        return [record for row in self.history for record in row if record.drafted]
+
+    @property
+    def _steps(self) -> list[RoundRecord]:
+        """Rounds and plain steps, but not those that read the prompts."""
+        return [record for row in self.history for n, record in enumerate(row) if n or record.drafted]
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Candidates a row and round, of the rounds that had any."""
+        rounds = self._judged_rounds
+        return self.drafted / len(rounds) if rounds else 0.0
+
+    @property
+    def rounds_per_row(self) -> list[int]:
+        """Rounds in which each row took part."""
+        return [sum(record.drafted > 0 for record in row) for row in self.history]
+
+    @property
+    def drafted(self) -> int:
+        """Candidates, over all rows."""
+        return sum(r.drafted for r in self._judged_rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Candidates kept, over all rows."""
+        return sum(r.accepted for r in self._judged_rounds)
+
+    @property
+    def judged(self) -> int:
+        """Candidates whose predecessors were all kept."""
+        return sum(r.judged for r in self._judged_rounds)
+
+    @property
+    def drafted_per_row(self) -> list[int]:
+        """Candidates of each row."""
+        return [sum(r.drafted for r in row) for row in self.history]
+
+    @property
+    def accepted_per_row(self) -> list[int]:
+        """Candidates kept of each row."""
+        return [sum(r.accepted for r in row) for row in self.history]
+
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """Candidates at each position of a round."""
+        return [sum(r.drafted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
+
+    @property
+    def judged_per_position(self) -> list[int]:
+        """Candidates at each position whose predecessors were all kept."""
+        return [sum(r.judged > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that entered the text, over all rows."""
+        return sum(self.emitted_per_row)
+
+    @property
+    def emitted_per_row(self) -> list[int]:
+        return [sum(r.emitted for r in row) for row in self.history]
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """How often the candidates 0 to i were all kept, for each position i."""
+        return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted, as vLLM counts; not α."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def alpha(self) -> float:
+        """α of the paper: the mean of sum_x min(p, q) over judged positions."""
+        return float(self.overlap) / self.judged if self.judged else 0.0
+
+    @property
+    def survival_rate(self) -> float:
+        """The chance that a candidate is kept whose predecessors are, estimated at all drafted positions."""
+        kept, tried = self.survival
+        return kept / tried if tried else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / rounds per row: tokens that a row could gain in a round, before any cut."""
+        rounds = len(self._judged_rounds)
+        return 1 + self.accepted / rounds if rounds else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a row gains in a round, before a cut at a stop; in lockstep the least row counts for all."""
+        rounds = self._judged_rounds
+        return sum(r.gained for r in rounds) / len(rounds) if rounds else 1.0
+
+    @property
+    def cost_coefficient(self) -> float | None:
+        """c, a draft step over a target step at this batch; None where it was not measured."""
+        return self._costs.cost_coefficient(self.rows) if self._costs else None
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """Theorem 3.8 at this α and c; None where c was not measured.
+
+        Where γ varies, it is what all steps behind the prompt are expected to emit over the target steps that they
+        should cost, plain steps with γ = 0 among them.
+        """
+        c, steps = self.cost_coefficient, self._steps
+        if c is None or not steps:
+            return None if c is None else 1.0
+        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.drafted * c + 1 for r in steps)
+
+    @property
+    def forward_limited_speedup(self) -> float | None:
+        """What the measured tokens would bring if all steps behind the prompt were nothing but their forwards.
+
+        That is the tokens which rows gained in them over the plain steps that their forwards cost, at this batch.
+        """
+        costs, steps = self._costs, self._steps
+        if costs is None or not steps:
+            return None if costs is None else 1.0
+        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.drafted for r in steps)}}
+        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.drafted] for r in steps)
+
+    @property
+    def _costs(self) -> Costs | None:
+        return self.costs if self.costs is not None and self.rows in self.costs.table else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters and ratios as plain values."""
+        return {name: getattr(self, name) for name in REPORTED}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
+            f"candidates, {self.plain_steps} without, {self.verification} verification, {self.layout} layout",
+            f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
+            f"{self.tokens_per_round:.2f} tokens a row and round",
+        ]
+        if self._costs:
+            lines.append(
+                f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "
+                f"(Theorem 3.8), {self.forward_limited_speedup:.2f} limited by the forwards"
+            )
+        if "total" in self.seconds:
+            phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
+            lines.append(f"{self.seconds['total']:.2f} s ({phases})")
+        return "\n".join(lines)

@@ -1,0 +1,148 @@
+"""Text while it is written: what a streamer gets of one row, token by token or by run, and of many rows."""
+
+from queue import Queue
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specx.common.batch import Sequences
+from hf_specx.sampling.stopping import Stopping
+
+
+class Stream:
+    """Hands the text of one call to a streamer, never more than is sure to stay.
+
+    A streamer with `put_row` and `end_row` is told of which row each part is, as `BatchStreamer`; any other serves one
+    row and gets what stock gives it.
+
+    Args:
+        streamer: None if nobody listens.
+        by: "token" hands over one token at a time, as stock does; "run" all that a round has emitted.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, by: str = "token"):
+        self.streamer: Any = streamer
+        self.by, self.tags_rows = by, hasattr(streamer, "put_row")
+        self.given: list[int] = []  # emitted tokens of each row that were handed over
+        self.ended: set[int] = set()
+
+    def prompt(self, sequences: Sequences) -> None:
+        """Hand over the prompts: [1, L] with its pads, as stock does, or each row [l] without them."""
+        if self.streamer is None:
+            return
+        self.given = [0] * len(sequences.counts)
+        if not self.tags_rows:
+            self.streamer.put(sequences.prefix(0).cpu())
+            return
+        for row in range(len(self.given)):
+            self.streamer.put_row(row, sequences.row(row).cpu())
+
+    def put(self, sequences: Sequences, stopping: Stopping) -> None:
+        """Hand over what was emitted since the last time."""
+        if self.streamer is None:
+            return
+        settled = stopping.settled(sequences)
+        columns = [(sequences.width + a, sequences.width + b) for a, b in zip(self.given, settled, strict=True)]
+        new = [sequences.ids[row, first:end] for row, (first, end) in enumerate(columns)]
+        runs = torch.cat(new).cpu().split([len(tokens) for tokens in new])
+        for row, run in enumerate(runs):
+            for tokens in run.split(1 if self.by == "token" else max(1, len(run))):
+                if len(tokens) and self.tags_rows:
+                    self.streamer.put_row(row, tokens)
+                elif len(tokens):
+                    self.streamer.put(tokens)
+        self.given = settled
+        if self.tags_rows and stopping.pads_finished_rows:
+            for row in stopping.stopped_at.keys() - self.ended:
+                self.streamer.end_row(row)
+            self.ended |= stopping.stopped_at.keys()
+
+    def end(self) -> None:
+        """Say that nothing follows, whatever has happened; the second time does nothing."""
+        streamer, self.streamer = self.streamer, None
+        if streamer is not None:
+            streamer.end()
+
+
+class BatchStreamer(BaseStreamer):
+    """The texts of many rows at once, each part with its row, for a reader in another thread.
+
+    Rows are those of the output, after `num_return_sequences`. The words of a row come as from `TextStreamer`: as soon
+    as they are whole, and the rest when the row ends.
+
+    Args:
+        tokenizer: decodes the tokens.
+        skip_prompt: whether to leave out the prompts; else each row begins with its own, without pads.
+        timeout: seconds that the reader waits for a part before `queue.Empty` is raised; None is for ever.
+        **decode_kwargs: for `tokenizer.decode`, as `skip_special_tokens`.
+
+    Example:
+        >>> streamer = BatchStreamer(tokenizer, skip_prompt=True)
+        >>> strategy = SpeculativeDecoding(draft_model, streamer=streamer)
+        >>> Thread(target=model.generate, kwargs={**inputs, "custom_generate": strategy}).start()
+        >>> texts = [""] * len(inputs["input_ids"])
+        >>> for row, text in streamer:
+        ...     texts[row] += text
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_prompt: bool = False,
+        timeout: float | None = None,
+        **decode_kwargs: Any,
+    ):
+        self.tokenizer, self.skip_prompt, self.timeout = tokenizer, skip_prompt, timeout
+        self.decode_kwargs = decode_kwargs
+        self.queue: Queue[tuple[int, str] | None] = Queue()
+        self.rows: dict[int, TextStreamer] = {}
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take prompts [B, L], or then one token [B] of each row, as stock hands them over."""
+        for row, tokens in enumerate(value):
+            self.put_row(row, tokens.reshape(-1))
+
+    def put_row(self, row: int, tokens: torch.Tensor) -> None:
+        """Take the prompt [l] of a row, without pads and perhaps empty, or then its next tokens [n]."""
+        if row not in self.rows:
+            self.rows[row] = _RowStreamer(self, row)
+        self.rows[row].put(tokens)
+
+    def end_row(self, row: int) -> None:
+        """Let go of what is left of a row: no tokens of it follow."""
+        self.rows.pop(row).end()
+
+    def end(self) -> None:
+        """Let go of what is left of all rows: nothing follows. The streamer can then serve another call."""
+        try:
+            for row in list(self.rows):
+                self.end_row(row)
+        finally:
+            self.queue.put(None)
+
+    def on_finalized_text(self, row: int, text: str, stream_end: bool = False) -> None:
+        """Pass on a part of a row, its last one if `stream_end`; to be overridden for another use than a queue."""
+        if text:
+            self.queue.put((row, text))
+
+    def __iter__(self) -> "BatchStreamer":
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        part = self.queue.get(timeout=self.timeout)
+        if part is None:
+            raise StopIteration
+        return part
+
+
+class _RowStreamer(TextStreamer):
+    """One row of a `BatchStreamer`."""
+
+    def __init__(self, batch: BatchStreamer, row: int):
+        super().__init__(batch.tokenizer, batch.skip_prompt, **batch.decode_kwargs)
+        self.batch, self.row = batch, row
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.batch.on_finalized_text(self.row, text, stream_end)

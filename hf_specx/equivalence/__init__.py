@@ -1,0 +1,1 @@
+"""`specx check`: whether speculation changes what a target says."""

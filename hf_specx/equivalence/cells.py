@@ -1,0 +1,186 @@
+"""What a check finds: what `evaluate` says of the texts of each way to generate."""
+
+import math
+import sys
+from functools import cache, partial
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_specx.measure.trace import trace
+from hf_specx.metrics import path
+
+from .draft_quality import judged, overrated
+from .equality import Noise, explain, impossible
+from .power import CONFIDENCE, least_replaced
+from .texts import Subject
+
+
+TESTS_OF_TEXTS = 4  # statistics of `two_samples`, and as many measures of quality
+LOOKS = (0.05, 0.002)  # levels of permutation tests that come before the one of a check
+SPARE = 4  # times as many exchanges as a p-value needs to get below its level
+
+
+@cache
+def metric(name: str) -> Any:
+    """One of this package's, by its name."""
+    import evaluate
+
+    return evaluate.load(path(name), keep_in_memory=True)
+
+
+def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
+    """What the draft was worth: `acceptance` of a speculative way, `count_rounds`, and the mean overlap."""
+    found = metric("acceptance").compute(predictions=ours["accepted"], references=ours["drafted"])
+    return found | count_rounds(ours) | {"overlap": ours["overlap"], "layout": ours["layout"]}
+
+
+def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
+    """How often something came about in the rounds of all rows.
+
+    Returns:
+        "accepted_lengths": of n = 0 to γ accepted candidates; "judged_per_position" and "accepted_per_position": of a
+        candidate at position 1 to γ whose predecessors were all kept, and that was kept itself.
+    """
+    by_row = zip(ours["accepted"], ours["drafted"], strict=True)
+    rounds = [each for row in by_row for each in zip(*row, strict=True)]
+    longest = max((drafted for _, drafted in rounds), default=0)
+    judged = [min(accepted + 1, drafted) for accepted, drafted in rounds]
+    return {
+        "accepted_lengths": [sum(accepted == n for accepted, _ in rounds) for n in range(longest + 1)],
+        "judged_per_position": [sum(number > place for number in judged) for place in range(longest)],
+        "accepted_per_position": [sum(accepted > place for accepted, _ in rounds) for place in range(longest)],
+    }
+
+
+def judge_equality(
+    subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
+) -> dict[str, Any]:
+    """`sequence_equality` of both texts, with "rows", "tokens" and the "differences", each looked at by `explain`."""
+    texts = ours["texts"], plain["texts"]
+    found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
+    options = subject.settings.generation(sampled=way != "greedy")
+    places, differences = subject.places(way, batch), []
+    for row, position in enumerate(found["first_difference"]):
+        if position < 0:
+            continue
+        noise = None
+        if way != "greedy":
+            noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
+        both = plain["texts"][row], ours["texts"][row]
+        prompt = subject.ids[places[row]]
+        differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
+    counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
+    return {"exact_match": found["exact_match"], **counts, "differences": differences}
+
+
+def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """`sampled_law` of the texts at one batch size; "impossible" tokens do not count where rounding explains them."""
+    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    options = subject.settings.generation(sampled=True)
+    found = metric("sampled_law").compute(
+        predictions=ours["texts"],
+        references=prompts,
+        model=subject.target,
+        generation_config=GenerationConfig(**options),
+        level=subject.settings.share,
+    )
+    if not found["impossible"]:
+        return found
+    wrong = impossible(subject.target, options, prompts, ours["texts"])
+    least = min((statistic["p_value"] for statistic in found["statistics"].values()), default=1.0)
+    chance = 0.0 if wrong else min(1.0, least * max(1, found["comparisons"]))
+    known = {"impossible": wrong, "on_the_edge": found["impossible"] - wrong}
+    return found | known | {"p_value": chance, "passed": chance >= found["level"]}
+
+
+def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`."""
+    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    options = subject.settings.generation(sampled=True)
+    sums = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    law = sys.modules[type(metric("sampled_law")).__module__]
+    return judged(sums, subject.settings.share, law.p_value, law.least_excess)
+
+
+def too_few(rows: int, share: float) -> bool:
+    """Whether so many pairs of texts have too few exchanges for a test at this level, as `two_samples` says."""
+    return TESTS_OF_TEXTS * 2.0 ** (2 - rows) >= share
+
+
+def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:
+    """`two_samples` of all texts of a verification beside plain ones; None where they are too few for the level."""
+    settings = subject.settings
+    if too_few(len(ours), settings.share):
+        return None
+    compare = partial(metric("two_samples").compute, references=plain, seed=settings.seed)
+    looks = [{"level": level, "permutations": exchanges(level)} for level in (*LOOKS, settings.share)]
+    looks = [look for look in looks if look["level"] >= settings.share]
+    # few exchanges can only let pass what the whole test might have rejected
+    for look in looks:
+        found = compare(predictions=ours, **look)
+        if found["passed"]:
+            break
+    other = max(map(max, ours + plain)) + 1
+
+    def replaced(number: int) -> dict[str, float]:
+        rows = [[token + other for token in row] if place < number else row for place, row in enumerate(ours)]
+        unchanged = {"statistic": 0.0, "expected": 0.0, "deviation": 0.0, "skewness": 0.0}
+        return compare(predictions=rows, **looks[0])["statistics"].get("tokens", unchanged)
+
+    share = settings.share / TESTS_OF_TEXTS
+    known = {"level": settings.share, "rows": len(ours), "least_replaced": least_replaced(len(ours), share, replaced)}
+    return found | known
+
+
+def exchanges(level: float) -> int:
+    """How many a permutation test of texts needs at a level."""
+    return math.ceil(SPARE * TESTS_OF_TEXTS / level)
+
+
+def judge_quality(
+    subject: Subject, places: list[int], plain: list[list[int]], ours: list[list[int]]
+) -> dict[str, Any] | None:
+    """`text_quality` of all texts of a verification beside plain ones of the same prompts.
+
+    Its intervals are those of 95 %. "within" says whether 0 is in the interval of the level that each measure has,
+    which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level. None where the
+    texts are too few for the level: a few differences may be equal by chance.
+    """
+    settings = subject.settings
+    if too_few(len(ours), settings.share):
+        return None
+    texts = [subject.decoded(each) for each in (ours, plain)]
+    judge = {"model": subject.target, "prompts": [subject.prompts[place] for place in places]}
+    # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
+    pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
+    found = metric("text_quality").compute(
+        predictions=texts[0],
+        references=texts[1],
+        tokenizer=subject.tokenizer,
+        level=1 - CONFIDENCE,
+        seed=settings.seed,
+        **({} if too_few(pairs, settings.share) else judge),
+    )
+    for name, measured in found.items():
+        wider = stretch(settings.share / len(found), pairs if name == "perplexity" else len(ours))
+        low, high = (measured["difference"] + wider * (end - measured["difference"]) for end in measured["interval"])
+        measured |= {"widened": [low, high], "within": bool(low <= 0 <= high)}
+    return found
+
+
+def stretch(level: float, rows: int) -> float:
+    """By how much an interval of `CONFIDENCE` from so many rows has to be widened for another level."""
+    from scipy import stats
+
+    return float(stats.t.isf(level / 2, rows - 1) / stats.norm.isf((1 - CONFIDENCE) / 2))
+
+
+def trace_one(subject: Subject) -> dict[str, Any]:
+    """How one text of the first prompt came about, by token verification if that is checked."""
+    chosen = subject.settings.verifications
+    way = "token" if "token" in chosen else chosen[-1]
+    options = subject.settings.generation(sampled=way != "greedy")
+    torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
+    return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)

@@ -1,0 +1,239 @@
+"""`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import tqdm
+
+from hf_specx.common.devices import execution_device
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.measure.bench import provenance
+from hf_specx.measure.grid import Steps
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .cells import (
+    judge_acceptance,
+    judge_draft,
+    judge_equality,
+    judge_law,
+    judge_quality,
+    judge_texts,
+    trace_one,
+)
+from .checks_check import check_subject
+from .page import check_can_write, write_report
+from .power import power_of
+from .result import CheckResult, lines_of
+from .settings import PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, VERIFICATIONS, Settings
+from .speed import measure_speed
+from .store import Store, package_digest, weights_digest
+from .texts import Subject, ask_first, generate_texts
+
+
+NEEDED = ("evaluate", "datasets", "scipy")
+SECONDS_UNSEEN = 3  # a progress bar appears after these
+SHOWN = 4  # texts of each way that a result has
+Advance = Callable[[], object]
+Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
+
+
+def check(
+    pair: DraftTargetPair,
+    prompts: Sequence[str] | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1, 8),
+    new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    verifications: Sequence[str] = VERIFICATIONS,
+    samples: int | None = None,
+    num_draft_tokens: int = FIXED_DRAFT_TOKENS,
+    seed: int = 0,
+    level: float = 0.001,
+    advance: Advance | None = None,
+    path: str | Path | None = None,
+    report: str | Path | None = None,
+    **options: Any,
+) -> CheckResult:
+    """Compare speculative with plain generation: the same tokens, the same law, the same quality.
+
+    Needs `evaluate`, `datasets` and `scipy`. The default generator is left as it was.
+
+    Args:
+        pair: in its own precision, with the layout of `pair.strategy`.
+        prompts: texts; None is the pair's own.
+        batch_sizes, new_tokens, ..., level: as in `Settings`.
+        advance: called after each step, `Settings(...).steps(len(prompts), timed=report is not None)` times; None
+            shows a progress bar.
+        path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
+        report: of a page (.html) to write, with its figures in a folder beside it; then speed is measured as well.
+        **options: what else `generate` is given, plain and speculative alike; plain values.
+
+    Raises:
+        ValueError: before any forward, for what cannot be checked.
+
+    Example:
+        >>> hf_specx.check(DraftTargetPair.embedded()).save("check.json")
+    """
+    sampling = temperature, top_p, top_k
+    sizes, names = tuple(batch_sizes), tuple(verifications)
+    settings = Settings(sizes, new_tokens, *sampling, names, samples, num_draft_tokens, seed, level, options)
+    texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
+    check_can_write(report)
+    subject = subject_of(pair, texts, settings)
+    result = run_check(subject, advance, None if path is None else Path(path), timed=report is not None)
+    if report is not None:
+        write_report(result, report)
+    return result
+
+
+def run_check(
+    subject: Subject, advance: Advance | None = None, path: Path | None = None, timed: bool = False
+) -> CheckResult:
+    """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
+    pair, settings, prompts = subject.pair, subject.settings, subject.prompts
+    made = provenance(pair.target) | described(pair) | {"code": package_digest()}
+    models = [weights_digest(model) for model in (pair.target, pair.draft)]
+    identity = {"settings": settings.to_dict(), "prompts": prompts, "made": made, "models": models}
+    store = Store(path, identity | {"layout": pair.strategy.layout, "compile": pair.strategy.compile})
+    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
+        parts = Parts(store, step)
+        texts = all_texts(subject, parts)
+        cells = all_cells(subject, parts, texts)
+        traced = parts("trace", 1, partial(trace_one, subject))
+        timing = partial(measure_speed, subject, parts.step)
+        speed = parts("speed", TIMED_RUNS, timing) if timed else {}
+    return CheckResult(
+        lines_of(settings, cells),
+        settings.to_dict(),
+        made,
+        prompts,
+        cells,
+        shown_texts(subject, texts),
+        traced,
+        settings.level,
+        settings.comparisons,
+        speed=speed,
+        power=power_of(settings, cells),
+    )
+
+
+def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
+    """What is checked; raises for what cannot be, before any forward."""
+    lacking = [name for name in NEEDED if find_spec(name) is None]
+    check_subject(lacking, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
+    subject = Subject(pair, prompts, settings)
+    subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
+    ask_first(subject)
+    return subject
+
+
+def described(pair: DraftTargetPair) -> dict[str, str]:
+    """Both models by class and size, and where they came from on the Hub."""
+    found = {}
+    for role, model in (("target", pair.target), ("draft", pair.draft)):
+        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
+        if source is not None and source.name is not None:
+            facts += [source.name, f"commit {source.revision}"]
+        found[role] = ", ".join(facts)
+    return found
+
+
+class Parts:
+    """Makes each part of a check, or takes it from what is known, and counts its steps in either case."""
+
+    def __init__(self, store: Store, advance: Advance):
+        self.store, self.advance = store, advance
+        self.steps = Steps(0, advance)
+
+    def __call__(self, name: str, steps: int, make: Callable[[], Any]) -> Any:
+        self.steps = Steps(steps, self.advance)
+        found = self.store.take(name, make)
+        self.steps.finish()
+        return found
+
+    def step(self) -> None:
+        """One of the steps of the part that is being made."""
+        self.steps()
+
+
+def all_texts(subject: Subject, parts: Parts) -> Texts:
+    """What is generated in each way at each batch size."""
+    settings, found = subject.settings, {}
+    for batch in settings.batch_sizes:
+        for way in settings.ways:
+            runs = len(settings.batches(way, batch, len(subject.prompts)))
+            make = partial(generate_texts, subject, way, batch, parts.step)
+            found[way, batch] = parts(f"texts, {way}, batch {batch}", runs, make)
+    return found
+
+
+def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[str, Any]]:
+    """What `evaluate` says of each verification."""
+    settings, cells = subject.settings, {}
+    for way in settings.ways:
+        if way in (PLAIN_GREEDY, PLAIN_SAMPLED):
+            continue
+        for batch in settings.batch_sizes:
+            name, ours = f"{way}, batch {batch}", texts[way, batch]
+            cells[name] = {"acceptance": judge_acceptance(ours)}
+            if way in settings.lawful:
+                cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_law, subject, way, batch, ours))
+                make = partial(judge_draft, subject, way, batch, ours)
+                cells[name]["draft"] = parts(f"draft, {name}", 1, make)
+            else:
+                plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
+                make = partial(judge_equality, subject, way, batch, plain, ours)
+                cells[name]["equality"] = parts(f"equality, {name}", 1, make)
+        if way in settings.lawful:
+            pooled = [pool(settings, texts, each) for each in (PLAIN_SAMPLED, way)]
+            places = [place for batch in settings.batch_sizes for place in subject.places(way, batch)]
+            cells[way] = {
+                "two_samples": parts(f"two samples, {way}", 1, partial(judge_texts, subject, *pooled)),
+                "quality": parts(f"quality, {way}", 1, partial(judge_quality, subject, places, *pooled)),
+            }
+    return cells
+
+
+def pool(settings: Settings, texts: Texts, way: str) -> list[list[int]]:
+    """The texts of one way at all batch sizes."""
+    return [text for batch in settings.batch_sizes for text in texts[way, batch]["texts"]]
+
+
+def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:
+    """The first texts of each way at the first batch size, as strings."""
+    first = subject.settings.batch_sizes[0]
+    return {
+        way: [
+            {"prompt": place, "text": text}
+            for place, text in zip(
+                subject.places(way, first)[:SHOWN], subject.decoded(texts[way, first]["texts"][:SHOWN]), strict=True
+            )
+        ]
+        for way in subject.settings.ways
+    }
+
+
+@contextmanager
+def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
+    """What counts a step: the caller's own function, or a progress bar, which appears after some seconds."""
+    if advance is not None:
+        yield advance
+        return
+    with tqdm(total=steps, delay=SECONDS_UNSEEN, desc="checking") as bar:
+        yield bar.update
+
+
+@contextmanager
+def generator_untouched(pair: DraftTargetPair) -> Iterator[None]:
+    """Whatever is drawn inside, the default generators are as before."""
+    devices = {execution_device(model) for model in (pair.target, pair.draft)}
+    numbers = [torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"]
+    with torch.random.fork_rng(devices=sorted(set(numbers))):
+        yield

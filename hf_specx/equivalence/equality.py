@@ -1,0 +1,172 @@
+"""Where text that should be the same is not, and whether rounding explains it.
+
+Plain logits are computed once more behind the tokens that both texts share, in the model's own precision. Two forwards
+of different shapes round differently, by some units of the precision at the magnitude of the logits. So a difference
+counts as explained where each of the two tokens would be chosen if its logit alone were so much larger.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hf_specx.common.devices import execution_device
+
+
+UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
+FAR = 40  # doublings of a unit, after which a token is taken to be out of reach
+
+
+class Difference(NamedTuple):
+    """The first token in which two texts differ.
+
+    Attributes:
+        row: of the texts.
+        position: tokens that both share.
+        plain, ours: ids; -1 where a text has ended there.
+        gap: the least rise of its logit by which each of the two is chosen, the larger one; None where none is enough.
+        units: the same in units of rounding.
+        explained: whether it is at most `UNITS`.
+    """
+
+    row: int
+    position: int
+    plain: int
+    ours: int
+    gap: float | None
+    units: float | None
+    explained: bool
+
+
+class Noise(NamedTuple):
+    """Where the noise of a sampled token comes from.
+
+    Attributes:
+        seed: of the batch.
+        rows: of the batch.
+        place: the row's own among them.
+    """
+
+    seed: int
+    rows: int
+    place: int
+
+
+@torch.no_grad()
+def explain(
+    target: PreTrainedModel,
+    options: dict[str, Any],
+    prompt: Sequence[int],
+    plain: Sequence[int],
+    ours: Sequence[int],
+    row: int,
+    position: int,
+    noise: Noise | None,
+) -> Difference:
+    """Look at the first difference of two texts of a row.
+
+    Args:
+        target: the model that both come from.
+        options: of `generate`.
+        prompt: ids, without pads.
+        plain, ours: ids of the texts, up to and with the end token.
+        row, position: as in `Difference`.
+        noise: None if greedy.
+    """
+    left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
+    if -1 in (left, right):
+        return Difference(row, position, left, right, None, None, False)
+    device = execution_device(target)
+    start = torch.tensor([list(prompt)], device=device)
+    ids = torch.tensor([[*prompt, *plain[:position]]], device=device)
+    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1].to(device)
+    exponentials = None if noise is None else race_noise(noise, position, logits)
+    processors = stock_processors(target, start, options)
+
+    def chosen(changed: torch.Tensor) -> int:
+        scores = processors(ids, changed)  # type: ignore[arg-type]
+        return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
+
+    unit = unit_of(target, logits)
+    gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
+    if math.isinf(gap):
+        return Difference(row, position, left, right, None, None, False)
+    return Difference(row, position, left, right, gap, gap / unit, gap <= UNITS * unit)
+
+
+def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:
+    """How much the logit of a token has to rise to be chosen, to within a hundredth; infinite if it never is."""
+
+    def wins(rise: float) -> bool:
+        changed = logits.clone()
+        changed[0, token] += rise
+        return chosen(changed) == token
+
+    if wins(0.0):
+        return 0.0
+    high = next((unit * 2.0**n for n in range(FAR) if wins(unit * 2.0**n)), math.inf)
+    low = 0.0 if high == unit else high / 2
+    while math.isfinite(high) and high - low > high / 100:
+        middle = (low + high) / 2
+        low, high = (low, middle) if wins(middle) else (middle, high)
+    return high
+
+
+@torch.no_grad()
+def impossible(
+    target: PreTrainedModel,
+    options: dict[str, Any],
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> int:
+    """How many emitted tokens have no probability, even if the logit of each were larger by `UNITS` of rounding.
+
+    Top-p and top-k keep a token or not; one that is on their edge may be kept in one forward and not in another.
+
+    Args:
+        target: the model that the texts come from.
+        options: of `generate`.
+        prompts: ids of each row, without pads.
+        texts: ids of each row, up to and with the end token.
+    """
+    found, device = 0, execution_device(target)
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids = torch.tensor([[*prompt, *text]], device=device)
+        logits = (
+            target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(device).float()
+        )
+        processors = stock_processors(target, ids[:, : len(prompt)], options)
+        for place, token in enumerate(text, len(prompt)):
+            raised = logits[place - 1 : place].clone()
+            raised[0, token] += UNITS * unit_of(target, raised)
+            found += bool(processors(ids[:, :place], raised)[0, token].isneginf())  # type: ignore[arg-type]
+    return found
+
+
+def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
+    """What a unit of rounding is: the precision's epsilon at the largest of the logits."""
+    return torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
+
+
+def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
+    """The Exp(1) numbers [1, V] that stock draws for a row at a position: one [B, V] a position, from the seed on."""
+    generator = torch.Generator(like.device).manual_seed(noise.seed)
+    drawn = torch.empty(noise.rows, like.shape[-1], device=like.device)
+    for _ in range(position + 1):
+        drawn.exponential_(generator=generator)
+    return drawn[noise.place : noise.place + 1].double()
+
+
+def stock_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:
+    """The processors that `generate` prepares for a prompt [1, L]."""
+    caught: list[LogitsProcessorList] = []
+
+    def catch(model: PreTrainedModel, input_ids: torch.Tensor, logits_processor: Any, *args: Any, **_: Any) -> Any:
+        caught.append(logits_processor)
+        return input_ids
+
+    mask = torch.ones_like(start)
+    target.generate(input_ids=start, attention_mask=mask, **options, custom_generate=catch)  # type: ignore[operator]
+    return caught[0]

@@ -1,0 +1,191 @@
+"""The report of a check: one page that needs nothing but itself, and its figures as files beside it."""
+
+import base64
+import datetime
+import hashlib
+import json
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from .checks_check import check_report
+from .plots import SIZE, Plot, plots
+from .result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
+
+
+NEEDED = ("jinja2", "matplotlib")
+SIGNS = {PASSED: "✓", FAILED: "✗", UNTOLD: "?"}
+UNKNOWN = "-"
+SPOKEN = {" ": "space", "\n": "line break", "\t": "tab"}
+ORIGINS = {
+    "accepted": "drafted, and kept",
+    "recovered": "the target's own, in place of a candidate that was rejected",
+    "bonus": "the target's own, after all candidates of a round were kept, or where there was none",
+}
+KEPT = {  # by verification, what the chance of a candidate is
+    "token": "A candidate is kept with probability min(1, p / q), its acceptance.",
+    "block": "Acceptance is min(1, p / q), by which token verification keeps a candidate; block verification, which "
+    "made this text, looks at the candidates of a round together and keeps no fewer on average.",
+    "coupled": "A candidate is kept where both models, drawing with the same noise, choose the same token; acceptance "
+    "is min(1, p / q), by which token verification would keep it.",
+    "greedy": "A candidate is kept where it is the target's own choice, so its acceptance is 1 or 0. It is no draw "
+    "from a law, so it has no q.",
+}
+
+
+def check_can_write(path: str | Path | None) -> None:
+    """Raise a ValueError if there could be no report at a path; None is none."""
+    if path is not None:
+        missing = [name for name in NEEDED if find_spec(name) is None]
+        check_report(Path(path), figures_of(Path(path)), missing)
+
+
+def figures_of(path: Path) -> Path:
+    """The folder of the figures of a page: beside it, "report_files" of "report.html"."""
+    return path.with_name(f"{path.stem}_files")
+
+
+def write_report(result: CheckResult, path: str | Path) -> Path:
+    """Write the page of a result, and its figures as PNG into the folder `figures_of` the page.
+
+    The page has them in it, so it can be sent and kept without the folder.
+
+    Args:
+        result: of `check`, passed or failed.
+        path: of the page, ending in .html; replaced if it is there.
+
+    Returns:
+        The page.
+
+    Raises:
+        ValueError: for a path at which no page can be written, and without jinja2 or matplotlib.
+    """
+    path = Path(path)
+    check_can_write(path)
+    drawn = plots(result.to_dict())
+    for plot in drawn:
+        figures_of(path).mkdir(exist_ok=True)
+        (figures_of(path) / f"{plot.name}.png").write_bytes(plot.png)
+    path.write_text(page(result, drawn), encoding="utf-8")
+    return path
+
+
+def page(result: CheckResult, drawn: list[Plot]) -> str:
+    """The page of a result with these figures. All text in it is escaped, and no script but its own can run."""
+    from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
+
+    style, script, template = (
+        (Path(__file__).parent / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
+    )
+    found = result.to_dict()
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(template).render(
+        style=Markup(style),  # of this package
+        script=Markup(script),
+        style_hash=digest(style),
+        script_hash=digest(script),
+        verdict=PASSED if result.passed else FAILED,
+        summary=summary(result).partition(": ")[2],
+        signs=SIGNS,
+        lines=[line_of(line) for line in found["lines"]],
+        legend=LEGEND,
+        power=found.get("power"),
+        plots=[picture(plot) for plot in drawn],
+        width=round(SIZE[0] * 100),
+        height=round(SIZE[1] * 100),
+        models={role: found["provenance"].get(role, UNKNOWN) for role in ("target", "draft")},
+        settings=told(found["settings"]),
+        provenance=told(found["provenance"]),
+        prompts=found["prompts"],
+        trace=trace_of(found["trace"], found["prompts"]),
+        origins=ORIGINS,
+        texts=found["texts"],
+        written=datetime.datetime.now(datetime.timezone.utc).isoformat(" ", "minutes").replace("+00:00", " UTC"),
+    )
+
+
+def digest(text: str) -> str:
+    """What a content security policy calls a script or style of this text by."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def line_of(line: dict[str, Any]) -> dict[str, str]:
+    """A line as text, with the sign of its verdict."""
+    numbers = {name: number(line[name]) for name in ("figure", "threshold")}
+    return line | numbers | {"sign": SIGNS[line["verdict"]]}
+
+
+def picture(plot: Plot) -> dict[str, Any]:
+    """A figure, its picture as an address."""
+    return plot._asdict() | {"source": f"data:image/png;base64,{base64.b64encode(plot.png).decode()}"}
+
+
+def told(values: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values as text."""
+    shown = ((name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in values.items())
+    return [(name.replace("_", " "), value) for name, value in shown]
+
+
+def number(value: float | None) -> str:
+    """Three digits of it, or that it is not known."""
+    return UNKNOWN if value is None else f"{value:.3g}"
+
+
+def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None:
+    """A trace as the page shows it: its tokens one by one, each with the candidate that it replaced; None without."""
+    if not trace:
+        return None
+    tokens = []
+    for place, each in enumerate(trace["rounds"], 1):
+        candidates = each["candidates"]
+        for position, token in enumerate(each["tokens"]):
+            accepted = token["origin"] == "accepted"
+            rejected = candidates[each["rejected"]] if token["origin"] == "recovered" else None
+            chance = candidates[position]["acceptance"] if accepted else None
+            which = f": candidate {position + 1} of {len(candidates)}" if accepted else ""
+            own = {
+                "origin": token["origin"],
+                "spoken": spoken(token["text"]),
+                "round": f"{place}{which}",
+                "pieces": token["text"].split("\n"),
+                "rejected": None if rejected is None else shown(rejected, rejected["acceptance"]),
+            }
+            tokens.append(shown(token, chance) | own)
+    return {
+        "verification": trace["verification"],
+        "kept": KEPT[trace["verification"]],
+        "prompt": prompts[0],
+        "tokens": tokens,
+        "counts": {name: sum(token["origin"] == name for token in tokens) for name in ORIGINS},
+    }
+
+
+def shown(entry: dict[str, Any], acceptance: float | None) -> dict[str, str]:
+    """A token or candidate as text: p and q of it, and the chance that it is kept."""
+    return {
+        "text": visible(entry["text"]),
+        "id": str(entry["token"]),
+        "p": number(entry["p"]),
+        "q": number(entry["q"]),
+        "acceptance": number(acceptance),
+    }
+
+
+def visible(text: str) -> str:
+    """Text in one line, with signs for what has none: spaces at its ends, line breaks, tabs and other controls."""
+    inner = text.strip(" ")
+    if not inner:
+        return "␣" * len(text)
+    left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
+    marked = "".join({"\n": "↵", "\t": "⇥"}.get(x, x if x.isprintable() else f"\\u{ord(x):04x}") for x in inner)
+    return "␣" * left + marked + "␣" * right
+
+
+def spoken(text: str) -> str:
+    """What a screen reader says: the words alone, or what white space there is."""
+    if text.strip():
+        return visible(text.strip())
+    runs = [(len(list(run)), SPOKEN.get(sign, "control character")) for sign, run in groupby(text)]
+    return " and ".join(f"{length} {name}{'s' if length > 1 else ''}" for length, name in runs) or "nothing"

@@ -1,0 +1,200 @@
+"""What a check has found: a verdict in lines, and all figures behind it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .equality import UNITS
+from .settings import Settings
+
+
+PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+LEGEND = (
+    "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
+    "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
+)
+TOO_FEW = "too few texts for this level; ask for more samples"
+
+
+class CheckLine(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        what: in words.
+        verdict: "passed", "failed", or "not told" where there was too little to tell from.
+        figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
+            to the end of its interval (1 is there); None where there is none.
+        threshold: figures of units and of quality must not be above it, p-values not below.
+        note: what was seen.
+    """
+
+    what: str
+    verdict: str
+    figure: float | None
+    threshold: float
+    note: str
+
+
+@dataclass
+class CheckResult:
+    """The outcome of `check`.
+
+    Attributes:
+        passed: whether no line has failed.
+        lines: what was looked at, in words.
+        level: chance that a check of correct code fails, at most, over all tests of this check together.
+        comparisons: how many share it; each has level / comparisons.
+        settings: of the check, as plain values.
+        provenance: versions, device, precision, code.
+        prompts: as given.
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
+            verification alone "two_samples" and "quality", None where there were too few texts.
+        texts: by way to generate a few texts, as strings, each with the place of its prompt.
+        trace: how one text came about; see `hf_specx.trace.trace`.
+        speed: as `hf_specx.check_speed.measure_speed` has it; {} where no report was asked for.
+        power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
+            `hf_specx.check_power.power_of`.
+    """
+
+    lines: list[CheckLine]
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    prompts: list[str]
+    cells: dict[str, dict[str, Any]]
+    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    trace: dict[str, Any] = field(default_factory=dict)
+    level: float = 0.001
+    comparisons: int = 0
+    speed: dict[str, Any] = field(default_factory=dict)
+    power: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(line.verdict != FAILED for line in self.lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, which JSON takes."""
+        return {
+            "passed": self.passed,
+            "level": self.level,
+            "comparisons": self.comparisons,
+            "lines": [line._asdict() for line in self.lines],
+            "settings": self.settings,
+            "provenance": self.provenance,
+            "prompts": self.prompts,
+            "cells": self.cells,
+            "texts": self.texts,
+            "trace": self.trace,
+            "speed": self.speed,
+            "power": self.power,
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON by `evaluate.save`, which adds the time, its version and the commit of the working folder.
+
+        Args:
+            path: of a file with a suffix, or of a folder, where the file is named by the time.
+        """
+        import evaluate
+
+        return Path(evaluate.save(path, **self.to_dict()))
+
+    def __str__(self) -> str:
+        lines = [f"{line.verdict}: {line.what} ({line.note})" for line in self.lines]
+        return "\n".join([*lines, summary(self)])
+
+
+def summary(result: CheckResult) -> str:
+    """The verdict in a sentence."""
+    rate = f"a correct one fails in at most {result.level:g} of such checks"
+    if result.passed:
+        return f"passed: no difference to plain generate was found; {rate}"
+    failed = [line.what for line in result.lines if line.verdict == FAILED]
+    return f"failed: {'; '.join(failed)}; {rate}"
+
+
+def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
+    """A line for each thing that was looked at."""
+    found = []
+    for name, cell in cells.items():
+        if "equality" in cell:
+            found.append(equality_line(name, cell["equality"]))
+        if "law" in cell:
+            found += [law_line(name, cell["law"]), draft_line(name, cell["draft"])]
+        if "quality" in cell:
+            found.append(texts_line(name, cell["two_samples"], settings.share))
+            found.append(quality_line(name, cell["quality"]))
+    return found
+
+
+def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_equality`."""
+    what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
+    if not differences:
+        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal")
+    note = f"{len(differences)} of {cell['rows']} rows differ"
+    wrong = [difference for difference in differences if not difference["explained"]]
+    if not wrong:
+        figure = max(difference["units"] for difference in differences)
+        gap = max(difference["gap"] for difference in differences)
+        return CheckLine(what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g}")
+    first, known = wrong[0], [difference["units"] for difference in wrong]
+    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g}"
+    seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
+    figure = None if None in known else max(known)
+    return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
+
+
+def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_law`."""
+    note = f"{cell['positions']} tokens, {cell['comparisons']} statistics"
+    if cell["impossible"]:
+        note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
+    elif cell["statistics"]:
+        furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
+        note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
+    if cell.get("on_the_edge"):
+        note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
+    verdict = PASSED if cell["passed"] else FAILED
+    return CheckLine(f"{name}: sampled from the target's law", verdict, cell["p_value"], cell["level"], note)
+
+
+def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_draft`."""
+    what = f"{name}: tokens that the draft overrates are as frequent as they should be"
+    if cell["p_value"] is None:
+        return CheckLine(what, UNTOLD, None, cell["level"], "it overrates none that could come, or nothing else could")
+    note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
+    return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
+
+
+def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
+    """Of `judge_texts`."""
+    what = f"{name}: texts alike those of plain generate"
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, share, TOO_FEW)
+    note = f"{cell['comparisons']} permutation tests"
+    return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
+
+
+def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:
+    """Of `judge_quality`."""
+    what = f"{name}: quality of plain text"
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, 1.0, TOO_FEW)
+    furthest = max(cell, key=lambda key: reach(cell[key]))
+    measured = cell[furthest]
+    low, high = measured["interval"]
+    seen = f"{furthest} {measured['prediction']:.3g} beside {measured['reference']:.3g}"
+    note = f"of {len(cell)} measures furthest off: {seen}, 95 % interval of the difference {low:.2g} to {high:.2g}"
+    verdict = PASSED if all(each["within"] for each in cell.values()) else FAILED
+    return CheckLine(what, verdict, reach(measured), 1.0, note)
+
+
+def reach(measured: dict[str, Any]) -> float:
+    """How far a difference is on its way to the end of its widened interval around 0: above 1 it does not hold 0."""
+    difference, (low, high) = measured["difference"], measured["widened"]
+    room = difference - low if difference > 0 else high - difference
+    if difference == 0:
+        return 0.0
+    return abs(difference) / room if room > 0 else float("inf")

@@ -1,0 +1,1 @@
+"""A pair written down: folders, cards, repositories, and settings for other servers."""

@@ -1,0 +1,192 @@
+"""Handing a pair over to a server, for those who outgrow one process.
+
+The fields were read in the source of vLLM 0.33.0 (`vllm/config/speculative.py`, with `vllm/sampling_params.py`,
+`vllm/v1/sample/logits_processor/` and `vllm/v1/worker/gpu/spec_decode/` for what it refuses) and in its documentation
+(`docs/features/speculative_decoding/draft_model.md`, commit 04329df5). No other version was looked at.
+"""
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_specx.common.errors import refusal
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.hub.known_pairs import SEQ2SEQ, embedded_folder, is_embedded
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.validation.options import check_choices
+
+from .card_usage import SPEECH, auto_class_of
+
+
+OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # in the name of a draft, these count more than `method`
+DIFFERENCES = (
+    "vLLM drafts, samples and judges with code of its own: the distribution is the target's there too, the tokens of "
+    "a seed are others.",
+    "vLLM refuses min_p, logit_bias and logits processors of your own beside a draft.",
+    "Fields are those of vLLM 0.33.0; earlier versions lack some, and may judge sampled drafts wrongly (its #54282).",
+)
+
+
+@dataclass
+class Export:
+    """How to serve a pair.
+
+    Attributes:
+        speculative_config: for `--speculative-config`, or `LLM(speculative_config=...)`.
+        arguments: the command, a word each.
+        remarks: sentences: what changes, and what the numbers go by.
+    """
+
+    speculative_config: dict[str, Any]
+    arguments: list[str]
+    remarks: list[str]
+
+    @property
+    def command(self) -> str:
+        """For a shell."""
+        return shlex.join(self.arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "command": self.command}
+
+    def __str__(self) -> str:
+        """The command, with the remarks as comments."""
+        return "\n".join([*(f"# {' '.join(remark.split())}" for remark in self.remarks), self.command])
+
+
+@refusal
+def server_without_subfolders(model: ModelSource, role: str, name: str) -> str | None:
+    repository, subfolder = model.name or name, model.subfolder
+    if not subfolder:
+        return None
+    if model.name is not None:
+        return (
+            f"the {role} is in the subfolder {subfolder!r} of {repository!r}, and vLLM loads roots only; save the "
+            f"pair with its {role} inside, and export that folder."
+        )
+    return (
+        f"the {role} is in the subfolder {subfolder!r} of {repository!r}, and vLLM loads no subfolder of a "
+        f"repository; download it (hf download {shlex.quote(repository)} --local-dir FOLDER) and export FOLDER."
+    )
+
+
+@refusal
+def server_without_encoder_decoders(model: ModelSource, role: str) -> str | None:
+    kind = auto_class_of(model)
+    if kind not in (SEQ2SEQ, SPEECH):
+        return None
+    return f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; stay here."
+
+
+@refusal
+def draft_called_like_another_method(place: str) -> str | None:
+    word = next((word for word in OTHER_METHODS if word in place.lower()), None)
+    if word is None:
+        return None
+    return f"the draft {place!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
+
+
+@refusal
+def padded_vocabulary_inside(config: PairConfig) -> str | None:
+    if config.draft.name is not None or not _differ_in_size(config):
+        return None
+    return (
+        f"the target scores {config.target.vocab_size} tokens and the draft {config.draft.vocab_size}; vLLM then "
+        "needs the draft's own tokenizer, which a draft inside does not have: save the pair with draft='reference'."
+    )
+
+
+def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draft_tokens: int | None = None) -> Export:
+    """The `vllm serve` command of a pair, and its `--speculative-config`.
+
+    Args:
+        config: of the pair.
+        name: id of its repository, or a local folder, which comes first; "embedded" is the pair in the package.
+        revision: of that repository; models by reference have theirs in the config.
+        num_draft_tokens: None is the config's, for "auto" the number of its fastest measurement, else
+            `FIXED_DRAFT_TOKENS`.
+
+    Raises:
+        ValueError: for what vLLM cannot load or refuses.
+    """
+    check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
+    folder = _folder(name)
+    for role, model in (("target", config.target), ("draft", config.draft)):
+        server_without_encoder_decoders(model, role)
+        if folder is None or model.name is not None:
+            server_without_subfolders(model, role, name)
+    target, draft = (_place(model, name, folder) for model in (config.target, config.draft))
+    draft_called_like_another_method(draft)
+    padded_vocabulary_inside(config)
+    number, reason = _number(config, num_draft_tokens)
+    speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": number}
+    speculative |= _revision(config.draft, revision, folder) | _judging(config)
+    arguments = ["vllm", "serve", target]
+    for key, value in _revision(config.target, revision, folder).items():
+        arguments += [f"--{key}", value]
+    arguments += ["--speculative-config", json.dumps(speculative)]
+    return Export(speculative, arguments, [reason, *_remarks(config), *DIFFERENCES])
+
+
+def _folder(name: str) -> Path | None:
+    """A pair's local folder, if it is one."""
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    return embedded_folder() if is_embedded(name) else None
+
+
+def _place(model: ModelSource, name: str, folder: Path | None) -> str:
+    if model.name is not None:
+        return model.name
+    return name if folder is None else str(folder / model.subfolder)
+
+
+def _revision(model: ModelSource, revision: str | None, folder: Path | None) -> dict[str, str]:
+    """The revision of a model on the Hub, if it has one."""
+    given = model.revision if model.name is not None else revision if folder is None else None
+    return {} if given is None else {"revision": given}
+
+
+def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
+    """How many tokens to draft, and why."""
+    if given is not None:
+        return given, f"num_speculative_tokens is {given} as asked for."
+    if isinstance(config.num_draft_tokens, int):
+        return config.num_draft_tokens, f"num_speculative_tokens is {config.num_draft_tokens} as the pair recommends."
+    if not config.measurements:
+        return FIXED_DRAFT_TOKENS, f"Nothing was measured: num_speculative_tokens is {FIXED_DRAFT_TOKENS} for a start."
+    best = max(config.measurements, key=lambda m: m.measured_speedup)
+    return best.num_draft_tokens, (
+        f"num_speculative_tokens is that of the fastest measurement in transformers ({best.measured_speedup:.2f} "
+        f"times plain generate at batch {best.batch} on {best.hardware}); measure anew in vLLM."
+    )
+
+
+def _judging(config: PairConfig) -> dict[str, Any]:
+    """How candidates are drawn and judged; sampled drafts, as here, where vLLM can."""
+    if _differ_in_size(config):
+        return {"use_heterogeneous_vocab": True}
+    method = "block" if config.verification in (None, "block") else "standard"
+    return {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
+
+
+def _differ_in_size(config: PairConfig) -> bool:
+    sizes = config.target.vocab_size, config.draft.vocab_size
+    return None not in sizes and sizes[0] != sizes[1]
+
+
+def _remarks(config: PairConfig) -> list[str]:
+    remarks = []
+    if config.verification == "coupled":
+        remarks.append("vLLM has no coupled mode; rejection sampling takes its place.")
+    if _differ_in_size(config):
+        remarks.append(
+            "The models score different numbers of tokens: vLLM then drafts greedily, so that acceptance is not as "
+            "measured here."
+        )
+    if None in (config.target.vocab_size, config.draft.vocab_size):
+        remarks.append("Not checked: both models must score equally many tokens in vLLM; specx tune tells.")
+    return remarks

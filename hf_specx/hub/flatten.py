@@ -1,0 +1,127 @@
+"""The published code: each room that `generate` needs as one file, since transformers' loader knows no sub-packages.
+
+transformers fetches and reads every file that the entry imports by `from .name import thing`, and nothing else, so the
+rooms lie side by side in one folder. A file of this package becomes a section of its room's file, word for word but
+for its imports.
+"""
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+
+PACKAGE = Path(__file__).parents[1]
+ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
+SOURCE = "pair_source"  # a file of its own, since it differs from pair to pair
+
+
+class Module(NamedTuple):
+    """A file of this package, by its room; a file at the top is a room of its own."""
+
+    room: str
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Where it lies."""
+        return PACKAGE / f"{self.name}.py" if self.room == self.name else PACKAGE / self.room / f"{self.name}.py"
+
+    @property
+    def shown(self) -> str:
+        """Where it lies in a clone of this project."""
+        return self.path.relative_to(PACKAGE.parent).as_posix()
+
+    @property
+    def published(self) -> str:
+        """The published module that it is part of."""
+        return SOURCE if self.name == SOURCE else self.room
+
+
+class Import(NamedTuple):
+    """One imported name: `from module import thing as alias`, or without a module `import thing as alias`."""
+
+    module: str
+    thing: str
+    alias: str | None
+
+    def __str__(self) -> str:
+        renamed = f" as {self.alias}" if self.alias else ""
+        return f"from {self.module} import {self.thing}{renamed}" if self.module else f"import {self.thing}{renamed}"
+
+
+def published_code() -> dict[str, str]:
+    """The published modules by name, and their text; `SOURCE` is not among them."""
+    rooms: dict[str, list[Module]] = {}
+    for module in core_modules():
+        if module.name != SOURCE:
+            rooms.setdefault(module.room, []).append(module)
+    return {room: _merged(room, modules) for room, modules in rooms.items()}
+
+
+def core_modules() -> list[Module]:
+    """The files that the entry needs, itself among them, each after those that it imports."""
+    needs: dict[Module, list[Module]] = {}
+    waiting = [Module(ENTRY, ENTRY)]
+    while waiting:
+        module = waiting.pop()
+        if module not in needs:
+            nodes = ast.walk(ast.parse(module.path.read_text(encoding="utf-8")))
+            needs[module] = sorted(found for node in nodes if (found := imported(node, module.room)) is not None)
+            waiting += needs[module]
+    return list(TopologicalSorter({module: needs[module] for module in sorted(needs)}).static_order())
+
+
+def imported(node: ast.AST, room: str) -> Module | None:
+    """The file of this package that a statement in a room imports from, if it does."""
+    if not isinstance(node, ast.ImportFrom) or node.module is None:
+        return None
+    if node.level:
+        return Module(room, node.module)
+    package, *names = node.module.split(".")
+    return Module(names[0], names[-1]) if package == PACKAGE.name and names else None
+
+
+def _merged(room: str, modules: list[Module]) -> str:
+    """The text of a room's file.
+
+    Raises:
+        ValueError: if one name means different things in two of its files.
+    """
+    meanings: dict[str, str | Import] = {}
+    sections = []
+    for module in modules:
+        source = module.path.read_text(encoding="utf-8")
+        lines, (described, *body) = source.splitlines(), ast.parse(source).body
+        for node in body:
+            for name, meaning in _defined(node, module):
+                if meanings.setdefault(name, meaning) != meaning:
+                    raise ValueError(f"{name} has two meanings in {room}: {meanings[name]}, and {meaning}.")
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                lines[node.lineno - 1 : node.end_lineno] = [""] * ((node.end_lineno or node.lineno) - node.lineno + 1)
+        comment = [f"# {module.shown}:", *lines[: described.end_lineno]]
+        sections.append("\n".join(comment) + "\n\n\n" + "\n".join(lines[described.end_lineno :]).strip("\n") + "\n")
+    version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
+    imports = sorted({str(meaning) for meaning in meanings.values() if isinstance(meaning, Import)})
+    return f'"""From hf_specx {version}: {shown}."""\n\n' + "\n".join(imports) + "\n\n\n" + "\n\n".join(sections)
+
+
+def _defined(node: ast.stmt, module: Module) -> Iterator[tuple[str, str | Import]]:
+    """Names that a statement at the top of a file gives a meaning: an import of the published file, or a place."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        found = imported(node, module.room)
+        for alias in node.names:
+            origin = "" if isinstance(node, ast.Import) else node.module or ""
+            if found is None:
+                yield alias.asname or alias.name, Import(origin, alias.name, alias.asname)
+            elif found.published != module.published:
+                yield alias.asname or alias.name, Import(f".{found.published}", alias.name, alias.asname)
+            else:
+                yield alias.name, found.shown
+    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name, module.shown
+    elif isinstance(node, ast.Assign | ast.AnnAssign):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield from ((x.id, module.shown) for x in ast.walk(target) if isinstance(x, ast.Name))

@@ -1,0 +1,77 @@
+"""Well-known pairs with one tokenizer, by their ids: nothing else is claimed of them, `specx tune` finds it out."""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
+
+EMBEDDED = "embedded"  # the pair in the package
+SEQ2SEQ = "AutoModelForSeq2SeqLM"
+
+
+@dataclass(frozen=True)
+class KnownPair:
+    """A target and a draft that others have published.
+
+    Attributes:
+        name: what `specx card` and the file in `model_cards/` call the pair.
+        target, draft: ids on the Hub.
+        auto_class: of transformers, that loads both.
+    """
+
+    name: str
+    target: str
+    draft: str
+    auto_class: str = "AutoModelForCausalLM"
+
+    @property
+    def title(self) -> str:
+        """Both ids."""
+        return f"{self.target} with {self.draft}"
+
+    def config(self) -> PairConfig:
+        """A config with the ids and their class alone."""
+        target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
+        return PairConfig(target, draft)
+
+
+KNOWN_PAIRS = (
+    KnownPair("qwen3-8b-with-0.6b", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+    KnownPair("qwen3-32b-with-0.6b", "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+    KnownPair("qwen2.5-7b-instruct-with-0.5b-instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    KnownPair("llama-3.1-8b-with-llama-3.2-1b", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"),
+    KnownPair(
+        "llama-3.1-8b-instruct-with-llama-3.2-1b-instruct",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "meta-llama/Llama-3.2-1B-Instruct",
+    ),
+    KnownPair("gemma-2-9b-it-with-2b-it", "google/gemma-2-9b-it", "google/gemma-2-2b-it"),
+    KnownPair("smollm2-1.7b-with-135m", "HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M"),
+    KnownPair(
+        "pythia-1.4b-deduped-with-160m-deduped", "EleutherAI/pythia-1.4b-deduped", "EleutherAI/pythia-160m-deduped"
+    ),
+    KnownPair("opt-6.7b-with-125m", "facebook/opt-6.7b", "facebook/opt-125m"),
+    KnownPair("bloom-7b1-with-560m", "bigscience/bloom-7b1", "bigscience/bloom-560m"),
+    KnownPair("gpt2-xl-with-gpt2", "openai-community/gpt2-xl", "openai-community/gpt2"),
+    KnownPair("t5-v1.1-xxl-with-small", "google/t5-v1_1-xxl", "google/t5-v1_1-small", SEQ2SEQ),
+    KnownPair("flan-t5-xxl-with-small", "google/flan-t5-xxl", "google/flan-t5-small", SEQ2SEQ),
+)
+BY_NAME = {pair.name: pair for pair in KNOWN_PAIRS}
+NAMES = (EMBEDDED, *BY_NAME)
+
+
+def embedded_folder() -> Path:
+    """Where the pair in the package is."""
+    return Path(str(files("hf_specx") / EMBEDDED))
+
+
+def is_known(name: str) -> bool:
+    """Whether a name means a pair that is known here: a local folder of that name comes first."""
+    return name in NAMES and not Path(name).is_dir()
+
+
+def is_embedded(name: str) -> bool:
+    """Whether a name means the pair in the package."""
+    return name == EMBEDDED and is_known(name)

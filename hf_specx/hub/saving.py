@@ -1,0 +1,103 @@
+"""Write a pair into a folder: whole, or not at all."""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specx.pair_files.facts import model_facts, tokenizer_facts
+from hf_specx.pair_files.fetch import fingerprint
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+
+from .checks_saving import check_choice, check_folder, check_reference_known
+
+
+INSIDE, REFERENCE = "inside", "reference"
+OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # which a loaded model does not tell
+SUBFOLDERS = {"target": "", "draft": "draft"}
+
+
+def save(
+    pair: Any,
+    folder: str | Path,
+    *,
+    target: str = INSIDE,
+    draft: str = INSIDE,
+    overwrite: bool = False,
+    finish: Callable[[Path, PairConfig], object] = lambda folder, config: None,
+) -> PairConfig:
+    """Write a pair, and give back the config that was written.
+
+    It is written beside the folder and then renamed, so that nobody ever sees a part of it.
+
+    Args:
+        pair: a `DraftTargetPair`.
+        folder: where; must not be there, unless it is empty.
+        target, draft: "inside", or "reference" to where it was loaded from on the Hub.
+        overwrite: whether to replace a folder, with all that is in it.
+        finish: writes what else is to be in the folder.
+
+    Raises:
+        ValueError: for a folder that is in use, and for a reference to a model that is not from the Hub.
+    """
+    folder = Path(folder).resolve()
+    check_folder(folder, overwrite)
+    sources = {role: _source(pair, role, where) for role, where in (("target", target), ("draft", draft))}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
+        new, old = Path(work) / "new", Path(work) / "old"
+        new.mkdir()
+        config = _write(pair, new, sources)
+        finish(new, config)
+        try:
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+    return config
+
+
+def _source(pair: Any, role: str, where: str) -> ModelSource | None:
+    """A reference to a model; None if it is to be inside."""
+    check_choice(role, where, (INSIDE, REFERENCE))
+    if where == INSIDE:
+        return None
+    model: PreTrainedModel = getattr(pair, role)
+    found, known = model_facts(model), pair.sources[role]
+    if known is not None and known.name is not None:
+        found = replace(found, **{name: getattr(known, name) for name in OF_FILES})
+    check_reference_known(role, found.name, str(model.name_or_path))
+    return found
+
+
+def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
+    config: PairConfig = copy.deepcopy(pair.config)
+    for role, subfolder in SUBFOLDERS.items():
+        source, model = sources[role], getattr(pair, role)
+        if source is None:
+            model.save_pretrained(folder / subfolder)
+            source = replace(
+                model_facts(model),
+                name=None,
+                revision=None,
+                subfolder=subfolder,
+                fingerprint=fingerprint(folder / subfolder),
+            )
+        setattr(config, role, source)
+    if pair.tokenizer is not None:
+        pair.tokenizer.save_pretrained(folder)
+        found = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer)
+        known = config.tokenizers
+        if known is None or replace(known, method=found.method) != found:
+            config.tokenizers = found
+    else:
+        config.tokenizers = None
+    (folder / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
+    return config

@@ -1,0 +1,1 @@
+"""One model fed by rows of unequal length."""

@@ -1,0 +1,113 @@
+"""Attention of several new tokens a row over keys that query heads share, without a copy of the keys for each head.
+
+Under a mask the host's `sdpa` function repeats keys and values for every query head of a group (`repeat_kv`), in each
+layer of each forward. Heads that share keys are more queries to the same keys, so here they are folded into the query
+length, as the host does itself for a single token. A bool mask is made additive once a forward, where torch does it in
+each layer.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_specx.common.patching import in_this_thread, usually
+
+
+IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by the host's function as well
+
+
+class GroupedAttention:
+    """An attention function with the host's interface; every call that it does not know goes to the host's own."""
+
+    def __init__(self) -> None:
+        # by mask and number of heads a group: the mask of one forward serves all its layers
+        self.tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """
+        Args:
+            module: the attention module; its `num_key_value_groups` is n.
+            query: [R, n * H, q, D].
+            key: [R, H, S, D].
+            value: [R, H, S, D'].
+            attention_mask: [R or 1, 1, q, S], bool or additive.
+
+        Returns:
+            [R, q, n * H, D'], and None for the weights.
+        """
+        group = getattr(module, "num_key_value_groups", 1)
+        rows, heads, count, _ = query.shape
+        if (
+            heads != group * key.shape[1]
+            or attention_mask is None
+            or attention_mask.shape[1:-1] != (1, count)
+            or any(value is not None for name, value in kwargs.items() if name not in IGNORED)
+        ):
+            return sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+            )
+        folded = torch.nn.functional.scaled_dot_product_attention(
+            query.reshape(rows, -1, group * count, query.shape[3]),
+            key,
+            value,
+            attn_mask=self._tiled(attention_mask, group, query.dtype),
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        output = folded.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4)  # [R, q, H, n, D']
+        return output.flatten(2, 3).contiguous(), None
+
+    def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        """[R or 1, 1, n * q, S], additive as torch would make it in every layer."""
+        tiles = self.tiles.setdefault(mask, {})
+        if (group, dtype) not in tiles:
+            tiles[group, dtype] = tiled(mask, group, dtype)
+        return tiles[group, dtype]
+
+
+class TracedAttention(GroupedAttention):
+    """The same for torch to compile, which finds by itself that all layers need the same mask."""
+
+    def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        return tiled(mask, group, dtype)
+
+
+TRACED = TracedAttention()
+
+
+def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask [R or 1, 1, q, S] for folded queries: [R or 1, 1, n * q, S], additive."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    return mask if group == 1 else mask.repeat(1, 1, group, 1)
+
+
+@contextlib.contextmanager
+def grouped_queries() -> Iterator[None]:
+    """Let `sdpa` fold groups of query heads in this thread's forwards inside, also in what torch compiles of them.
+
+    Another function of that name stays.
+    """
+    usual = usually(ALL_ATTENTION_FUNCTIONS["sdpa"])
+    if usual is not sdpa_attention_forward:
+        yield
+        return
+    own = ALL_ATTENTION_FUNCTIONS._local_mapping  # comes before what all such registries share
+    with in_this_thread(own, "sdpa", usual, GroupedAttention(), TRACED):
+        yield

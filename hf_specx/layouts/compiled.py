@@ -1,0 +1,225 @@
+"""The ragged layout in compiled forwards: places and slots of fixed number, lengths as tensors."""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch.utils._triton import has_triton
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils.import_utils import is_torch_greater_or_equal
+
+from hf_specx.cache.export import Columns
+from hf_specx.cache.slots import MARGIN
+from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move, row_bucket
+from hf_specx.common.architectures import WHOLE
+from hf_specx.common.batch import Sequences
+from hf_specx.common.errors import refusal
+
+from .decoder import Decoder, Prompt
+from .forward_outputs import EXTRAS
+from .ragged import RaggedDecoder
+from .regions import regions_of
+
+
+ROOM = 512  # new tokens that there is room for at first; behind them the buffers grow
+LENGTHENING = ("dynamic", "longrope")  # frequencies that follow the length of the text, which a forward then asks for
+
+
+@refusal
+def compiled_in_another_layout(model: PreTrainedModel, layout: str, reason: str) -> str | None:
+    if layout == "ragged" and model.config.model_type not in WHOLE:
+        return None
+    return (
+        f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} "
+        f"({reason}); use compile=False, or what takes the ragged layout."
+    )
+
+
+@refusal
+def forward_that_cannot_be_compiled(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    rope, quantizer = getattr(config, "rope_parameters", None) or {}, getattr(model, "hf_quantizer", None)
+    kinds = [parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]
+    if not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
+        why = "transformers does not say that its forward is one graph by position"
+    elif any(kind in LENGTHENING for kind in kinds):
+        why = "its frequencies follow the length of the text"
+    elif quantizer is not None and not quantizer.is_compileable:
+        why = f"it is quantised by {type(quantizer).__name__}"
+    else:
+        return None
+    return f"compile=True cannot compile {type(model).__name__}: {why}; use compile=False."
+
+
+@refusal
+def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str | None:
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    if not synced and not hooked and model.device.type in ("cpu", "cuda"):
+        return None
+    place = (
+        f"{str(model.device)!r}{' under hooks of accelerate' if hooked else ''}{' of several ranks' if synced else ''}"
+    )
+    return (
+        f"compile=True takes models that lie whole on one CPU or CUDA device; {type(model).__name__} is on {place}; "
+        "use compile=False, or load it on one device."
+    )
+
+
+@refusal
+def compiled_without_compiler(device: torch.device) -> str | None:
+    needed = "Triton" if device.type == "cuda" else "a C++ compiler"
+    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the host's forwards
+        needed = "torch 2.9 or later"
+    elif has_compiler(device.type):
+        return None
+    return f"compile=True needs {needed} for device {str(device)!r}; install one, or use compile=False."
+
+
+@refusal
+def compiled_with_outputs(config: GenerationConfig) -> str | None:
+    asked = [name for name in sorted(EXTRAS) if config.return_dict_in_generate and getattr(config, name)]
+    return f"{asked[0]}=True is not compiled; leave it out, or use compile=False." if asked else None
+
+
+def check_compile(model: PreTrainedModel, layout: str, reason: str, config: GenerationConfig, synced: bool) -> None:
+    """Whether a model can be decoded by compiled forwards."""
+    compiled_in_another_layout(model, layout, reason)
+    forward_that_cannot_be_compiled(model)
+    compiled_over_several_devices(model, synced)
+    compiled_with_outputs(config)
+    compiled_without_compiler(model.device)
+
+
+@cache
+def has_compiler(device_type: str) -> bool:
+    """Whether torch finds what it compiles with."""
+    if device_type == "cuda":
+        return has_triton()
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
+class CompiledDecoder(RaggedDecoder):
+    """A `RaggedDecoder` whose forwards behind the prompts are compiled; the prompts are read as ever.
+
+    The R decoding rows have places among a power of two of them. Idle places are fed token 0 into their first slots,
+    and nobody looks at what comes out. Once half of the places are idle, the rows move together.
+    """
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.regions = regions_of(self.model, self.device)
+        self.compiled_before = self.regions.compilations
+        self.usual = 1  # tokens of a row in the last round that the end of the text did not cut short
+
+    @property
+    def compilations(self) -> int:
+        """Forwards of this model that were compiled since this decoder was made."""
+        return self.regions.compilations - self.compiled_before
+
+    def read(self) -> None:
+        super().read()
+        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        del self.cache
+        self.index = torch.arange(self.rows, device=self.pads.device)  # [R], numbers in the whole batch
+        self.places: torch.Tensor | None = None  # [R], None for the first R
+        slots = self.width + min(self.prompt.max_new_tokens, ROOM) + MARGIN
+        self._resize(row_bucket(self.rows), capacity_bucket(slots))
+
+    def _resize(self, rows: int, capacity: int) -> None:
+        """Move to buffers of another size, where the decoding rows come first."""
+        buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
+        move(self.buffers, buffers, self.places)
+        self.buffers, self.places = buffers, None
+        self._note_rows()
+
+    def _note_rows(self) -> None:
+        """What the forwards are given of each place."""
+        assert self.first_position is not None
+        offsets = self.first_position.index_select(-2, self.index) - self.width
+        last = torch.full_like(offsets, self.width + self.prompt.max_new_tokens - 2)
+        if self.max_positions is not None:
+            last = torch.minimum(last, self.max_positions - 1 - offsets)
+        self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
+        self.given["pads"] = self._placed(self.pads[self.index])
+        if self.holes is not None:
+            capacity = self.buffers[0][0].shape[2]
+            self.given["holes"] = self._placed(
+                torch.nn.functional.pad(self.holes[self.index], (0, capacity - self.width))
+            )
+
+    def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Values of the R rows along a dimension, with zeros in idle places."""
+        values, shape = values.to(self.device), list(values.shape)
+        if shape[dim] == len(self.buffers[0][0]):
+            return values.contiguous()
+        places = torch.arange(shape[dim], device=self.device) if self.places is None else self.places
+        shape[dim] = len(self.buffers[0][0])
+        return values.new_zeros(shape).index_copy_(dim, places, values)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        length = self._length(sequences, count, ahead)
+        counts = [sequences.counts[row] for row in sequences.rows]
+        rows, _, capacity, _ = self.buffers[0][0].shape
+        end = self.width + max(counts) + ahead + length - count
+        if end > capacity:
+            self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
+        starts = sequences.ends + (self.width - sequences.width + ahead - count)
+        given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
+        kept = keep
+        if length > count:
+            tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = kept
+        logits = self.regions(
+            self.model,
+            self.buffers,
+            self._placed(tokens),
+            keep=kept,
+            starts=self._placed(starts),
+            **self.given,
+            **given,
+        )
+        if rows > len(counts):
+            logits = logits[: len(counts)] if self.places is None else logits[self.places]
+        return logits if length == count else logits[:, count - keep : count]
+
+    def _length(self, sequences: Sequences, count: int, ahead: int) -> int:
+        """Tokens to feed a row, where `count` are needed; those behind mean nothing, and nothing before sees them.
+
+        A round that the end of the text cuts short is filled up to the usual length, so that it is not compiled anew.
+        """
+        if ahead != count - 1:
+            return length_bucket(count)
+        shortest = min(sequences.counts[row] for row in sequences.rows)
+        if ahead < self.prompt.max_new_tokens - shortest - 1:
+            self.usual = length_bucket(count)
+        return max(self.usual, length_bucket(count))
+
+    def select(self, places: torch.Tensor) -> None:
+        self._select_inputs(places)
+        self.index = self.index[places.to(self.index.device)]
+        places = places.to(self.device)
+        self.places = places if self.places is None else self.places[places]
+        rows, _, capacity, _ = self.buffers[0][0].shape
+        if row_bucket(len(places)) < rows:
+            self._resize(row_bucket(len(places)), capacity)
+        else:
+            self._note_rows()
+
+    def columns(self, place: int, row: int) -> Columns:
+        at = place if self.places is None else int(self.places[place])
+        end = self.width + self.held[row]
+        return [(keys[at, :, :end].clone(), values[at, :, :end].clone()) for keys, values in self.buffers]
+
+
+def compilations(*decoders: Decoder | None) -> int:
+    """Forwards that were compiled for a call, whose draft may be its target."""
+    found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
+    return sum(found.values())

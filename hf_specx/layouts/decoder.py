@@ -1,0 +1,298 @@
+"""What all layouts share: a model with its cache reads the prompts as stock does, then is fed the tails of rows."""
+
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.generation import utils
+
+from hf_specx.cache.export import Columns, assemble, columns_of
+from hf_specx.cache.slots import select_rows, self_attention
+from hf_specx.common.architectures import BLIND_STEPS
+from hf_specx.common.batch import Sequences
+from hf_specx.common.devices import execution_device, last_device, synchronize
+
+from .forward_outputs import EXTRAS, Notes
+from .inputs import has_rows, select
+from .position_tables import PositionTables
+
+
+DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # stock feeds these with the prompt
+TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+
+
+@dataclass
+class Prompt:
+    """What `generate` has prepared for one model.
+
+    Attributes:
+        model: the model that it was prepared for.
+        input_ids: [B, L] int64, as the model's own prompt; for an encoder-decoder what its decoder starts with.
+        generation_config: with the lengths and special tokens of this call.
+        kwargs: inputs of the model's forward, the cache among them.
+        keeps_past: whether the cache is wanted at the end.
+        max_new_tokens: no token of a text is emitted behind so many.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    generation_config: GenerationConfig
+    kwargs: dict[str, Any]
+    max_new_tokens: int
+    keeps_past: bool = False
+
+
+class Decoder:
+    """A model with its cache, fed the last tokens of each row of a `Sequences`.
+
+    Attributes:
+        width: slots that the prompt takes in the cache, pads among them; known once it is read.
+        after_prompt: logits [B, 1, V] after the last tokens of the prompts.
+        held: emitted tokens of each of the B rows that were fed so far, candidates among them.
+        notes: what the forwards gave besides logits, where the call wants it.
+    """
+
+    even = False  # whether all rows must have emitted equally many tokens
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        """
+        Args:
+            prompt: the model and its inputs.
+            known_ids: ids from here on are fed as the last one below; a draft may lack what its target emits.
+        """
+        self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
+        self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x != "labels"}
+        self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
+        self.cache = self.kwargs.pop(self.cache_name, None)
+        asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
+        asked = asked if prompt.generation_config.return_dict_in_generate else {}
+        self.notes = Notes(self.model.config, asked, self.cache)
+        self.max_positions = None if known_ids is None else position_table(self.model)
+        self.held = [0] * len(prompt.input_ids)
+        self.left: dict[int, Columns] = {}
+        self.every: dict[str, Any] = {}
+        self.per_row: set[str] = set()
+        self.holes: torch.Tensor | None = None  # [B, width] bool, slots that are hidden behind pads, if there are any
+        self.crossed: Columns = []
+        self.width = 0
+        decodes = self.model.config.is_encoder_decoder
+        side = "decoder_" if decodes else ""
+        self.mask_name, self.position_name = f"{side}attention_mask", f"{side}position_ids"
+        positions = self.kwargs.get(self.position_name)
+        if self.max_positions is not None and positions is not None:  # a draft may have fewer than its prompt
+            self.kwargs[self.position_name] = positions.clamp(max=self.max_positions - 1)
+        self.parameters = inspect.signature(self.model.forward).parameters
+        self.device, self.last_device = execution_device(self.model), last_device(self.model)
+
+    def read(self) -> None:
+        """Read the prompts of all rows."""
+        home = self.prompt.input_ids.device
+        logits = self._first()
+        mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.get(self.position_name)
+        self._note_width(self._unmasked_width() if mask is None else mask.shape[1])
+        rows = self.rows = len(self.held)
+        self.pads = torch.zeros(rows, dtype=torch.int64, device=home)  # [B], leading slots without a token
+        self.absent = self.pads  # [B], pads and other slots that are hidden
+        if mask is not None and self.model.config.model_type not in BLIND_STEPS:
+            known = mask.bool().to(home)
+            self.pads = known.int().argmax(-1)
+            holes = ~known & (known.cumsum(-1) > 0)
+            self.holes = holes if holes.any() else None
+            self.absent = (~known).sum(-1)
+        self.padding: list[int] = self.pads.tolist()
+        # [..., B, 1], the position of the first emitted token, in as many dimensions as the model's positions have
+        self.first_position = None if positions is None else positions[..., -1:].to(home) + 1
+        if self.first_position is not None:
+            self.first_position = self.first_position.expand(*self.first_position.shape[:-2], rows, 1)
+        for name in (self.position_name, "inputs_embeds", "logits_to_keep"):
+            self.kwargs.pop(name, None)
+        self.every = dict(self.kwargs) if self.prompt.keeps_past else {}  # of all rows
+        self.per_row = {name for name, value in self.kwargs.items() if has_rows(value, rows)}
+        self.after_prompt = logits.to(home)
+        if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
+            self.crossed = columns_of(self.cache.cross_attention_cache)
+
+    def _first(self) -> torch.Tensor:
+        """Stock's own first forward: logits [B, 1, V] after the last tokens."""
+        given = self.kwargs | self.notes.asked | {self.cache_name: self.cache}
+        ids = self._known(self.prompt.input_ids)
+        output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
+        if self.cache is None:  # the model makes one of its own
+            self.cache = output.past_key_values
+        self.notes.note_first(output)
+        return output.logits[:, -1:]
+
+    def _unmasked_width(self) -> int:
+        """Slots that prompts without a mask take."""
+        if self.model.config.is_encoder_decoder and self.cache is not None:  # stock reads all ids behind what it holds
+            return self_attention(self.cache).get_seq_length()
+        return getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
+
+    def _note_width(self, width: int) -> None:
+        """The prompts are read, and take so many slots."""
+        self.width = width
+
+    def __call__(self, sequences: Sequences, count: int, ahead: int, keep: int) -> torch.Tensor:
+        """Feed the last tokens of each row.
+
+        Args:
+            sequences: the text, with candidates behind the ends of its R decoding rows.
+            count: q, tokens fed a row; a token that was fed before is fed again in its place.
+            ahead: how many of them are candidates.
+            keep: logits wanted for this many last tokens.
+
+        Returns:
+            logits [R, keep, V] in the model's dtype.
+        """
+        tokens = self._known(sequences.last(count, ahead))
+        self.notes.seen = None  # before the next is made
+        logits = self._forward(sequences, tokens, ahead, keep)
+        for row in sequences.rows:
+            self.held[row] = sequences.counts[row] + ahead
+        return logits.to(tokens.device)
+
+    def step(self, sequences: Sequences, ahead: int) -> torch.Tensor:
+        """Logits [R, 1, V] after the last of the `ahead` candidates, or of the emitted tokens; feeds what it takes."""
+        if ahead:
+            return self(sequences, 1, ahead, keep=1)
+        if not any(sequences.counts):
+            return self.after_prompt
+        return self(sequences, self.missing(sequences), 0, keep=1)
+
+    def rehearse(self, sequences: Sequences, count: int) -> None:
+        """Feed `count` meaningless tokens behind the prompts and wait for it; the next call takes them back."""
+        tokens = sequences.index.new_zeros(len(sequences.rows), count)
+        self._forward(sequences, tokens, count, count)
+        self.notes.seen = None
+        self.held = [count] * len(self.held)
+        for device in {self.device, self.last_device}:
+            synchronize(device)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] that end `ahead` behind the ends of the rows."""
+        raise NotImplementedError
+
+    def columns(self, place: int, row: int) -> Columns:
+        """Keys and values [H, n, D] of a row, layer by layer, in stock's columns: pads, prompt, what was fed of it."""
+        raise NotImplementedError
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
+        if places is None:
+            return
+        if self.prompt.keeps_past:
+            self._keep_columns(rows, places)
+        if len(places):
+            self.select(places)
+
+    def _keep_columns(self, rows: list[int], places: torch.Tensor) -> None:
+        """Note the columns of the rows that leave."""
+        gone = set(range(len(rows))) - set(places.tolist())
+        self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
+
+    def past(self, sequences: Sequences, emitted: int) -> Cache | None:
+        """What the host's cache would hold when all rows have left: all but the last of the emitted columns."""
+        for count in set(sequences.counts) - {emitted}:
+            self._feed_ends(sequences, [row for row, own in enumerate(sequences.counts) if own == count], count)
+        ends = [self.width + min(count, emitted - 1) for count in sequences.counts]
+        return assemble(self.left, ends, self.width + emitted - 1, self.crossed)
+
+    def _feed_ends(self, sequences: Sequences, rows: list[int], count: int) -> None:
+        """The step by which stock feeds rows their last of `count` tokens, while others go on; it completes `left`."""
+        end, places = self.width + count, torch.tensor(rows, device=sequences.ids.device)
+        crossed = [(keys[places.to(keys.device)], values[places.to(values.device)]) for keys, values in self.crossed]
+        cache = assemble({n: self.left[row] for n, row in enumerate(rows)}, [end - 1] * len(rows), end - 1, crossed)
+        total = len(self.held)
+        given = {name: select(x, places, total) if name in self.per_row else x for name, x in self.every.items()}
+        given[self.mask_name] = torch.arange(end, device=places.device) >= self.pads[places, None]
+        if self.holes is not None:
+            given[self.mask_name] &= ~torch.nn.functional.pad(self.holes[places], (0, count))
+        given[self.mask_name] = given[self.mask_name].long()
+        if self.first_position is not None:
+            given[self.position_name] = self.first_position.index_select(-2, places) + count - 1
+        tokens = sequences.ids[places, sequences.width + count - 1][:, None]
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            torch.nn.functional.pad(tokens, (end - 1, 0)),
+            next_sequence_length=1,
+            is_first_iteration=False,
+            past_key_values=cache,
+            **given,
+        )
+        self.model(**inputs, return_dict=True)
+        columns = columns_of(self_attention(cache))
+        self.left |= {row: [(keys[n], values[n]) for keys, values in columns] for n, row in enumerate(rows)}
+
+    @property
+    def last_column(self) -> int:
+        """The last column that stock feeds; behind it lie candidates that nobody looks at."""
+        last = self.width + self.prompt.max_new_tokens - 2
+        return last if self.max_positions is None else min(last, self.max_positions - 1)
+
+    @cached_property
+    def tables(self) -> PositionTables:
+        return PositionTables(self.model, self.position_name in self.parameters, self.even)
+
+    def missing(self, sequences: Sequences) -> int:
+        """How many of its last tokens some row has to be fed; its last one always is the target's own, never fed."""
+        return max(sequences.counts[r] - min(self.held[r], sequences.counts[r] - 1) for r in sequences.rows)
+
+    def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R'] in the cache and in the inputs."""
+        select_rows(self.cache, places)
+        self._select_inputs(places)
+
+    def _select_inputs(self, places: torch.Tensor) -> None:
+        self.kwargs |= {name: select(self.kwargs[name], places, self.rows) for name in self.per_row}
+        self.rows = len(places)
+
+    def _token_types(self, count: int) -> dict[str, torch.Tensor]:
+        """Types of the next tokens [R, count]: stock repeats the last one, but calls all of them text."""
+        given = {}
+        for name in TOKEN_TYPES & self.kwargs.keys():
+            last = self.kwargs[name][:, -1:].expand(-1, count)
+            given[name] = last if name == "token_type_ids" else torch.zeros_like(last)
+        return given
+
+    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
+
+    def _positions(
+        self, sequences: Sequences, emitted: torch.Tensor, longest: int | None = None
+    ) -> torch.Tensor | None:
+        """Positions [..., R, q] of emitted tokens, None where the model is given none.
+
+        Args:
+            emitted: [R or 1, q], how many of its row come before each.
+            longest: no row has more, candidates among them; None where that is not known.
+        """
+        if self.first_position is None:
+            return None
+        last = self.prompt.max_new_tokens - 2
+        if longest is None or longest - 1 > last:
+            # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
+            emitted = emitted.clamp(max=last)
+        first = self.first_position
+        if len(sequences.rows) < first.shape[-2]:
+            first = first.index_select(-2, sequences.index)
+        positions = first + emitted
+        return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
+
+
+def position_table(model: PreTrainedModel) -> int | None:
+    """How many positions a learned table has; None where positions are computed."""
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "rope_parameters"):
+        return None
+    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many token ids a model scores."""
+    head = model.get_output_embeddings()
+    if isinstance(head, torch.nn.Linear):
+        return head.out_features
+    return int(model.config.get_text_config(decoder=True).vocab_size)

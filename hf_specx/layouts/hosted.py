@@ -1,0 +1,93 @@
+"""What the padded and the lockstep layout share: the model is fed as stock feeds it, under a 2D mask."""
+
+import inspect
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_specx.common.batch import Sequences
+
+from .attention import grouped_queries
+from .decoder import Decoder
+
+
+class HostedDecoder(Decoder):
+    """Fed through the model's own `prepare_inputs_for_generation`.
+
+    Attributes:
+        length: slots that hold something, pads among them.
+    """
+
+    length = 0
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        wanted = [sequences.counts[row] + ahead - count for row in sequences.rows]
+        if ahead < count or wanted != [self.held[row] for row in sequences.rows]:
+            self._rewind(sequences, wanted)
+        return self._fed(sequences, tokens, wanted, ahead, keep)
+
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row.
+
+        They end `ahead` behind the ends of the rows, or before them where it is negative.
+        """
+        count = tokens.shape[1]
+        ends = sequences.ends - sequences.width + ahead  # [R], the same as held and count, on the device
+        given = self._inputs(sequences, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
+        total = self.length + count
+        reals = [self.width - self.padding[row] + n + count for row, n in zip(sequences.rows, held, strict=True)]
+        if min(reals) < total or self.holes is not None:
+            given[self.mask_name] = self._mask(sequences, ends, total)
+        # the host looks at the last `count` columns only
+        columns = torch.nn.functional.pad(tokens, (self.length, 0))
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
+        )
+        if "logits_to_keep" in self.parameters:
+            inputs["logits_to_keep"] = keep
+        first = [self.width + number for number in held]
+        with self.tables.at(first, self.last_column), grouped_queries():
+            output = self.model(**inputs, return_dict=True)
+        self.length = total
+        self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
+        return output.logits[:, -keep:]
+
+    def _mask(self, sequences: Sequences, ends: torch.Tensor, total: int) -> torch.Tensor:
+        """[R, total] int64, which slots hold a token that is seen, where rows have `ends` [R] emitted tokens."""
+        columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # stock's, of each slot
+        seen = columns >= self.pads[sequences.index, None]
+        if self.holes is not None:
+            hidden = self.holes[sequences.index].gather(1, columns.clamp(0, self.width - 1))
+            seen &= ~hidden | (columns >= self.width)
+        return seen.long()
+
+    def _inputs(self, sequences: Sequences, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
+        given = self.kwargs | self.notes.asked
+        positions = self._positions(sequences, emitted)
+        if positions is not None:
+            given[self.position_name] = positions
+        elif self._counts_slots:
+            # stock gives none, so that models count columns; only Whisper's own preparation leaves out pads
+            config = self.model.config
+            real = config.is_encoder_decoder and config.model_type == "whisper"
+            first = self.width - self.absent[sequences.index, None] * real
+            given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
+        given |= self._token_types(tokens.shape[1])
+        if "cross_attention_mask" in given:
+            given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, tokens.shape[1], -1, -1)
+        return given
+
+    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
+        """Make the cache hold the first wanted emitted tokens of each decoding row."""
+        raise NotImplementedError
+
+    @cached_property
+    def _counts_slots(self) -> bool:
+        """Whether the model numbers tokens by the slots before them unless it is told their positions."""
+        if self.position_name in self.parameters:
+            return True
+        decoder = self.model.get_decoder()
+        taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
+        return not self.tables.tables and "position_ids" in taken and "kwargs" in self.parameters

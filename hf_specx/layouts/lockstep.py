@@ -1,0 +1,78 @@
+"""The lockstep layout: all rows advance alike, so the host's own cache is cropped, or put back where it cannot be."""
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_specx.cache.export import Columns, columns_of
+from hf_specx.cache.recurrent_state import states_of, unlimited
+from hf_specx.cache.slots import has_columns, self_attention
+from hf_specx.common.batch import Sequences
+
+from .forward_outputs import image_layers
+from .hosted import HostedDecoder
+
+
+class LockstepDecoder(HostedDecoder):
+    """All rows have emitted equally many tokens, so the host's own cache is cropped, or its states are restored."""
+
+    even = True
+
+    def _note_width(self, width: int) -> None:
+        super()._note_width(width)
+        self.length, self.states = width, states_of(self.cache)
+        self.limited = [module for module in self.model.modules() if hasattr(module, "time_step_limit")]
+
+    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
+        held, target = self.held[sequences.rows[0]], wanted[0]
+        reached = self.states.restore(target, held)
+        self.states.crop(held - reached, image_layers(self.model.config))
+        self.length -= held - reached
+        if reached < target:  # the state of an earlier moment: feed again what was accepted since
+            behind = target - sequences.counts[sequences.rows[0]]
+            missing = self._known(sequences.last(target - reached, behind))
+            self._fed(sequences, missing, [reached] * len(wanted), behind, 1)
+        for row in sequences.rows:
+            self.held[row] = target
+
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        self.states.save(held[0])
+        with unlimited(self.limited):
+            return super()._fed(sequences, tokens, held, ahead, keep)
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        if places is None:
+            return
+        together = not len(places) and len(rows) == len(self.held)  # then the host's own cache may be returned
+        if self.prompt.keeps_past and not together:
+            self._keep_columns(rows, places)
+        if len(places):
+            self.select(places)
+
+    def _keep_columns(self, rows: list[int], places: torch.Tensor) -> None:
+        """If the cache is keys and values of the whole text, and nothing else."""
+        text = self_attention(self.cache)
+        plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
+        if type(text) is DynamicCache and plain and has_columns(text):
+            super()._keep_columns(rows, places)
+
+    def columns(self, place: int, row: int) -> Columns:
+        end = self.width + self.held[row]
+        every = columns_of(self_attention(self.cache))
+        return [(keys[place, :, :end].clone(), values[place, :, :end].clone()) for keys, values in every]
+
+    def past(self, sequences: Sequences, emitted: int) -> Cache | None:
+        """The host's own cache where all rows ended together; else it is put together from keys, if there are all."""
+        rows = len(sequences.counts)
+        if self.rows == rows and len(set(sequences.counts)) > 1:
+            self._keep_columns(list(range(rows)), sequences.index[:0])
+        if self.left:
+            return super().past(sequences, emitted) if len(self.left) == rows else None
+        if self.rows < rows or len(set(sequences.counts)) > 1:
+            return None
+        sequences.revive()
+        self._rewind(sequences, [emitted - 1] * self.rows)
+        return self.cache
+
+    def select(self, places: torch.Tensor) -> None:
+        super().select(places)
+        self.states.select(places)

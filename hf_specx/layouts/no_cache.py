@@ -1,0 +1,111 @@
+"""For models without a usable cache: every forward reads the whole text again, so there is nothing to roll back."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import ModelOutput
+
+from hf_specx.common.batch import Sequences
+from hf_specx.common.errors import refusal
+
+from .decoder import Decoder, Prompt
+
+
+@refusal
+def past_without_a_cache(model: PreTrainedModel, past: Cache | None) -> str | None:
+    if past is None or not past.get_seq_length():
+        return None
+    return (
+        f"past_key_values= cannot be continued by {type(model).__name__}, which is exact without a cache only; pass "
+        "the whole text as input_ids."
+    )
+
+
+@refusal
+def chunks_without_a_cache(model: PreTrainedModel, size: int | None) -> str | None:
+    if size is None:
+        return None
+    return (
+        f"prefill_chunk_size={size} cannot be honoured by {type(model).__name__}, which is exact without a cache "
+        "only; leave it out."
+    )
+
+
+@refusal
+def decoder_prompt_without_a_cache(model: PreTrainedModel, width: int) -> str | None:
+    if width < 2 or not model.config.is_encoder_decoder:
+        return None
+    return (
+        f"decoder_input_ids of {width} tokens a row cannot be continued exactly by {type(model).__name__}, which is "
+        "read without a cache; give one token a row, or leave it out."
+    )
+
+
+class WholeDecoder(Decoder):
+    """Rows lie in stock's columns, and each row's logits are picked where it ends; its past is never kept."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.notes.reads_all = not self.model.config.is_encoder_decoder  # FSMT has a cache in stock
+        past_without_a_cache(self.model, self.cache)
+        decoder_prompt_without_a_cache(self.model, prompt.input_ids.shape[1])
+        chunks_without_a_cache(self.model, prompt.generation_config.prefill_chunk_size)
+
+    def _first(self) -> torch.Tensor:
+        self.kwargs |= {"use_cache": False}
+        rows, ids = len(self.held), self.prompt.input_ids
+        self.width = ids.shape[1]
+        ends = torch.full((rows,), ids.shape[1], device=ids.device)
+        every = torch.arange(rows, device=ids.device)
+        logits, output = self._picked(self._known(ids), self.kwargs.get(self.mask_name), every, ends, 1)
+        self.notes.note_first(output)
+        return logits
+
+    def _unmasked_width(self) -> int:
+        return self.prompt.input_ids.shape[1]
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        emitted = sequences.ends - sequences.width + ahead  # [R]
+        last = self.prompt.max_new_tokens - 1  # emitted tokens that stock feeds; a table may have no more
+        prompt = self.prompt.input_ids[sequences.index]
+        most = min(last, max(sequences.counts[row] for row in sequences.rows) + ahead)
+        columns = torch.arange(sequences.width, sequences.width + most, device=tokens.device)
+        sequences.reserve(ahead)
+        text = self._known(torch.cat([prompt, sequences.ids[sequences.index[:, None], columns]], -1))
+        mask = torch.arange(text.shape[1], device=tokens.device) >= self.pads[sequences.index][:, None]
+        if self.holes is not None:
+            mask &= ~torch.nn.functional.pad(self.holes[sequences.index], (0, most))
+        return self._picked(text, mask.long(), sequences.index, self.width + emitted, keep)[0]
+
+    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
+        if places is not None and len(places):
+            self.select(places)
+
+    def select(self, places: torch.Tensor) -> None:
+        self._select_inputs(places)
+
+    def past(self, sequences: Sequences, emitted: int) -> None:
+        return None
+
+    def _picked(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, ends: torch.Tensor, keep: int
+    ) -> tuple[torch.Tensor, ModelOutput]:
+        """A forward over ids [R, n]: logits [R, keep, V] before columns ends [R], and its output."""
+        given: dict[str, Any] = self.kwargs | self.notes.asked
+        given[self.mask_name] = torch.ones_like(ids) if mask is None else mask
+        if self.position_name in self.parameters and not self.model.config.is_encoder_decoder:
+            given[self.position_name] = (given[self.mask_name].long().cumsum(-1) - 1).clamp(min=0)
+        inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids, is_first_iteration=True, **given
+        )
+        inputs.pop("logits_to_keep", None)
+        if self.model.config.is_encoder_decoder:
+            inputs["input_ids"] = ids  # FSMT hides later tokens only where it sees these; its encodings are given
+        with self.tables.at([0] * len(ids), self.last_column):
+            output = self.model(**inputs, return_dict=True)
+        places = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(output.logits.device)  # [R, keep]
+        places = places.clamp(max=ids.shape[1] - 1)  # behind it lie candidates that nobody looks at
+        self.notes.note(output, places, ids.shape[1], places)
+        return output.logits[torch.arange(len(ids), device=places.device)[:, None], places], output

@@ -1,0 +1,237 @@
+"""The packed layout: all rows lie in one, column by column without pads, under a mask that keeps them apart.
+
+The prompts come first, then a slot for each row and emitted token, so that the last tokens of all rows always come
+last. Nothing is moved until a row leaves; a slot whose token was taken back is hidden until it is written again.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.cache.export import Columns
+from hf_specx.cache.slots import MARGIN, SlotCache
+from hf_specx.common.batch import Sequences
+from hf_specx.common.errors import refusal
+
+from .attention import grouped_queries
+from .decoder import Decoder, Prompt
+from .forward_outputs import Extras, Seen
+from .ragged import Masks
+
+
+PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+REMEDY = "use layout='ragged' or 'auto'."
+
+
+@refusal
+def packed_embeds(embeds: torch.Tensor | None) -> str | None:
+    return None if embeds is None else f"layout='packed' takes input_ids, and inputs_embeds was passed; {REMEDY}"
+
+
+@refusal
+def packed_past(held: int) -> str | None:
+    return f"layout='packed' starts empty, and past_key_values holds {held} tokens; {REMEDY}" if held else None
+
+
+@refusal
+def packed_holes(mask: torch.Tensor | None) -> str | None:
+    if mask is None or (mask.bool().cummax(-1).values == mask.bool()).all():
+        return None
+    return f"layout='packed' takes rows without gaps, and attention_mask has zeros between tokens; {REMEDY}"
+
+
+@refusal
+def packed_chunks(size: int | None) -> str | None:
+    return None if size is None else f"layout='packed' reads prompts at once, not prefill_chunk_size={size}; {REMEDY}"
+
+
+@refusal
+def packed_others(inputs: dict[str, Any]) -> str | None:
+    others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
+    return f"layout='packed' takes tokens and positions, and {others[0]} was passed too; {REMEDY}" if others else None
+
+
+@refusal
+def packed_without_positions(model: PreTrainedModel, positions: torch.Tensor | None, takes: bool) -> str | None:
+    if takes and positions is not None and positions.ndim == 2:
+        return None
+    kind = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
+    return f"layout='packed' needs one position a token; {type(model).__name__} has {kind}; {REMEDY}"
+
+
+class PackedDecoder(Decoder):
+    """A batch of one that holds all rows; the model must take positions and masks as given.
+
+    Attributes:
+        lengths: tokens in the prompts of the R rows that are held.
+        row, before: [n] int64, which of the R rows each slot is for, and how many tokens of that row come before.
+    """
+
+    row: torch.Tensor
+    before: torch.Tensor
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.inputs = self._prompt_inputs()
+        self.cache = SlotCache()
+        self.masks = Masks(self.model)
+
+    def _prompt_inputs(self) -> dict[str, Any]:
+        """What stock would feed the model first.
+
+        Raises:
+            ValueError: where that is more than tokens at positions.
+        """
+        packed_embeds(self.kwargs.get("inputs_embeds"))
+        packed_past(self.cache.get_seq_length())
+        packed_holes(self.kwargs.get("attention_mask"))
+        packed_chunks(self.prompt.generation_config.prefill_chunk_size)
+        ids = self._known(self.prompt.input_ids)
+        given = self.kwargs | {"past_key_values": self.cache, "next_sequence_length": ids.shape[1]}
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids, is_first_iteration=True, **given
+        )
+        packed_others(inputs)
+        packed_without_positions(self.model, inputs.get("position_ids"), "position_ids" in self.parameters)
+        return inputs
+
+    def read(self) -> None:
+        """Read the prompts of all rows in one forward of their tokens alone."""
+        home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
+        ids = self.inputs["input_ids"].to(self.device)
+        positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
+        rows, self.width = ids.shape
+        real = torch.ones_like(ids) if mask is None else mask.to(self.device).bool().long()
+        column, self.row = real.T.nonzero().unbind(1)
+        self.before = (real.cumsum(-1) - 1)[self.row, column]
+        self._hold(real.sum(-1).tolist())
+        self.pads = (self.width - real.sum(-1)).to(home)
+        self.first_position = positions[:, -1:].to(home) + 1
+        logits, given = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        if self.notes.asked:
+            shown = (self.row, column, ids.shape)
+            self.notes.first = given.each(partial(_states_in_columns, *shown), partial(_weights_in_columns, *shown))
+        self.after_prompt = logits[:, None].to(home)
+        self.inputs.clear()
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        rows, count = tokens.shape
+        counts = [sequences.counts[row] for row in sequences.rows]
+        ends = sequences.ends - sequences.width + ahead  # [R], emitted tokens with the candidates
+        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        positions = self._positions(sequences, emitted)
+        assert positions is not None
+        start = sum(self.lengths)
+        extent = start + (max(counts) + ahead) * rows
+        self._foresee(extent)
+        slots = start + emitted * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
+        tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
+        even = len(set(counts)) == 1
+        with grouped_queries():
+            logits, given = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
+        if self.notes.asked:
+            given = given.each(partial(_states_of_rows, keep, rows), partial(_weights_of_rows, keep, rows))
+            own = self.before[slots[-keep * rows :]].view(keep, rows).T
+            self.notes.seen = Seen(given, own, extent, slots=self._slots_of_rows(extent))
+        return logits.view(keep, rows, -1).transpose(0, 1)
+
+    def _slots_of_rows(self, extent: int) -> torch.Tensor:
+        """[R, n], where the tokens of each row lie; behind the last of them it is -1."""
+        row, before = self.row[:extent], self.before[:extent]
+        slots = row.new_full((len(self.lengths), int(before.max()) + 1), -1)
+        slots[row, before] = torch.arange(extent, device=row.device)
+        return slots
+
+    def _fed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
+    ) -> tuple[torch.Tensor, Extras]:
+        """Logits [keep, V] after the last of tokens [N], which go to slots [N] or else to the last of the extent.
+
+        What the forward gives besides is [1, N, ...].
+        """
+        start = extent - len(tokens)
+        self.cache.slots.aim(None if slots is None else slots[None], start, extent)
+        row, before = self.row[:extent], self.before[:extent]
+        own_row, own_before = (x[start:] if slots is None else x[slots] for x in (row, before))
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
+            **self.notes.asked,
+        )
+        return output.logits[0, -keep:], self.notes.of(output)
+
+    def _foresee(self, extent: int) -> None:
+        """Say of at least `extent` slots whose they are."""
+        if extent <= len(self.row):
+            return
+        start, rows = sum(self.lengths), len(self.lengths)
+        emitted = torch.arange((len(self.row) - start) // rows, 2 * (extent - start) // rows, device=self.device)
+        row = torch.arange(rows, device=self.device).repeat(len(emitted))
+        before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
+        self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
+
+    def select(self, places: torch.Tensor) -> None:
+        """Keep only the rows at places [R']; the slots of the others are dropped."""
+        stay = places.tolist()
+        place = torch.full((len(self.lengths),), -1, device=self.device)
+        place[places.to(self.device)] = torch.arange(len(stay), device=self.device)
+        row = place[self.row[: self.cache.slots.written]]
+        kept = (row >= 0).nonzero()[:, 0]
+        self.cache.keep(kept)
+        self.row, self.before = row[kept], self.before[kept]
+        self._hold([self.lengths[place] for place in stay])
+
+    def columns(self, place: int, row: int) -> Columns:
+        held = self.lengths[place] + self.held[row]
+        slots = ((self.row == place) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
+        pads = self.width - self.lengths[place]
+        return self.cache.row(0, torch.nn.functional.pad(slots, (pads, 0), value=-1))
+
+    def _hold(self, lengths: list[int]) -> None:
+        """Prepare for rows whose prompts have these lengths."""
+        self.lengths = lengths
+        self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
+
+
+def _states_in_columns(
+    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, states: torch.Tensor
+) -> torch.Tensor:
+    """Hidden states [1, N, ...] of packed prompts in left-padded ones of shape (B, L); zeros for pads, never fed."""
+    found = states.new_zeros(*shape, *states.shape[2:])
+    found[row, column] = states[0]
+    return found
+
+
+def _weights_in_columns(
+    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, weights: torch.Tensor
+) -> torch.Tensor:
+    """The same for attentions [1, heads, N, N]."""
+    found = weights.new_zeros(shape[0], weights.shape[1], shape[1], shape[1])
+    for number in range(shape[0]):
+        own = (row == number).nonzero()[:, 0]
+        places = column[own]
+        found[number, :, places[:, None], places] = weights[0][:, own[:, None], own]
+    return found
+
+
+def _states_of_rows(keep: int, rows: int, states: torch.Tensor) -> torch.Tensor:
+    """[R, keep, ...] of the last tokens, which lie position by position in [1, N, ...]."""
+    return states[0, -keep * rows :].unflatten(0, (keep, rows)).transpose(0, 1)
+
+
+def _weights_of_rows(keep: int, rows: int, weights: torch.Tensor) -> torch.Tensor:
+    """The same for attentions: [R, heads, keep, S] of [1, heads, N, S]."""
+    return weights[0, :, -keep * rows :].unflatten(1, (keep, rows)).permute(2, 0, 1, 3)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensors, value.values()))
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensors, value)))

@@ -1,0 +1,50 @@
+"""The padded layout: rows are right-aligned, and shift right into their left padding, as in transformers PR #32189."""
+
+import torch
+
+from hf_specx.cache.export import Columns
+from hf_specx.cache.slots import SlotCache, self_attention, with_slots
+from hf_specx.common.batch import Sequences
+
+from .decoder import Prompt
+from .hosted import HostedDecoder
+
+
+class PaddedDecoder(HostedDecoder):
+    """Rows shift right into their left padding when they accepted different numbers."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+
+    def columns(self, place: int, row: int) -> Columns:
+        columns = self.width + self.held[row]
+        slots = torch.arange(self.length - columns, self.length)
+        return self.text.row(place, slots.masked_fill(torch.arange(columns) < self.padding[row], -1))
+
+    @property
+    def text(self) -> SlotCache:
+        cache = self_attention(self.cache)
+        assert isinstance(cache, SlotCache)
+        return cache
+
+    def _note_width(self, width: int) -> None:
+        super()._note_width(width)
+        self.length = width
+
+    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
+        gone = [self.held[row] - number for row, number in zip(sequences.rows, wanted, strict=True)]
+        kept = [self.width - self.padding[row] + n for row, n in zip(sequences.rows, wanted, strict=True)]
+        if len(set(gone)) == 1:
+            self.length -= gone[0]
+        else:
+            # row r ends at slot length - gone[r]; it moves to the end of the longest row
+            cut = max(kept)
+            shift = torch.tensor([self.length - number - cut for number in gone])[:, None]
+            source = (torch.arange(cut) + shift).clamp(min=0).to(self.device)  # [R, n]
+            self.text.roll(source)
+            self.length = cut
+
+    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        self.text.slots.aim(None, self.length)
+        return super()._fed(sequences, tokens, held, ahead, keep)

@@ -1,0 +1,73 @@
+"""Position tables that number tokens by the slots before them, told in which columns stock would have the tokens."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.patching import in_this_thread, usually
+
+
+class PositionTables:
+    """The tables of one model; empty where it takes positions as an argument.
+
+    Args:
+        model: the model.
+        told: whether its forward is given positions.
+        even: whether tokens lie in stock's columns anyway; some tables also count the ids that are no pads.
+    """
+
+    def __init__(self, model: PreTrainedModel, told: bool, even: bool):
+        modules = () if told else (model.get_decoder() or model).modules()
+        tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
+        self.tables = [t for t in tables if not even or getattr(t, "padding_idx", None) is not None]
+
+    @contextlib.contextmanager
+    def at(self, first: list[int], last: int) -> Iterator[None]:
+        """For this thread's forwards inside: where the first tokens of the rows lie, and the last column of any."""
+        with contextlib.ExitStack() as stack:
+            for table in self.tables:
+                usual = usually(table.forward)  # accelerate puts another one into `vars`
+                mine = partial(by_column, usual, first, last)
+                stack.enter_context(in_this_thread(vars(table), "forward", usual, mine))
+            yield
+
+
+def by_column(
+    lookup: Callable[..., torch.Tensor], first: list[int], last: int, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """What a position table gives to tokens that are fed one by one, as stock feeds them.
+
+    Args:
+        lookup: the table's own forward; its first argument is tokens [R, q, ...], or only their shape.
+        first: the columns of the first tokens of the R rows.
+        last: the last column that stock feeds; it stands in for those behind it, which the table may lack.
+
+    Returns:
+        [R, q, D]
+    """
+    given = inspect.signature(lookup).bind(*args, **kwargs).arguments
+    name, tokens = next(iter(given.items()))
+    rows, count, *rest = tokens.shape if isinstance(tokens, torch.Tensor) else tokens
+    columns = (torch.tensor(first)[:, None] + torch.arange(count)).clamp(max=last).flatten()  # [R * q]
+
+    def as_rows(*shape: int) -> Any:
+        return tokens.reshape(*shape, *rest) if isinstance(tokens, torch.Tensor) else shape
+
+    position_ids = given.get("position_ids")
+    if position_ids is not None:
+        given[name] = as_rows(1, rows * count)
+        given["position_ids"] = columns.to(position_ids).view(-1, *[1] * (position_ids.ndim - 1))
+        return lookup(**given).reshape(rows, count, -1)
+    given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
+    vectors = torch.zeros(())
+    for column in columns.unique().tolist():
+        given["past_key_values_length"] = column
+        found = lookup(**given)  # [R * q or 1, 1, D] or [1, D]
+        here = (columns == column).to(found.device)[:, None]
+        vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
+    return vectors.view(rows, count, -1)

@@ -1,0 +1,138 @@
+"""What a draft model reads: the target's own inputs, prepared for the draft by its own `generate`."""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from hf_specx.common.errors import refusal
+
+from .decoder import Prompt
+
+
+NOT_SHARED = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "cache_params",
+    "use_cache",
+    "logits_to_keep",
+    "encoder_outputs",
+}
+NOT_SHARED |= {"decoder_attention_mask", "decoder_position_ids", "decoder_input_ids", "input_ids"}
+NOT_SHARED |= {"output_attentions", "output_hidden_states"}
+
+
+def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
+    """
+    Args:
+        draft: the draft model.
+        target: the target's own prompt.
+        inputs_tensor: what the target's encoder has read, before rows were repeated.
+    """
+    names = inspect.signature(draft.forward).parameters
+    given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
+    rows, width = target.input_ids.shape
+    decodes = target.model.config.is_encoder_decoder
+    if draft.config.is_encoder_decoder:
+        assert inputs_tensor is not None
+        given.pop("inputs_embeds", None)
+        embeds = inputs_tensor.is_floating_point() and draft.main_input_name == "input_ids"
+        if embeds:
+            embeds_for_another_draft(draft, inputs_tensor, inputs_tensor)
+        given["inputs_embeds" if embeds else "inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
+        given["attention_mask"] = target.kwargs.get("attention_mask")
+        if draft.get_encoder() is target.model.get_encoder():
+            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
+        else:
+            encoded_already(draft, inputs_tensor)
+        given["decoder_input_ids"] = target.input_ids
+        given["decoder_attention_mask"] = target.kwargs.get("decoder_attention_mask")
+    else:
+        mask = target.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+        if width:
+            given.pop("inputs_embeds", None)
+            given["input_ids"] = target.input_ids
+            given["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
+        else:
+            embeds_for_another_draft(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+            given["attention_mask"] = mask
+        _share_images(given, draft, target)
+        if decodes and "encoder_outputs" in names:
+            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
+    given = {name: value for name, value in given.items() if value is not None}
+    prompt = prepare(draft, target.max_new_tokens, given)
+    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # stock gives it a cache of the text alone
+        prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return prompt
+
+
+@refusal
+def encoded_already(draft: PreTrainedModel, inputs_tensor: torch.Tensor) -> str | None:
+    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # negative ids are stock's stand-in for none
+        return None
+    return (
+        f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; pass "
+        "what the encoder reads as well."
+    )
+
+
+@refusal
+def embeds_for_another_draft(
+    draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor
+) -> str | None:
+    width = _embedding_width(draft)
+    if readable is not None and embeds.shape[-1] == width:
+        return None
+    return (
+        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which embeds "
+        f"in {width}; pass input_ids= as well, which the draft reads."
+    )
+
+
+def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:
+    """Let the draft see the images by the target's features, since `generate` has dropped the pixels by now.
+
+    A draft that cannot read them takes the placeholders of images for ordinary tokens.
+    """
+    alike = draft.config.model_type == target.model.config.model_type
+    if not alike or _embedding_width(draft) != _embedding_width(target.model):
+        given.pop("mm_encoder_outputs", None)
+    positions = target.kwargs.get("position_ids")
+    if alike and positions is not None and positions.ndim == 3:  # they follow the images' sizes, dropped as well
+        given["position_ids"] = positions
+
+
+def _embedding_width(model: PreTrainedModel) -> int | None:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else weight.shape[-1]
+
+
+def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same modules under attributes of its own; `copy.copy` fails for what FSDP2 has made of a class."""
+    alike = object.__new__(type(model))
+    vars(alike).update(vars(model))
+    return alike
+
+
+def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
+    """Run the preparations of the host's `generate` for a model, up to where decoding would begin."""
+    found = []
+
+    def decoding_method(
+        _: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, **kwargs: Any
+    ) -> torch.Tensor:
+        del kwargs["logits_processor"], kwargs["stopping_criteria"]
+        found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
+        return input_ids
+
+    own = model.generation_config
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+    plain = GenerationConfig(max_new_tokens=1, use_cache=True, **{name: getattr(own, name, None) for name in names})
+    alike = shallow_copy(model)  # the draft's own settings are not for this call; another thread may read them now
+    alike.generation_config = GenerationConfig()
+    host: Any = GenerationMixin
+    host.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
+    return found[0]

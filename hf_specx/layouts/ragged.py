@@ -1,0 +1,157 @@
+"""The ragged layout: each token stays in the slot of its column, and a mask by position hides the rest."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.cache.export import Columns
+from hf_specx.cache.slots import SlotCache, with_slots
+from hf_specx.common.architectures import ASK_FOR_MASKS
+from hf_specx.common.batch import Sequences
+
+from .attention import grouped_queries
+from .decoder import DROPPED, Decoder, Prompt
+
+
+class RaggedDecoder(Decoder):
+    """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        assert isinstance(self.cache, SlotCache)
+        self.masks = Masks(self.model)
+
+    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count, first = tokens.shape[1], ahead - tokens.shape[1]
+        if sequences.together is None:
+            counts = [sequences.counts[row] for row in sequences.rows]
+            last = torch.arange(first, ahead, device=tokens.device)
+            emitted = (sequences.ends - sequences.width)[:, None] + last  # [R, q], with the candidates
+            longest, even = max(counts), len(set(counts)) == 1
+        else:
+            longest, even = sequences.together, True
+            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
+        slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
+        self.cache.slots.aim(None if even else slots, extent - count, extent)
+        given = self._others(count) | self.notes.asked
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = keep
+        positions = self._positions(sequences, emitted, longest + ahead)
+        if positions is not None and "position_ids" in self.parameters:
+            given["position_ids"] = positions.to(self.device)
+        mask = self._mask(sequences, slots, extent)
+        with contextlib.nullcontext() if mask is None else grouped_queries():
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **given,
+            )
+        if self.notes.asked:
+            self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
+        return output.logits[:, -keep:]
+
+    def _mask(
+        self, sequences: Sequences, slots: torch.Tensor, extent: int
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """None where one token a row sees all that the cache holds."""
+        if self.holes is None and not any(self.padding):
+            if sequences.together is None:
+                return self.masks(slots, None, extent)
+            if slots.shape[1] == 1 and self.masks.only_causal:
+                return None
+            return self.masks.expand(self.masks(slots, None, extent), len(sequences.rows))
+        pads = self.pads[sequences.index].to(self.device)
+        return self.masks(slots, pads, extent, self._holes(sequences, extent))
+
+    def _holes(self, sequences: Sequences, extent: int) -> torch.Tensor | None:
+        """[R, extent] bool, slots of the prompts that are hidden behind the pads."""
+        if self.holes is None:
+            return None
+        return torch.nn.functional.pad(self.holes[sequences.index], (0, extent - self.width)).to(self.device)
+
+    def _others(self, count: int) -> dict[str, Any]:
+        """What else the forward is given for each row, as stock gives it to the next tokens."""
+        names = self.per_row & self.parameters.keys() - DROPPED
+        given = {name: value for name, value in self.kwargs.items() if name in names}
+        return given | self._token_types(count)
+
+    def columns(self, place: int, row: int) -> Columns:
+        return self.cache.row(place, torch.arange(self.width + self.held[row]))
+
+
+class Masks:
+    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        self.additive = None if config._attn_implementation == "sdpa" else model.dtype
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+        plain = self.additive is None and self.window is None and not self.kinds
+        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
+
+    def __call__(
+        self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """
+        Args:
+            slots: [R, q], where the queries lie.
+            pads: [R], leading slots that hold no token; None where there are none.
+            extent: visible slots.
+            holes: [R, extent] bool, other slots that are hidden.
+
+        Returns:
+            [R, 1, q, extent], or one for each kind of layer where the model has several.
+        """
+        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        if pads is None:
+            return self.between(queries, keys)
+        first = pads[:, None, None, None]
+        known = keys >= first
+        if holes is not None:
+            known = known & ~holes[:, None, None]
+        return self.between(queries, keys, known, first)
+
+    def between(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        known: torch.Tensor | None = None,
+        first: torch.Tensor | int = 0,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The same for queries and keys at any places, of which `first` is that of a row's first token.
+
+        All broadcast to [R, 1, q, extent]; `known` is False where the key is none of the query's row.
+        """
+        full = keys <= queries if known is None else known & (keys <= queries)
+        if not self.kinds:
+            return self._as_asked(full if self.window is None else full & (keys > queries - self.window))
+        masks = {}
+        for kind in self.kinds:
+            visible = full
+            if kind == "sliding_attention" and self.window is not None:
+                visible = full & (keys > queries - self.window)
+            elif kind == "chunked_attention" and self.chunk is not None:
+                visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+            masks[kind] = self._as_asked(visible)
+        return masks
+
+    @staticmethod
+    def expand(masks: torch.Tensor | dict[str, torch.Tensor], rows: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks of one row as those of `rows` rows, without a copy."""
+        if isinstance(masks, dict):
+            return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+        return masks.expand(rows, -1, -1, -1)
+
+    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
+        if self.additive is None:
+            return visible
+        lowest = torch.finfo(self.additive).min
+        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

@@ -1,0 +1,1 @@
+"""Speed: the bench, traces of single texts, and which draft to take."""

@@ -1,0 +1,210 @@
+"""Checks of what is asked of the bench."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_specx.common.errors import refusal
+
+
+@refusal
+def draft_of_no_layers(layers: int, draft_layers: int) -> str | None:
+    if 0 < draft_layers < layers:
+        return None
+    return (
+        f"draft_layers={draft_layers} is not between 0 and the {layers} layers of the target; give fewer, 1 or more."
+    )
+
+
+@refusal
+def heads_that_do_not_divide(hidden: int, heads: int, kv_heads: int) -> str | None:
+    if hidden % (2 * heads) == 0 and heads % kv_heads == 0:
+        return None
+    return (
+        f"{heads} heads and {kv_heads} key-value heads do not divide a width of {hidden}; the heads must be a "
+        "multiple of the key-value heads, and each must be of an even width."
+    )
+
+
+def check_recipe(layers: int, draft_layers: int, hidden: int, heads: int, kv_heads: int) -> None:
+    """Whether a grafted pair can be made of these numbers."""
+    draft_of_no_layers(layers, draft_layers)
+    heads_that_do_not_divide(hidden, heads, kv_heads)
+
+
+@refusal
+def contender_of_no_kind(name: str, kind: str, numbers: list[str], compiled: bool) -> str | None:
+    counted = len(numbers) == 1 and (numbers[0].isdecimal() and int(numbers[0]) > 0)
+    automatic = numbers == ["auto"]
+    known = {
+        "plain": not numbers,
+        "stock": (counted or not numbers) and not compiled,
+        **dict.fromkeys(("token", "block", "coupled"), counted or automatic),
+    }
+    if known.get(kind, False):
+        return None
+    return (
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
+        "with a number or auto, like block-auto, and -compiled behind it, like block-5-compiled."
+    )
+
+
+def check_contender(name: str, kind: str, numbers: list[str], compiled: bool) -> None:
+    """Whether a name means a way to generate."""
+    contender_of_no_kind(name, kind, numbers, compiled)
+
+
+@refusal
+def pair_without_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> str | None:
+    if tokenizer is not None and prompts:
+        return None
+    lacks = (
+        "prompts of its own; give some with --file" if tokenizer is not None else "tokenizer, so it cannot read any"
+    )
+    return f"the pair {name!r} has no {lacks}."
+
+
+@refusal
+def encoder_decoder_in_turns(name: str, encodes: bool) -> str | None:
+    if not encodes:
+        return None
+    return (
+        f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them."
+    )
+
+
+@refusal
+def no_room_for_prompts(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> str | None:
+    if prompt_tokens + new_tokens <= limit:
+        return None
+    return (
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of {name!r}; "
+        "give fewer."
+    )
+
+
+@refusal
+def grafted_pair_of_no_recipe(name: str, prefix: str, known: list[str]) -> str | None:
+    if not name.startswith(prefix) or name.removeprefix(prefix) in known:
+        return None
+    return f"the grafted pair {name!r} is unknown; choose one of {', '.join(prefix + each for each in known)}."
+
+
+def check_grafted(name: str, prefix: str, known: list[str]) -> None:
+    """Whether a name that says so is one of a grafted pair."""
+    grafted_pair_of_no_recipe(name, prefix, known)
+
+
+def check_decodes(name: str, encodes: bool) -> None:
+    """Whether a pair's prompts are what its target goes on with."""
+    encoder_decoder_in_turns(name, encodes)
+
+
+def check_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> None:
+    """Whether there is anything to read, and something to read it with."""
+    pair_without_prompts(name, tokenizer, prompts)
+
+
+def check_room(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> None:
+    """Whether a text fits into the positions of a model."""
+    no_room_for_prompts(name, prompt_tokens, new_tokens, limit)
+
+
+@refusal
+def file_that_is_no_results(path: Path, text: str, schema: int) -> str | None:
+    try:
+        if json.loads(text)["schema"] == schema:
+            return None
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"{path} is there already and has no results of this version of the bench; name another file."
+
+
+def check_results(path: Path, text: str, schema: int) -> None:
+    """Whether a file can be taken up again."""
+    file_that_is_no_results(path, text, schema)
+
+
+@refusal
+def plots_without_matplotlib(found: bool) -> str | None:
+    return None if found else "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out."
+
+
+def check_plots(found: bool) -> None:
+    """Whether figures can be drawn."""
+    plots_without_matplotlib(found)
+
+
+@refusal
+def options_beside_a_grid(grids: list[str], given: list[str]) -> str | None:
+    if not grids or not given:
+        return None
+    return f"{grids[0]} has its own pairs and sizes; leave {', '.join(given)} out, or choose with --only."
+
+
+@refusal
+def two_grids(grids: list[str]) -> str | None:
+    return None if len(grids) < 2 else f"{' and '.join(grids)} are two grids; choose one."
+
+
+@refusal
+def grid_without_accelerator(grids: list[str], accelerated: bool) -> str | None:
+    if "--full" not in grids or accelerated:
+        return None
+    return "--full has models of 1B and 7B parameters and there is no GPU here; use --grid."
+
+
+@refusal
+def experiments_that_are_unknown(grids: list[str], only: list[str], known: list[str]) -> str | None:
+    if not only:
+        return None
+    if not grids:
+        return "--only chooses experiments of a grid; use it with --grid or --full."
+    unknown = [name for name in only if name not in known]
+    return f"--only {unknown[0]} is unknown; choose among {', '.join(known)}." if unknown else None
+
+
+@refusal
+def sizes_of_nothing(prompt_tokens: int, new_tokens: int) -> str | None:
+    if prompt_tokens >= 1 and new_tokens >= 2:
+        return None
+    return (
+        f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} leave no round to time; give 1 or more, and 2 "
+        "or more."
+    )
+
+
+@refusal
+def warpers_out_of_range(temperature: float, top_p: float) -> str | None:
+    if 0 <= temperature < float("inf") and 0 < top_p <= 1:
+        return None
+    return (
+        f"--temperature {temperature} and --top-p {top_p}: give a temperature of 0 (greedy) or above, and a "
+        "top-p above 0 and at most 1."
+    )
+
+
+@refusal
+def file_of_no_folder(path: Path | None) -> str | None:
+    if path is None or path.resolve().parent.is_dir():
+        return None
+    return f"--out {path}: there is no folder {path.resolve().parent}; make it, or name another file."
+
+
+def check_grid(grids: list[str], given: list[str], only: list[str], known: list[str], accelerated: bool) -> None:
+    """Whether it is clear which cells are meant, and whether this machine can run them."""
+    two_grids(grids)
+    options_beside_a_grid(grids, given)
+    experiments_that_are_unknown(grids, only, known)
+    grid_without_accelerator(grids, accelerated)
+
+
+def check_cell(prompt_tokens: int, new_tokens: int, temperature: float, top_p: float) -> None:
+    """Whether there is anything to time."""
+    sizes_of_nothing(prompt_tokens, new_tokens)
+    warpers_out_of_range(temperature, top_p)
+
+
+def check_out(path: Path | None) -> None:
+    """Whether results could be written."""
+    file_of_no_folder(path)

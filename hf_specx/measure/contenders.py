@@ -1,0 +1,127 @@
+"""Ways to generate that are timed against each other, each told by its name.
+
+"plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
+transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "block-5",
+"token-auto" and the like are ours, and "block-5-compiled" is ours with `compile=True`.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from transformers import CompileConfig, PreTrainedModel
+
+from hf_specx.common.devices import execution_device
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.strategy import SpeculativeDecoding
+
+from .checks_bench import check_contender
+
+
+PLAIN, STOCK, COMPILED = "plain", "stock", "compiled"
+VERIFIERS = ("token", "block", "coupled")
+
+
+class Way(NamedTuple):
+    """What a contender's name says.
+
+    Attributes:
+        kind: "plain", "stock", or one of `VERIFIERS`.
+        number: candidates a round; "auto", or None for the defaults of stock.
+        compiled: whether forwards are compiled.
+    """
+
+    kind: str
+    number: int | str | None = None
+    compiled: bool = False
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind in VERIFIERS
+
+
+def way(name: str) -> Way:
+    """The inverse of a contender's name.
+
+    Raises:
+        ValueError: for a name that means nothing.
+    """
+    kind, *rest = name.split("-")
+    compiled = rest[-1:] == [COMPILED]
+    numbers = rest[:-1] if compiled else rest
+    check_contender(name, kind, numbers, compiled)
+    number = numbers[0] if numbers else None
+    return Way(kind, int(number) if number is not None and number != "auto" else number, compiled)
+
+
+class Contender:
+    """One way to generate with a pair.
+
+    Args:
+        name: as above.
+        target, draft: of the pair.
+
+    Attributes:
+        strategy: ours, which remembers what it learned from call to call; None for the others.
+    """
+
+    def __init__(self, name: str, target: PreTrainedModel, draft: PreTrainedModel):
+        self.name, self.way, self.target, self.draft = name, way(name), target, draft
+        self.strategy: SpeculativeDecoding | None = None
+        if self.way.is_ours:
+            number = "auto" if self.way.number is None else self.way.number
+            self.strategy = SpeculativeDecoding(
+                draft, num_draft_tokens=number, verification=self.way.kind, compile=self.way.compiled
+            )
+
+    @property
+    def report(self) -> SpeculationReport | None:
+        """What the last call of ours did."""
+        return None if self.strategy is None else self.strategy.report
+
+    def __call__(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+        """Generate: [B, L + N] int64."""
+        generate: Any = self.target.generate
+        if self.strategy is not None:
+            return generate(**inputs, **options, custom_generate=self.strategy)
+        if self.way.kind == STOCK:
+            with stock_settings(self.draft, self.way.number):
+                return generate(**inputs, **options, assistant_model=self.draft)
+        if not self.way.compiled:
+            return generate(**inputs, **options)
+        output = generate(**inputs, **options, cache_implementation="static", compile_config=self._compile_config())
+        if getattr(self.target, "_compiled_call", None) is None:
+            raise RuntimeError("transformers has not compiled the forward of this model.")
+        return output
+
+    def _compile_config(self) -> CompileConfig:
+        """As transformers compiles on an accelerator; without graphs on a CPU, where it compiles only if asked so."""
+        on_cpu = execution_device(self.target).type == "cpu"
+        config = CompileConfig(mode="default" if on_cpu else "reduce-overhead", dynamic=False)
+        config._compile_all_devices = True  # type: ignore[assignment]
+        return config
+
+    def prepare(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Have times of the forwards that ours compiles, as predictions are made from them."""
+        if self.strategy is not None and self.way.compiled:
+            self.strategy.calibrate(self.target, inputs["input_ids"])
+
+
+@contextmanager
+def stock_settings(draft: PreTrainedModel, number: int | str | None) -> Iterator[None]:
+    """The draft's settings as they were before, or that many candidates in every round; put back at the end.
+
+    transformers reads them from the draft alone, and changes some of them while it generates.
+    """
+    kept = draft.generation_config
+    draft.generation_config = copy.deepcopy(kept)
+    if number is not None:
+        draft.generation_config.num_assistant_tokens = number
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    try:
+        yield
+    finally:
+        draft.generation_config = kept

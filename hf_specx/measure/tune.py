@@ -1,0 +1,227 @@
+"""Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It shows nothing itself."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.pair_files.checks_pairs import check_place
+from hf_specx.pair_files.facts import model_facts, tokenizer_facts
+from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_tokenizer
+from hf_specx.pair_files.loading import load_model
+from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts
+from hf_specx.pairs.loading import LoadedPair
+from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.strategy import SpeculativeDecoding
+
+from .bench import Comparison, compare, encode, provenance
+from .checks_tune import check_drafts, check_reads, looking_for
+from .compatibility import ERROR, find_fit
+from .study import Study, Trial
+
+
+VERSIONS = ("hf_specx", "torch", "transformers", "python")
+
+
+class Loaded(NamedTuple):
+    """A model with what was found beside it."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: ModelSource
+
+
+def tune(
+    target: str,
+    drafts: Sequence[str],
+    study: Study,
+    revision: str | None = None,
+    draft_revisions: Sequence[str | None] = (),
+    advance: Callable[[], object] = lambda: None,
+) -> list[Trial]:
+    """Check each draft beside a target, measure those that fit, and put the best one first.
+
+    Args:
+        target: an id on the Hub or a folder.
+        drafts: the same.
+        study: how they are tried.
+        revision: commit, branch or tag of the target on the Hub.
+        draft_revisions: the same for each draft, in order; None is the main one.
+        advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
+
+    Returns:
+        The drafts that can be used by their measured speed-up, then the others; the first one has its `pair`.
+
+    Raises:
+        ValueError: for a target that cannot be loaded or read the prompts; what is wrong with a draft is its `error`.
+    """
+    check_drafts(drafts, draft_revisions)
+    beside = load(target, revision, study, study.device_map)
+    batches = encode_batches(target, beside, study)
+    trials: list[Trial] = []
+    for name, draft_revision in itertools.zip_longest(drafts, draft_revisions):
+        trial = try_draft(beside, name, draft_revision, batches, study, advance)
+        trials.append(trial)
+        best = max((t for t in trials if t.pair is not None), key=lambda t: t.speedup, default=None)
+        for other in trials:
+            if other is not best:
+                other.pair = None  # its weights are no longer needed
+        advance()
+    return sorted(trials, key=lambda trial: (trial.error is not None, -trial.speedup))
+
+
+def load(name: str, revision: str | None, study: Study, device_map: Any) -> Loaded:
+    """A model and its tokenizer, if it has one, from an id or a folder."""
+    trust = study.trust_remote_code
+    check_place(name, revision)
+    with looking_for(name):
+        files = get_files(name, revision, SMALL_FILES, **study.hub)
+        files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
+    model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
+    tokenizer = get_tokenizer(files, "", None, trust)
+    on_hub = files.revision is not None
+    facts = replace(
+        model_facts(model),
+        name=files.name if on_hub else None,
+        revision=files.revision,
+        fingerprint=fingerprint(files.root),
+    )
+    if study.dtype != "auto" and on_hub:
+        facts.dtype = None  # of the files, which the loaded weights no longer tell
+    return Loaded(model, tokenizer, facts)
+
+
+def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[dict[str, torch.Tensor]]]:
+    """For each batch size, the inputs of all its runs."""
+    if not study.prompts:
+        return {}
+    check_reads(name, target.tokenizer)
+    assert target.tokenizer is not None
+    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for size in study.batches:
+        endless = itertools.cycle(study.prompts)
+        texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
+        found[size] = [encode(target.tokenizer, target.model, t, study.options["max_new_tokens"]) for t in texts]
+    return found
+
+
+def try_draft(
+    target: Loaded,
+    name: str,
+    revision: str | None,
+    batches: dict[int, list[dict[str, torch.Tensor]]],
+    study: Study,
+    advance: Callable[[], object],
+) -> Trial:
+    """Check one draft, and measure it if it fits."""
+    trial = Trial(name)
+    try:
+        draft = load(name, revision, study, {"": last_device(target.model)})
+        trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
+        trial.error = next((finding.follows for finding in trial.findings if finding.verdict == ERROR), None)
+        if trial.error is not None:
+            return trial
+        config = describe(target, draft, study)
+        if study.prompts:
+            measure(target, draft, batches, study, config, advance)
+    except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
+        trial.error = str(error)
+        return trial
+    trial.config = config
+    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
+    tokenizers = target.tokenizer, draft.tokenizer
+    trial.pair = DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+    return trial
+
+
+def describe(target: Loaded, draft: Loaded, study: Study) -> PairConfig:
+    """All that is known of a pair before it is measured."""
+    tokenizer, own = target.tokenizer, draft.tokenizer
+    return PairConfig(
+        target=target.facts,
+        draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
+        tokenizers=None if tokenizer is None or own is None else tokenizer_facts(tokenizer, own),
+        verification=study.verification,
+        prompts=list(study.prompts) if study.keep_prompts else [],
+    )
+
+
+def measure(
+    target: Loaded,
+    draft: Loaded,
+    batches: dict[int, list[dict[str, torch.Tensor]]],
+    study: Study,
+    config: PairConfig,
+    advance: Callable[[], object],
+) -> None:
+    """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into `config`."""
+    strategy = SpeculativeDecoding(
+        draft.model,
+        num_draft_tokens=FIXED_DRAFT_TOKENS,
+        verification=study.verification,
+        tokenizer=target.tokenizer,
+        draft_tokenizer=draft.tokenizer,
+    )
+    verification = _learn(target.model, strategy, batches[max(study.batches)][: study.learning], study, advance)
+    for size in study.batches:
+        strategy.calibrate(target.model, batches[size][0]["input_ids"])
+        strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, verification)
+        found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
+        config.measurements.append(_measurement(size, target.model, strategy, found, study.command))
+    numbers = {m.num_draft_tokens for m in config.measurements}
+    known = len(study.batches) > 1 and len(numbers) == 1 and verification != "greedy"
+    config.num_draft_tokens = numbers.pop() if known else "auto"
+    last = config.measurements[-1]
+    config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
+
+
+def _learn(
+    target: PreTrainedModel,
+    strategy: SpeculativeDecoding,
+    batches: list[dict[str, torch.Tensor]],
+    study: Study,
+    advance: Callable[[], object],
+) -> str:
+    """Put the acceptance on the prompts into the costs, not weighed against what is assumed of any draft.
+
+    Returns:
+        The verification, as reports call it.
+    """
+    reports = []
+    for run, inputs in enumerate(batches):
+        torch.manual_seed(study.seed + run)
+        target.generate(**inputs, **study.options, custom_generate=strategy)  # type: ignore[operator]
+        assert strategy.report is not None
+        reports.append(strategy.report)
+        advance()
+    kept, tried = (sum(report.survival[part] for report in reports) for part in range(2))
+    if tried:
+        strategy.costs.alpha[reports[0].verification] = kept / tried
+    return reports[0].verification
+
+
+def _measurement(
+    size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
+) -> Measurement:
+    report, made = found.reports[0], provenance(target)
+    return Measurement(
+        batch=size,
+        dtype=made["dtype"],
+        verification=report.verification,
+        num_draft_tokens=int(strategy.num_draft_tokens),
+        layout=report.layout,
+        alpha=found.alpha,
+        cost_coefficient=strategy.costs.cost_coefficient(size),
+        tokens_per_round=found.mean_acceptance_length,
+        expected_speedup=found.expected_speedup,
+        forward_limited_speedup=found.forward_limited_speedup,
+        measured_speedup=found.measured_speedup,
+        hardware=hardware(execution_device(target)),
+        versions={name: made[name] for name in VERSIONS},
+        command=command,
+    )

@@ -1,0 +1,98 @@
+"""What a config records of two loaded models and their tokenizers."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils.hub import constants
+
+from hf_specx.layouts.decoder import vocabulary
+from hf_specx.validation.models import tokens_of_another_meaning
+
+from .checks_pairs import HUB_ID
+from .pair_config import ModelSource, TokenizerFacts
+
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+COMMIT = "_commit_hash"  # of a config; not saved with it
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The Auto class that loads a model: the one whose class for this config the model was saved with.
+
+    Args:
+        config: of the model; with code of its own, `auto_map` says which class it is for.
+    """
+    known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
+    named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
+    for each in known:
+        if each._model_mapping[type(config)].__name__ in (config.architectures or []):
+            return each
+    return next(iter([*known, *named]), AutoModelForCausalLM)
+
+
+def model_facts(model: PreTrainedModel) -> ModelSource:
+    """Where a model came from and what it is; `dtype` is that of the loaded weights, the subfolder is not known.
+
+    Args:
+        model: `name` and `revision` are None unless it was loaded from the Hub.
+    """
+    text, commit = model.config.get_text_config(decoder=True), commit_of(model)
+    return ModelSource(
+        name=None if commit is None else str(model.name_or_path),
+        revision=commit,
+        auto_class=auto_class(model.config).__name__,
+        model_type=text.model_type,
+        vocab_size=vocabulary(model),
+        parameters=model.num_parameters(),
+        max_positions=getattr(text, "max_position_embeddings", None),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+
+
+def commit_of(model: PreTrainedModel) -> str | None:
+    """The commit on the Hub that a model was loaded from; None if it is not known.
+
+    transformers kept it up to 5.22, and we note it on what we load. Of others it is the one that the local cache has,
+    if there is only one.
+    """
+    name = str(model.name_or_path)
+    if not HUB_ID.fullmatch(name) or Path(name).is_dir():
+        return None
+    known = getattr(model.config, COMMIT, None)
+    if known is not None:
+        return str(known)
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    commits = [path.parent.name for path in snapshots.glob("*/config.json")]
+    return commits[0] if len(commits) == 1 else None
+
+
+def tokenizer_facts(
+    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
+) -> TokenizerFacts:
+    """How two tokenizers were compared, here and now.
+
+    Args:
+        tokenizer: the target's.
+        draft_tokenizer: the draft's; None, or the same object, where both models share one.
+
+    Raises:
+        ValueError: where a token has another id, or is in one of them only.
+    """
+    shared = draft_tokenizer is None or draft_tokenizer is tokenizer
+    if draft_tokenizer is not None and not shared:
+        tokens_of_another_meaning(tokenizer, draft_tokenizer)
+    special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    vocabulary = tokenizer.get_vocab()
+    digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+    return TokenizerFacts("one" if shared else "content", len(vocabulary), special, digest)

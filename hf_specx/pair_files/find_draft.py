@@ -1,0 +1,142 @@
+"""Find the draft of a target, for callers who name none: of the pair this code was published with, or the target's."""
+
+import threading
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.drafting.costs import Costs
+from hf_specx.layouts.decoder import vocabulary
+from hf_specx.validation.entry import check_draft_found
+
+from .checks_files import check_facts, check_reference
+from .checks_pairs import HUB_ID
+from .facts import COMMIT, commit_of, model_facts
+from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
+from .loading import load_model
+from .pair_config import CONFIG_NAME, ModelSource, PairConfig
+from .pair_source import PAIR, REVISION
+
+
+KIND = ("model_type", "vocab_size")  # without which a model is another one
+SIZE = ("parameters", "max_positions")
+
+
+class Found(NamedTuple):
+    """The draft of a pair, and what the pair recommends.
+
+    Attributes:
+        draft: in evaluation mode, on the device of the target's last layers and in the target's precision.
+        options: of `SpeculativeDecoding`.
+        costs: measured on this very hardware, or empty.
+    """
+
+    draft: PreTrainedModel
+    options: dict[str, Any]
+    costs: Costs
+
+
+# by target, and the name and revision of a pair: freed with the target
+LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Found]] = WeakKeyDictionary()
+LOADING = threading.Lock()
+
+
+def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
+    """The draft for a target, loaded once.
+
+    Looked for in the pair that `pair_source` names, then where the target itself was loaded from.
+
+    Args:
+        target: of the call.
+        given: the arguments of the call, of which those for the Hub are used.
+
+    Raises:
+        ValueError: if there is none, or its files are not as they should be.
+    """
+    hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
+    source = find_source(target, given.get("revision"), hub)
+    with LOADING:
+        loaded = LOADED.setdefault(target, {})
+        if source not in loaded:
+            loaded[source] = _load(target, *source, hub)
+        return loaded[source]
+
+
+def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
+    """The name of the pair, and the revision that was published or asked for; None is that of the target.
+
+    Args:
+        target: of the call.
+        revision: of the call, for a pair that the target was loaded from.
+        hub: as for `get_files`.
+    """
+    if PAIR is not None and REVISION is not None:
+        check_reference(PAIR)
+        return PAIR, REVISION
+    if PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
+        return PAIR, None
+    name = str(target.name_or_path or "")
+    source = name, None if Path(name).is_dir() else revision
+    if source not in LOADED.get(target, {}):
+        check_draft_found(PAIR, _why_no_pair(target, *source, hub))
+    return source
+
+
+def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> str | None:
+    if not name:
+        return "it was made here"
+    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+        return f"{name!r} is no folder and no id on the Hub"
+    try:
+        files = get_files(name, revision or commit_of(target), [CONFIG_NAME], **hub)
+    except (OSError, ValueError) as error:
+        return f"{name!r} cannot be read: {' '.join(str(error).split())}"
+    return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
+
+
+def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
+    pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
+    warn_of_another_target(config, target)
+    files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
+    if is_changed(files, config.draft):
+        config.forget()
+    draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
+    check_facts(f"the draft of {name}", *facts_beside(config.draft, draft, KIND))
+    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    if vocabulary(draft) != vocabulary(target):  # rightly, if they differ in padding only
+        tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
+        other = tokenizer
+        if config.draft.name is not None:
+            other = get_tokenizer(files, config.draft.subfolder, config.tokenizers, trust_remote_code=False)
+        options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
+    costs = config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
+    return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
+
+
+def facts_beside(
+    recorded: ModelSource, model: PreTrainedModel, names: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a config says of a model, and what is true of it."""
+    said, found = ({name: getattr(facts, name) for name in names} for facts in (recorded, model_facts(model)))
+    return said, found
+
+
+def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
+    """Say that a target is not the one that a pair was measured with; its text is right all the same."""
+    recorded, found = facts_beside(config.target, target, (*KIND, *SIZE))
+    changed = [name for name, value in recorded.items() if value is not None and value != found[name]]
+    commit = getattr(target.config, COMMIT, None)
+    if config.target.revision is not None and commit is not None and commit != config.target.revision:
+        changed.append("revision")
+    if changed:
+        warnings.warn(
+            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )

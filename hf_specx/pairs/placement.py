@@ -1,0 +1,298 @@
+"""Plan where two models go, together: each alone would be given all the memory that is free."""
+
+import copy
+import itertools
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.integrations.accelerate import (
+    _get_device_map,
+    check_and_set_device_map,
+    compute_module_sizes,
+    get_max_memory,
+)
+from transformers.quantizers.auto import get_hf_quantizer
+
+from hf_specx.common.errors import refusal
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.pair_files.loading import auto_class
+
+
+CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16
+HEADROOM = 0.9  # of the free memory of an accelerator; the rest is for what a forward works with
+PASSES = 9  # the cache of what is offloaded takes room, which makes more be offloaded
+STORES = ("cpu", "disk")  # with an accelerator in the map, weights lie here and run there
+DeviceMap = str | int | torch.device | dict[str, Any]
+
+
+class Placement(NamedTuple):
+    """Where two models go.
+
+    Attributes:
+        target, draft: arguments for `from_pretrained`: `device_map`, and `max_memory` where the map is inferred.
+        reason: for the draft's place, in words; "" where there was nothing to choose.
+    """
+
+    target: dict[str, Any]
+    draft: dict[str, Any]
+    reason: str = ""
+
+
+class Trial(NamedTuple):
+    """What comes of a place for the draft.
+
+    Attributes:
+        device_map: of the target.
+        device: of the draft.
+        last: where the target's last layers run.
+        slow: bytes that a round reads from slower memory than it could, those of the draft once for each candidate.
+        left: bytes that nobody needs on the draft's device.
+        room: bytes for the target's weights, by device.
+    """
+
+    device_map: Any
+    device: Any
+    last: Any
+    slow: float
+    left: float
+    room: dict[Any, int]
+
+
+class Sketch:
+    """A model without weights.
+
+    Attributes:
+        model: on the meta device, its modules as the quantiser makes them.
+        sizes: bytes of each parameter and buffer; of several that are tied, of one.
+        weights: their sum.
+        cache: bytes that its cache may need.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        dtype: torch.dtype | str | None,
+        cache_tokens: int,
+        trust_remote_code: bool,
+        device_map: Any = None,
+        quantization_config: Any = None,
+    ):
+        self.quantizer, config, _ = get_hf_quantizer(copy.deepcopy(config), quantization_config, device_map, True, {})
+        chosen = (config.dtype if dtype in (None, "auto") else dtype) or torch.float32
+        with torch.device("meta"):
+            self.model = auto_class(config).from_config(config, dtype=chosen, trust_remote_code=trust_remote_code)
+        self.cache = cache_tokens * cache_numbers(config) * self.model.dtype.itemsize
+        if self.quantizer is not None:
+            self.quantizer.preprocess_model(
+                model=self.model,
+                dtype=self.model.dtype,
+                device_map=device_map,
+                checkpoint_files=None,
+                use_kernels=False,
+            )
+        sizes, _ = compute_module_sizes(self.model, self.quantizer, only_modules=False)
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        self.sizes = {name: sizes[name] for name, _ in tensors}
+        self.weights = sum(self.sizes.values())
+
+    def mapped(self, device_map: Any, room: dict[Any, int]) -> dict[str, Any]:
+        """Where the loader puts each part, given so many bytes a device."""
+        placed = _get_device_map(self.model, device_map, dict(room), self.quantizer)
+        return {name: _plain(device) for name, device in placed.items()}
+
+    def lies(self, placed: Mapping[str, Any]) -> Counter[Any]:
+        """Bytes of weights on each device."""
+        used: Counter[Any] = Counter()
+        for name, size in self.sizes.items():
+            used[_device_of(name, placed)] += size
+        return used
+
+    def caches(self, used: Counter[Any]) -> Counter[Any]:
+        """Bytes of the cache on each device, in proportion to the weights that run there."""
+        runs = _running(used)
+        shares: Counter[Any] = Counter()
+        for device, size in used.items():
+            shares[device if device in runs else runs[0]] += math.ceil(self.cache * size / self.weights)
+        return shares
+
+    def last(self, placed: Mapping[str, Any]) -> Any:
+        """Where the last module runs."""
+        head = self.model.get_output_embeddings()
+        names = [name for name, module in self.model.named_modules() if head is None or module is head]
+        device, runs = _device_of(names[-1], placed), _running(placed.values())
+        return device if device in runs else runs[0]
+
+
+def plan(
+    target: PreTrainedConfig,
+    draft: PreTrainedConfig,
+    *,
+    device_map: DeviceMap | None,
+    max_memory: Mapping[Any, int | str] | None = None,
+    dtype: torch.dtype | str | None = "auto",
+    draft_device_map: DeviceMap | None = None,
+    cache_tokens: int = CACHE_TOKENS,
+    quantization_config: Any = None,
+    trust_remote_code: bool = False,
+) -> Placement:
+    """Where the two models of a pair go; the configs are read, and no memory is taken.
+
+    The target gets what the draft leaves, so that each device has room for the weights that lie there and for the
+    cache of what runs there. The draft goes to one device: the one by which least is read from slower memory, as
+    offloaded layers are, and of those with equally little the one where the target's last layers run. A warning says
+    where it could not be there, or something is in slower memory.
+
+    Args:
+        target, draft: configs; a `quantization_config` in them counts.
+        device_map: of the target, as `from_pretrained` takes it: "auto", "balanced", "balanced_low_0", "sequential", a
+            device, where the draft goes as well, a dict, which is left as it is, or None for no plan.
+        max_memory: bytes, or text like "10GB", by device: numbers of accelerators, "cpu". It is believed, so that it
+            also plans for machines that are not here. None: what is free, less a tenth.
+        dtype: of both; "auto" is as they were saved.
+        draft_device_map: a device, or a dict; None or "auto" is as above.
+        cache_tokens: rows times tokens for which both caches get room, 8 rows of 1024 unless given.
+        quantization_config: of a target that is quantised when it is loaded.
+        trust_remote_code: whether the models may be classes of their own.
+    """
+    draft_over_several_devices(draft_device_map)
+    room_for_no_tokens(cache_tokens)
+    given = {} if draft_device_map in (None, "auto") else {"device_map": draft_device_map}
+    devices = None if device_map is None else check_and_set_device_map(device_map)
+    if devices is None:
+        return Placement({}, given)
+    if isinstance(devices, dict) and devices.keys() == {""}:
+        return Placement({"device_map": device_map}, given or {"device_map": device_map})
+    large = Sketch(target, dtype, cache_tokens, trust_remote_code, devices, quantization_config)
+    small = Sketch(draft, dtype, cache_tokens, trust_remote_code)
+    limits, reason = _limits(max_memory), ""
+    if given:
+        used = small.lies(small.mapped(check_and_set_device_map(draft_device_map), {}))
+        found = _try(large, devices, limits, used + small.caches(used))
+    else:
+        found = _best(large, devices, limits, small.weights + small.cache)
+        given, reason = {"device_map": {"": found.device}}, _reason(found, limits, small)
+    kept = {"max_memory": found.room} if isinstance(devices, str) else {}
+    return Placement({"device_map": found.device_map if kept else device_map} | kept, given, reason)
+
+
+@refusal
+def draft_over_several_devices(draft_device_map: Any) -> str | None:
+    if draft_device_map not in ("balanced", "balanced_low_0", "sequential"):
+        return None
+    return (
+        f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small steps "
+        "wait for the way between them; give one device, or leave it out."
+    )
+
+
+@refusal
+def room_for_no_tokens(cache_tokens: int) -> str | None:
+    if cache_tokens >= 0:
+        return None
+    return f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
+
+
+def cache_numbers(config: PreTrainedConfig) -> int:
+    """Numbers that a cache holds for one token, at most: windows, and layers that keep a state, are not deducted."""
+    text = config.get_text_config(decoder=True)
+
+    def of(name: str, default: int = 0) -> int:
+        value = getattr(text, name, None)
+        return (max(value, default=0) if isinstance(value, (list, tuple)) else value) or default
+
+    layers = of("num_decoder_layers", of("decoder_layers", of("num_hidden_layers")))
+    heads = of("num_attention_heads", 1)
+    width = of("head_dim", of("hidden_size") // heads)
+    latent = of("kv_lora_rank")  # multi-head latent attention keeps that for all heads together
+    kinds = 2 if config.is_encoder_decoder else 1  # what the encoder gave is kept as well
+    own = latent + of("qk_rope_head_dim") if latent else 2 * of("num_key_value_heads", heads) * width
+    return kinds * layers * own
+
+
+def _limits(max_memory: Mapping[Any, int | str] | None) -> dict[Any, int]:
+    """Bytes that may be used on each device, accelerators first; the disk has no limit."""
+    free = get_max_memory(None if max_memory is None else dict(max_memory))
+    share = HEADROOM if max_memory is None else 1  # transformers has taken the CPU's own
+    limits = {device: int(size if device == "cpu" else share * size) for device, size in free.items()}
+    return {device: size for device, size in limits.items() if device != "disk" and (size > 0 or device == "cpu")}
+
+
+def _best(target: Sketch, device_map: Any, limits: dict[Any, int], needed: int) -> Trial:
+    """The best place for a draft that needs so many bytes."""
+    free = Counter(limits)
+    if isinstance(device_map, dict):  # what the target takes is settled
+        used = target.lies(target.mapped(device_map, {}))
+        free = free - used - target.caches(used)
+    roomy = [device for device in limits if free[device] >= needed] or ["disk"]
+    # "auto" is balanced, which offloads what a large accelerator beside a small one could hold
+    kinds = ["auto", "sequential"] if device_map == "auto" else [device_map]
+    trials, refused = [], ValueError()
+    for kind, device in itertools.product(kinds, roomy):
+        try:
+            trials.append(_try(target, kind, limits, {device: needed}))
+        except ValueError as error:  # of a quantiser that cannot offload
+            refused = error
+    if not trials:
+        raise refused
+    return min(trials, key=lambda t: (t.slow, t.device_map != device_map, t.device != t.last, -t.left))
+
+
+def _try(target: Sketch, device_map: Any, limits: dict[Any, int], taken: Mapping[Any, int]) -> Trial:
+    """Where the target goes beside a draft that takes so many bytes, by device."""
+    share = target.weights / (target.weights + target.cache)
+    room = {device: size - taken.get(device, 0) for device, size in limits.items()}
+    room |= {device: int(share * room.get(device, 0)) for device in _running(limits)}
+    room = {device: max(0, size) for device, size in room.items()}
+    for _ in range(PASSES):
+        placed = target.mapped(device_map, room)
+        used = target.lies(placed)
+        need = used + target.caches(used) + Counter(taken)
+        over = {device: need[device] - limits[device] for device in limits if need[device] > limits[device]}
+        if not over:
+            break
+        room |= {device: max(0, min(room[device], used[device]) - size) for device, size in over.items()}
+    fast = _running(limits if isinstance(device_map, str) else used)
+    read = used + Counter({device: FIXED_DRAFT_TOKENS * size for device, size in taken.items()})
+    slow = sum(size for device, size in read.items() if device not in fast)
+    device = max(taken, key=lambda device: taken[device])
+    return Trial(device_map, device, target.last(placed), slow, limits.get(device, 0) - need[device], room)
+
+
+def _reason(found: Trial, limits: dict[Any, int], draft: Sketch) -> str:
+    """Why the draft is where it is; with a warning, if not all is as fast as it could be."""
+    reason = f"the draft is on {found.device}, where the target's last layers run"
+    if found.device != found.last:
+        size = f"{(draft.weights + draft.cache) / 1e9:.2g} GB with its cache"
+        reason = f"the draft ({size}) is on {found.device}, not with the target's last layers on {found.last}"
+        reason += ", since more of both fits so"
+    if found.slow:
+        reason += f"; {found.slow / 1e9:.2g} GB a round come from slower memory"
+    if found.device != found.last or found.slow:
+        said = ", ".join(f"{device}: {limit / 1e9:.2g} GB" for device, limit in limits.items())
+        warnings.warn(f"{reason}. Limits: {said}; see max_memory and draft_device_map.", UserWarning, stacklevel=3)
+    return reason
+
+
+def _plain(device: Any) -> Any:
+    """A device as `max_memory` calls it: the number of an accelerator, "mps", "cpu" or "disk"."""
+    if isinstance(device, int) or device == "disk":
+        return device
+    known = torch.device(device)
+    return known.type if known.type in ("cpu", "mps") else known.index or 0
+
+
+def _device_of(name: str, placed: Mapping[str, Any]) -> Any:
+    """Where a part of a model lies, by the longest name in the map that it begins with."""
+    parts = name.split(".")
+    names = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+    return next((placed[name] for name in names if name in placed), "cpu")
+
+
+def _running(devices: Iterable[Any]) -> list[Any]:
+    """The devices that compute, out of those where something lies."""
+    return sorted({device for device in devices if device not in STORES}, key=lambda x: (str(x) == x, x)) or ["cpu"]

@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, verification rules, their noise, and when a row stops."""

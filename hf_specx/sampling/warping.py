@@ -1,0 +1,102 @@
+"""Warpers that keep only the likeliest tokens, computed on those tokens alone.
+
+Top-p sorts the scores of the whole vocabulary, which on a CPU takes longer than many a draft step. What it keeps lies
+among the likeliest few hundred tokens nearly always; where it does not, all scores are sorted as in stock.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessor
+
+
+HEAD = 256  # tokens looked at, if top-k does not say how many
+FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
+AFTER = FIRST | {  # for these a token with a score of -inf is as good as none
+    logits_process.TemperatureLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
+}
+
+
+class HeadWarper:
+    """A run of warpers, of which the first leaves few tokens.
+
+    Args:
+        warpers: top-k or top-p, then any of `AFTER`.
+    """
+
+    def __init__(self, warpers: Sequence[LogitsProcessor]):
+        self.warpers = warpers
+        first = warpers[0]
+        # twice as many as top-k keeps, since all that tie with the last of these stay
+        self.size = 2 * first.top_k if isinstance(first, logits_process.TopKLogitsWarper) else HEAD
+
+    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [N, V] after all warpers: those of stock, but for the rounding of sums.
+
+        Where tokens tie at the edge of top-p, as in half precision, others of them may stay: there stock goes by the
+        order that an unstable sort leaves them in.
+        """
+        # elsewhere sorting is quick, and asking whether the head was enough would wait for the device
+        if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
+            return _apply(self.warpers, scores)
+        values, ids = scores.topk(self.size)
+        first, enough = self._first(scores, values, ids)
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, _apply(self.warpers[1:], first))
+        if not enough.all():
+            output[~enough] = _apply(self.warpers, scores[~enough])
+        return output
+
+    def _first(
+        self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [N, head] after the first warper, and whether it drops all others [N]; of NaN that is not known."""
+        first = self.warpers[0]
+        if isinstance(first, logits_process.TopKLogitsWarper):
+            return _apply([first], values), values[:, -1] < values[:, first.top_k - 1]
+        assert isinstance(first, logits_process.TopPLogitsWarper)
+        probs = scores.softmax(-1)
+        total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
+        upwards = total[:, None] - head.cumsum(-1) + head  # up to and with each token, from the least likely one
+        dropped = upwards.to(scores.dtype) <= 1 - first.top_p
+        dropped[:, : first.min_tokens_to_keep] = False
+        return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
+
+
+def in_runs(processors: Sequence[Any]) -> list[Any]:
+    """The same processors in order, each run that a `HeadWarper` can take in one."""
+    found: list[Any] = []
+    place = 0
+    while place < len(processors):
+        end = place + 1
+        if _starts(processors[place]):
+            while end < len(processors) and type(processors[end]) in AFTER and _drops(processors[end]):
+                end += 1
+            found.append(HeadWarper(processors[place:end]))
+        else:
+            found.append(processors[place])
+        place = end
+    return found
+
+
+def _starts(processor: object) -> bool:
+    few = getattr(processor, "min_tokens_to_keep", 1) < HEAD
+    return type(processor) in FIRST and _drops(processor) and few
+
+
+def _drops(processor: object) -> bool:
+    """Whether what a warper takes away is out of reach for those behind it."""
+    return getattr(processor, "filter_value", -torch.inf) == -torch.inf
+
+
+def _apply(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    unread = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
+    for warper in warpers:
+        scores = warper(unread, scores)
+    return scores

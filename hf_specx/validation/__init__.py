@@ -1,0 +1,1 @@
+"""What is refused before any forward, with the value and the remedy."""

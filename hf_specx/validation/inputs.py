@@ -1,0 +1,210 @@
+"""Checks of the text that a call gives: token ids, embeddings, masks and positions."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from hf_specx.common.errors import refusal
+
+
+WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, and see what it hides all the same
+
+
+@refusal
+def ids_of_another_shape(input_ids: torch.Tensor) -> str | None:
+    if input_ids.ndim == 2:
+        return None
+    return f"input_ids of shape {tuple(input_ids.shape)} is no batch of texts; pass [rows, tokens]."
+
+
+@refusal
+def ids_that_are_no_integers(input_ids: torch.Tensor) -> str | None:
+    if not (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
+        return None
+    return f"input_ids has dtype {input_ids.dtype}; pass integers, for example input_ids.long()."
+
+
+@refusal
+def empty_prompt(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str | None:
+    if input_ids.numel() or embeds is not None:
+        return None
+    return (
+        f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); pass at least one token a row, for "
+        "example the bos token."
+    )
+
+
+@refusal
+def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor) -> str | None:
+    size = _known_tokens(model)
+    if size is None or not input_ids.numel():
+        return None
+    lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
+    if lowest >= 0 and highest < size:
+        return None
+    wrong = lowest if lowest < 0 else highest
+    return (
+        f"input_ids has the token id {wrong}, and {type(model).__name__} embeds 0 to {size - 1}; use the model's own "
+        "tokenizer, or model.resize_token_embeddings for tokens that were added to it."
+    )
+
+
+@refusal
+def embeds_of_another_width(model: PreTrainedModel, embeds: torch.Tensor) -> str | None:
+    embedding = _embedding(model)
+    if embedding is None or embeds.shape[-1] == embedding.embedding_dim:
+        return None
+    return (
+        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which embeds "
+        f"in {embedding.embedding_dim}; make them with model.get_input_embeddings()."
+    )
+
+
+@refusal
+def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -> str | None:
+    fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
+    if fits or positions.ndim > 2:  # several kinds of positions are a model's own affair
+        return None
+    return (
+        f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
+        f"{(rows, width)}; pass one a token, or leave it out."
+    )
+
+
+@refusal
+def mask_of_other_dimensions(name: str, mask: torch.Tensor) -> str | None:
+    if mask.ndim == 2:
+        return None
+    return f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
+
+
+@refusal
+def mask_for_other_rows(name: str, mask: torch.Tensor, rows: int) -> str | None:
+    if len(mask) == rows:
+        return None
+    return f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
+
+
+@refusal
+def mask_for_other_tokens(name: str, width: int, widths: set[int]) -> str | None:
+    if width in widths:
+        return None
+    wanted = " or ".join(map(str, sorted(widths)))
+    return (
+        f"{name} has {width} columns, and the text {wanted}; pass the mask that came with input_ids, with columns for "
+        "the tokens of past_key_values before them if there are any."
+    )
+
+
+@refusal
+def mask_of_other_values(name: str, mask: torch.Tensor) -> str | None:
+    strange = mask[(mask != 0) & (mask != 1)]
+    if not len(strange):
+        return None
+    return f"{name} has the value {strange[0].item()}; pass 1 for a token and 0 for a pad."
+
+
+@refusal
+def empty_row(name: str, mask: torch.Tensor) -> str | None:
+    if mask.any(-1).all():
+        return None
+    row = int((~mask.any(-1)).nonzero()[0])
+    return (
+        f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. If you passed no mask, "
+        f"transformers took the pad id for padding; pass {name} with a 1 for each token."
+    )
+
+
+@refusal
+def padding_on_the_right(name: str, mask: torch.Tensor) -> str | None:
+    if mask[:, -1].all():
+        return None
+    return (
+        f"row {int((mask[:, -1] == 0).nonzero()[0])} of {name} ends in 0: prompts must be padded on the left; set "
+        "tokenizer.padding_side='left'. If you passed no mask, transformers took the pad id for padding; pass "
+        f"{name} with a 1 for each token."
+    )
+
+
+@refusal
+def holes_in_the_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> str | None:
+    seen = mask.bool()
+    if model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all():
+        return None
+    kind = type(model).__name__
+    return f"{name} has zeros between tokens of a row, which {kind} does not heed; pad its rows on the left only."
+
+
+@refusal
+def text_that_was_read(width: int, held: int) -> str | None:
+    if held < width:
+        return None
+    return (
+        f"past_key_values holds {held} tokens, and the whole text has {width}; pass the text with at least one token "
+        "more than the cache holds, or the new tokens alone with a mask for all."
+    )
+
+
+def check_inputs(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> None:
+    """The text that one call of `generate` gives.
+
+    Args:
+        model: the target.
+        input_ids: [B, L] int64, as `generate` prepared them; for an encoder-decoder what its decoder starts with.
+        generation_config, model_kwargs: as `generate` prepared them.
+    """
+    decodes = "encoder_outputs" in model_kwargs
+    embeds = None if decodes else model_kwargs.get("inputs_embeds")
+    ids_of_another_shape(input_ids)
+    ids_that_are_no_integers(input_ids)
+    empty_prompt(input_ids, embeds)
+    if embeds is None:
+        unknown_token(model, input_ids)
+    else:
+        embeds_of_another_width(model, embeds)
+    past = model_kwargs.get("past_key_values")
+    held = 0 if past is None else past.get_seq_length()
+    widths = {input_ids.shape[1]} if embeds is None else {input_ids.shape[1], embeds.shape[1]} - {0}
+    name = "decoder_attention_mask" if decodes else "attention_mask"
+    mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
+    known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
+    if held and embeds is None and not decodes and known == input_ids.shape[1]:  # so stock takes it for the whole text
+        text_that_was_read(known, held)
+    if mask is not None:
+        check_mask(model, name, mask, len(input_ids), in_all)
+    elif known is not None:
+        mask_for_other_tokens(name, known, in_all)
+    positions = None if decodes else model_kwargs.get("position_ids")
+    if positions is not None:
+        positions_for_other_tokens(positions, len(input_ids), max(widths) - held)
+
+
+def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
+    """A mask of the text, which may have any of these widths."""
+    mask_of_other_dimensions(name, mask)
+    mask_for_other_rows(name, mask, rows)
+    mask_for_other_tokens(name, mask.shape[1], widths)
+    mask = mask.cpu()  # the one synchronisation of all that follow
+    mask_of_other_values(name, mask)
+    empty_row(name, mask)
+    padding_on_the_right(name, mask)
+    holes_in_the_mask(model, name, mask)
+
+
+def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
+    """What embeds the text of a decoder-only model, where that is a plain table."""
+    if model.config.is_encoder_decoder:
+        return None
+    embedding = model.get_input_embeddings()
+    return embedding if isinstance(embedding, torch.nn.Embedding) else None
+
+
+def _known_tokens(model: PreTrainedModel) -> int | None:
+    """Ids below it can be read; None for a model that may take others for what is not text."""
+    config, embedding = model.config, _embedding(model)
+    if embedding is None or config.get_text_config(decoder=True) is not config:
+        return None
+    return max(embedding.num_embeddings, getattr(config, "vocab_size", 0))  # a table may be spread over devices

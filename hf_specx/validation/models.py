@@ -1,0 +1,195 @@
+"""Checks of a target, and of a draft for it."""
+
+import inspect
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.common.architectures import ENCODERS
+from hf_specx.common.errors import refusal
+from hf_specx.layouts.decoder import vocabulary
+
+
+@refusal
+def target_in_training(target: PreTrainedModel) -> str | None:
+    if not target.training:
+        return None
+    return "the target is in training mode, where dropout makes its text random; call target.eval()."
+
+
+@refusal
+def draft_in_training(draft: PreTrainedModel) -> str | None:
+    if not draft.training:
+        return None
+    return "the draft is in training mode, where dropout draws random numbers; call draft.eval()."
+
+
+@refusal
+def weights_not_loaded(role: str, model: PreTrainedModel) -> str | None:
+    empty = any(p.is_meta for p in model.parameters())
+    if not empty or any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return None
+    return (
+        f"the {role} model has parameters on the meta device and no offload hook to load them; load its weights "
+        "first, for example with from_pretrained(..., device_map='auto')."
+    )
+
+
+@refusal
+def attends_in_both_directions(target: PreTrainedModel) -> str | None:
+    config = target.config.get_text_config(decoder=True)
+    if config.model_type not in ENCODERS or config.is_decoder:
+        return None
+    return (
+        f"{type(target).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
+        "change the law of the tokens before it; set is_decoder=True in its config."
+    )
+
+
+@refusal
+def frequencies_that_change(target: PreTrainedModel, max_length: int) -> str | None:
+    config = target.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
+        kind, limit = rope.get("rope_type", "default"), getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            limit = rope.get("original_max_position_embeddings", limit)
+        if kind in ("dynamic", "longrope") and limit is not None and max_length > limit:
+            return (
+                f"rope_type={kind!r} changes its frequencies behind position {limit}, which candidates would reach "
+                f"too early; keep prompt and new tokens within {limit} (they may be {max_length})."
+            )
+    return None
+
+
+@refusal
+def draft_with_an_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    if target.config.is_encoder_decoder or not draft.config.is_encoder_decoder:
+        return None
+    return (
+        f"the draft {type(draft).__name__} is an encoder-decoder, the target {type(target).__name__} is decoder-only; "
+        "choose a decoder-only draft with the target's tokenizer."
+    )
+
+
+@refusal
+def draft_that_hears(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    names = target.main_input_name, draft.main_input_name
+    if not _has_own_encoder(target, draft) or names[0] != "input_ids" or names[1] == "input_ids":
+        return None
+    return (
+        f"the target {type(target).__name__} reads {names[0]} and the draft {type(draft).__name__} {names[1]}; choose "
+        "a draft that reads what the target reads."
+    )
+
+
+@refusal
+def other_mel_bins(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    bins = [getattr(model.config, "num_mel_bins", None) for model in (target, draft)]
+    if not _has_own_encoder(target, draft) or None in bins or bins[0] == bins[1]:
+        return None
+    return (
+        f"the target hears {bins[0]} mel bins and the draft {bins[1]}, so they cannot read the same features; choose "
+        f"a draft with num_mel_bins={bins[0]}."
+    )
+
+
+@refusal
+def other_encoder_width(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    shares = "encoder_outputs" in inspect.signature(draft.forward).parameters and not draft.config.is_encoder_decoder
+    widths = [getattr(model.config, "d_model", None) for model in (target, draft)]
+    if not (shares and target.config.is_encoder_decoder) or None in widths or widths[0] == widths[1]:
+        return None
+    return (
+        f"the draft {type(draft).__name__} reads encoder outputs of width {widths[1]}, and the target's have "
+        f"{widths[0]}; choose a draft with its own encoder, or with d_model={widths[0]}."
+    )
+
+
+def _has_own_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
+    both = target.config.is_encoder_decoder and draft.config.is_encoder_decoder
+    return both and draft.get_encoder() is not target.get_encoder()
+
+
+@refusal
+def tokens_of_another_meaning(
+    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    different = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
+    if not different:
+        return None
+    token, number = min(different)
+    return (
+        f"the two tokenizers differ, for instance in {token!r} with id {number}; speculative decoding needs a draft "
+        "with the target's own vocabulary."
+    )
+
+
+@refusal
+def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> str | None:
+    sizes = [vocabulary(model) for model in (target, draft)]
+    if sizes[0] == sizes[1]:
+        return None
+    return (
+        f"the target has {sizes[0]} tokens and the draft {sizes[1]}; if both have the same tokenizer and differ only "
+        "by padding, pass tokenizer= and draft_tokenizer= so that this can be checked."
+    )
+
+
+@refusal
+def target_of_no_kind(model: Any) -> str | None:
+    if hasattr(model, "can_generate"):
+        return None
+    return f"model is a {type(model).__name__}; give the target itself, as from_pretrained loads it."
+
+
+@refusal
+def target_without_head(model: Any) -> str | None:
+    if model.can_generate():
+        return None
+    return (
+        f"model is a {type(model).__name__}, which scores no next token; load it with AutoModelForCausalLM or another "
+        "class that can generate."
+    )
+
+
+@refusal
+def suppression_lifted(model: PreTrainedModel) -> str | None:
+    if model.config.model_type != "whisper":
+        return None
+    return (
+        f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=, so that the text "
+        "would not be the same; pass the draft as draft_model=."
+    )
+
+
+def check_target(model: PreTrainedModel, max_length: int) -> None:
+    """Whether the target can be decoded exactly, whatever the draft."""
+    target_in_training(model)
+    weights_not_loaded("target", model)
+    attends_in_both_directions(model)
+    frequencies_that_change(model, max_length)
+
+
+def check_pair(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    """Whether the draft can run, and its token ids mean what the target's mean."""
+    weights_not_loaded("draft", draft)
+    draft_in_training(draft)
+    draft_with_an_encoder(target, draft)
+    draft_that_hears(target, draft)
+    other_mel_bins(target, draft)
+    other_encoder_width(target, draft)
+    if tokenizer is not None and draft_tokenizer is not None:
+        tokens_of_another_meaning(tokenizer, draft_tokenizer)
+    else:
+        vocabularies_of_other_sizes(target, draft)
+
+
+def check_lifted(model: PreTrainedModel) -> None:
+    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and has changed the law for it."""
+    suppression_lifted(model)

@@ -1,0 +1,214 @@
+"""Checks of what ties the rows of a batch together: seeds, order, negative prompts, ranks."""
+
+import numbers
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from hf_specx.common.errors import refusal
+
+
+MAX_SEED = 2**63
+WHERE_FIXED = "it must be the same in every round with synced_gpus=, and with seeds= unless verification='coupled'"
+
+
+def as_list(seeds: Any) -> Any:
+    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else for the check."""
+    seeds = _plain(seeds)
+    return [_plain(seed) for seed in seeds] if isinstance(seeds, list | tuple | range) else seeds
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+@refusal
+def seeds_of_no_kind(seeds: Any) -> str | None:
+    if isinstance(seeds, list) and all(
+        isinstance(seed, numbers.Integral) and not isinstance(seed, bool) for seed in seeds
+    ):
+        return None
+    return f"seeds={seeds!r} is not a list of ints; give one int a row."
+
+
+@refusal
+def seeds_for_other_rows(seeds: Any, rows: int) -> str | None:
+    if len(seeds) == rows:
+        return None
+    return f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
+
+
+@refusal
+def seed_out_of_range(seeds: Any) -> str | None:
+    wrong = [seed for seed in seeds if not 0 <= seed < MAX_SEED]
+    if not wrong:
+        return None
+    return f"the seed {wrong[0]} is not in the range of generators; give ints from 0 to 2**63 - 1."
+
+
+@refusal
+def seeds_in_lockstep(rows: int, verification: str, layout: str) -> str | None:
+    if rows == 1 or layout != "lockstep" or verification not in ("token", "block"):
+        return None
+    return (
+        f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
+        "rows advance by the batch minimum; use verification='coupled', or another layout if the model takes one."
+    )
+
+
+@refusal
+def layout_out_of_order(names: list[str], layout: str) -> str | None:
+    if layout in ("auto", "lockstep"):
+        return None
+    return (
+        f"layout={layout!r} lets rows advance on their own, and {', '.join(names)} must be shown each token once, in "
+        "order, of all rows together; use layout='auto' or 'lockstep', or set `stateless = True` on what goes by its "
+        "arguments alone."
+    )
+
+
+@refusal
+def block_out_of_order(names: list[str], verification: str | None) -> str | None:
+    if verification != "block":
+        return None
+    return (
+        f"verification='block' looks at all candidates of a round, and {', '.join(names)} must be shown each token "
+        "once, in order; use verification='token' or 'coupled', or set `stateless = True` on what goes by its "
+        "arguments alone."
+    )
+
+
+@refusal
+def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
+    if not model.config.is_encoder_decoder:
+        return None
+    return (
+        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
+        "encoder; leave it out."
+    )
+
+
+@refusal
+def negative_prompts_for_other_rows(ids: torch.Tensor, rows: int) -> str | None:
+    if len(ids) == rows:
+        return None
+    return (
+        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
+        "negative prompt a row."
+    )
+
+
+@refusal
+def negative_mask_of_another_shape(ids: torch.Tensor, mask: torch.Tensor) -> str | None:
+    if mask.shape == ids.shape:
+        return None
+    return (
+        f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
+        f"{tuple(ids.shape)}; pass both as the tokenizer gives them."
+    )
+
+
+@refusal
+def negative_prompt_that_ends_in_a_pad(mask: torch.Tensor) -> str | None:
+    if mask[:, -1].all():
+        return None
+    row = int((mask[:, -1] == 0).nonzero()[0])
+    return (
+        f"row {row} of negative_prompt_attention_mask ends in 0: it must hold a token and be padded on the left; set "
+        "tokenizer.padding_side='left'."
+    )
+
+
+@refusal
+def ranks_with_states(states: bool) -> str | None:
+    if not states:
+        return None
+    return (
+        "synced_gpus=True needs the same forwards on every rank, and a model that takes layout='lockstep' only is fed "
+        "again what was accepted, on some ranks more often; use a target and a draft that take another layout, or "
+        "replicas without synced_gpus."
+    )
+
+
+@refusal
+def ranks_with_guidance(stateful: Collection[str]) -> str | None:
+    if UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__ not in stateful:
+        return None
+    return (
+        "synced_gpus=True needs the same forwards on every rank, and guidance that was used before, or is for another "
+        "model, has one for each token; pass guidance_scale= instead of a processor."
+    )
+
+
+@refusal
+def schedule_that_varies(schedule: str) -> str | None:
+    if schedule == "constant":
+        return None
+    return (
+        f"num_assistant_tokens_schedule={schedule!r} changes the number of candidates by what all rows accept, and "
+        f"{WHERE_FIXED}; use 'constant'."
+    )
+
+
+@refusal
+def threshold_that_varies(threshold: float) -> str | None:
+    if not threshold:
+        return None
+    return (
+        f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
+        f"{WHERE_FIXED}; set it to 0."
+    )
+
+
+def check_fixed(schedule: str, threshold: float) -> None:
+    """Whether every round drafts the same number of candidates, as seeds and ranks need it."""
+    schedule_that_varies(schedule)
+    threshold_that_varies(threshold)
+
+
+def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
+    """Whether `seeds` can make each of so many rows independent of the others."""
+    seeds_of_no_kind(seeds)
+    seeds_for_other_rows(seeds, rows)
+    seed_out_of_range(seeds)
+    seeds_in_lockstep(rows, verification, layout)
+
+
+def check_in_order(names: list[str], layout: str, verification: str | None) -> None:
+    """Whether the rest of what was asked for lets each token be shown once, in order, to all rows together.
+
+    Args:
+        names: of the processors and criteria that need this.
+        layout, verification: as they were asked for; None is unset.
+    """
+    layout_out_of_order(names, layout)
+    block_out_of_order(names, verification)
+
+
+def check_guidance(
+    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
+) -> None:
+    """Whether a model can be guided by negative prompts, and these fit a batch of so many rows."""
+    guided_encoder_decoder(model)
+    context: dict[str, Any] = processor.unconditional_context
+    ids, mask = context["input_ids"], context["attention_mask"]
+    if ids is None or not context["first_pass"]:
+        return
+    negative_prompts_for_other_rows(ids, rows)
+    if mask is not None:
+        negative_mask_of_another_shape(ids, mask)
+        negative_prompt_that_ends_in_a_pad(mask)
+
+
+def check_synced(states: bool, stateful: Collection[str]) -> None:
+    """Whether ranks that hold parts of the models can keep step.
+
+    Args:
+        states: whether a model may have states that cannot be cropped.
+        stateful: names of processors that are called in order.
+    """
+    ranks_with_states(states)
+    ranks_with_guidance(stateful)

@@ -1,0 +1,265 @@
+"""The command line: where prompts come from, what is shown and in which colours, and how errors look."""
+
+import importlib
+import json
+import re
+import sys
+
+import pytest
+import torch
+from command import command
+from huggingface_hub.errors import LocalEntryNotFoundError
+from rich.text import Text
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli import console
+from hf_specx.cli import options as cli_options
+from hf_specx.measure import bench
+from hf_specx.pair_files import fetch
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
+
+PROMPTS = list(TEXTS)
+FAST = ["--max-new-tokens", "12", "--seed", "3", "--no-compare"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def models_of_pair(tokenizer):
+    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return target, near(target, 0.1)
+
+
+@pytest.fixture
+def pair(models_of_pair, tokenizer, monkeypatch):
+    """A fresh pair that every id loads."""
+    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), prompts=list(PROMPTS))
+    fresh = DraftTargetPair(*models_of_pair, tokenizer, config)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: fresh)
+    return fresh
+
+
+def specx(*arguments: str, input: str | None = None, colour: bool = False):
+    env = {"FORCE_COLOR": "1", "TERM": "xterm-256color"} if colour else {}
+    return command("generate", *arguments, input=input, **env)
+
+
+def document(result):
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def reference(pair, prompts, **options):
+    """The texts that stock `generate` gives."""
+    inputs = bench.encode(pair.tokenizer, pair.target, prompts, 12)
+    torch.manual_seed(3)
+    output = pair.target.generate(**inputs, max_new_tokens=12, **options)
+    return pair.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("source", ["arguments", "file", "stdin"])
+def test_prompts_from_everywhere(pair, tmp_path, source):
+    (tmp_path / "prompts.txt").write_text("\n\n".join(PROMPTS) + "\n")
+    arguments = {"arguments": PROMPTS, "file": ["--file", str(tmp_path / "prompts.txt")], "stdin": []}[source]
+    result = specx(*arguments, *FAST, "--greedy", "--json", input="\n".join(PROMPTS))
+    (run,) = document(result)["runs"]
+    assert run["prompts"] == PROMPTS
+    assert run["batch"] == 3
+    assert run["comparison"] is None
+    assert run["texts"] == reference(pair, PROMPTS, do_sample=False)
+    assert run["report"]["rounds"] > 0
+
+
+def test_demo_runs_at_batch_1_and_8(pair):
+    runs = document(specx("--demo", *FAST, "--json"))["runs"]
+    assert [run["batch"] for run in runs] == [1, 8]
+    assert runs[1]["prompts"] == (PROMPTS * 3)[:8]
+
+
+def test_coupled_is_stock_sampling(pair):
+    options = ["--verification", "coupled", "--temperature", "0.8", "--top-k", "20", "--top-p", "0.9"]
+    run = document(specx(*PROMPTS, *FAST, *options, "--num-draft-tokens", "3", "--json"))["runs"][0]
+    assert run["texts"] == reference(pair, PROMPTS, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
+    assert (run["report"]["verification"], run["report"]["num_draft_tokens"]) == ("coupled", 3)
+
+
+@pytest.mark.parametrize("number", ["2", "auto"])
+def test_comparison(pair, number):
+    result = specx("the cat", "--max-new-tokens", "6", "--repeats", "3", "--num-draft-tokens", number, "--json")
+    found = document(result)
+    comparison = found["runs"][0]["comparison"]
+    assert found["seed"] >= 0
+    for side in ("plain", "ours"):
+        rates = sorted(n / s for n, s in zip(comparison[side]["tokens"], comparison[side]["seconds"], strict=True))
+        assert comparison[side]["tokens_per_second"] == rates[1]
+        assert len(rates) == 3
+    ratio = comparison["ours"]["tokens_per_second"] / comparison["plain"]["tokens_per_second"]
+    assert comparison["measured_speedup"] == ratio
+    assert len(comparison["num_draft_tokens"]) == 3
+    assert comparison["expected_speedup"] > 0
+    assert comparison["forward_limited_speedup"] > 0
+    assert f"measured speed-up {ratio:.2f}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompts; give them as arguments"),
+        (["a", "--demo"], "more than one way"),
+        (["a", "--verification", "nucleus"], "verification='nucleus' is unknown; choose one of token, block, coupled"),
+        (["a", "--num-draft-tokens", "0"], "num_draft_tokens=0 is below 1"),
+        (["a", "--num-draft-tokens", "-2"], "num_draft_tokens=-2 is below 1"),
+        (["a", "--num-draft-tokens", "many"], "num_draft_tokens='many' is not a number"),
+        (["a", "--num-draft-tokens", "--3"], "num_draft_tokens='--3' is not a number"),
+        (["a", "--num-draft-tokens", ""], "num_draft_tokens='' is not a number"),
+        (["a", "--repeats", "4"], "--repeats 4 has no middle run"),
+        (["a", "--dtype", "int8"], "--dtype int8 is unknown"),
+        (["a", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["a", "--temperature", "nan"], "--temperature nan is no number above 0"),
+        (["a", "--temperature", "inf"], "--temperature inf is no number above 0"),
+        (["a", "--top-p", "0"], "--top-p 0.0 is not above 0"),
+        (["a", "--top-p", "1.1"], "--top-p 1.1 is not above 0 and at most 1"),
+        (["a", "--top-k", "-1"], "--top-k -1 is below 0"),
+        (["a", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
+        (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
+        (["a", ""], "prompt 2 is empty"),
+        ([""], "prompt 1 is empty"),
+        (["a", "--max-new-tokens", "0"], "--max-new-tokens 0 generates nothing"),
+    ],
+)
+def test_errors_are_one_line(pair, arguments, message):
+    result = specx(*arguments, input="")
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--temperature", "0"], ["--top-p", "2"], ["--top-k", "-1"], ["--max-new-tokens", "0"], ["--repeats", "2"]],
+)
+def test_nothing_is_loaded_for_options_that_cannot_be(monkeypatch, option):
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
+    assert specx("the cat", *option).stderr.startswith(f"error: {option[0]} ")
+
+
+def test_accelerators_are_used(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    cli_options.load_pair("embedded", "auto")
+    assert seen == [{"dtype": "auto", "device_map": "auto"}]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_text_of_an_encoder_decoder(tokenizer, monkeypatch, rows):
+    """All that its decoder wrote, though the prompts are longer than the one token that it starts from."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=1, eos_token_id=0)).eval()
+    pair = DraftTargetPair(target, near(target, 0.1), tokenizer)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: pair)
+    prompts = [f"{text} on the mat" for text in TEXTS[:rows]]
+    run = document(specx(*prompts, *FAST, "--greedy", "--json"))["runs"][0]
+    inputs = bench.encode(tokenizer, target, prompts, 12)
+    output = target.generate(**inputs, max_new_tokens=12, do_sample=False)[:, 1:]
+    assert run["texts"] == tokenizer.batch_decode(output, skip_special_tokens=True)
+    assert "wwwwwwwwwwww" in run["texts"]
+
+
+def test_loading_is_told_no_more_than_was_given(pair, monkeypatch):
+    seen = []
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+    assert specx("the cat", *FAST).exit_code == 0
+    assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
+    assert seen == [{"dtype": "auto"}, {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}]
+
+
+def test_pair_that_is_not_there(tmp_path):
+    result = specx("a", "--pair", str(tmp_path / "none"))
+    assert result.exit_code == 2
+    assert str(tmp_path / "none") in result.stderr
+    assert "Traceback" not in result.output
+
+
+def not_there(*args, **options):
+    """As the Hub's client says it offline: without a name."""
+    raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["generate", "a", "--pair", "org/none"],
+        ["card", "org/none"],
+        ["export", "vllm", "org/none"],
+        ["publish", "org/none", "org/name"],
+        ["tune", "org/none", "org/draft", "--no-measure"],
+    ],
+)
+def test_names_that_are_not_found_are_named(monkeypatch, arguments):
+    monkeypatch.setattr(fetch, "snapshot_download", not_there)
+    result = command(*arguments)
+    assert result.exit_code == 2
+    assert "error: 'org/none' cannot be got from the Hub, and there is no folder of that name here" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("embeded", "did you mean 'embedded'"),
+        ("gpt2-xl-with-gpt2", "make one with specx tune openai-community/gpt2-xl openai-community/gpt2 --out FOLDER"),
+    ],
+)
+def test_names_without_an_owner_are_not_looked_for(monkeypatch, name, says):
+    monkeypatch.setattr(fetch, "snapshot_download", None)
+    assert says in specx("a", "--pair", name).stderr
+
+
+def test_what_is_missing_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "hf_specx.cli.app", raising=False)
+    with pytest.raises(SystemExit, match=re.escape("in a clone of its repository, pip install '.[cli]'")):
+        importlib.import_module("hf_specx.cli.app")
+
+
+def test_demo_without_prompts(pair):
+    pair.config.prompts = []
+    result = specx("--demo")
+    assert result.exit_code == 2
+    assert "has no prompts of its own" in result.stderr
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
+def test_text_is_shown_literally(pair, prompts):
+    result = specx(*prompts, *FAST, "--greedy")
+    assert "a dog [bold]sat[/bold] on" in result.stdout
+    for text in reference(pair, prompts, do_sample=False):
+        assert Text(text).plain in result.stdout
+
+
+def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
+    shown = []
+    plain_coloured = console.coloured
+    monkeypatch.setattr(console, "coloured", lambda *a, **k: shown.append(plain_coloured(*a, **k)) or shown[-1])
+    result = specx("the cat", *FAST, colour=True)
+    report = pair.strategy.report
+    assert len(shown) == len(report.history[0]) > 3
+    for text, record in zip(shown, report.history[0], strict=True):
+        assert {span.style for span in text.spans} <= {console.STYLES[o] for o in console.round_origins(record)}
+    assert "\x1b[32m" in result.stdout
+    assert pair.strategy.streamer is None
+
+
+def test_piped_output_is_bare(pair):
+    result = specx("the cat", "--max-new-tokens", "4", "--repeats", "1")
+    assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""

@@ -1,0 +1,151 @@
+"""`specx bench`: what is shown, written and refused."""
+
+import json
+import sys
+
+import pytest
+from bench_cases import speed, tiny_pair
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli import bench as cli_bench
+from hf_specx.measure.cells import cpu_grid
+from hf_specx.measure.points import verdicts
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
+QUICK = ["--prompt-tokens", "5", "--new-tokens", "6", "--repeats", "1"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "my-pair"
+    target = tiny(**SIZES)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(TEXTS))
+    return str(file)
+
+
+def specx(*arguments: str):
+    return command("bench", *arguments, COLUMNS="160")
+
+
+def test_a_first_look(folder, texts, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    out, plots = tmp_path / "results.json", tmp_path / "plots"
+    arguments = [folder, *QUICK, "--file", texts, "--out", str(out), "--plots", str(plots)]
+    monkeypatch.setattr(sys, "argv", ["/bin/specx", "bench", "my-pair"])
+    result = specx(*arguments)
+    assert result.exit_code == 0, result.stderr
+    cells = json.loads(out.read_text())["cells"]
+    assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
+    assert [list(cell["contenders"]) for cell in cells] == [
+        ["plain", "stock", "block-auto", "coupled-auto"],
+        ["plain", "block-auto", "coupled-auto"],
+    ]
+    assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
+    for cell in cells:
+        for name, noted in cell["contenders"].items():
+            assert name in result.stdout
+            assert f"{noted['speedup']['median']:.2f}" in result.stdout
+    assert "synthetic" not in result.stdout
+    assert {"batch.svg", "alpha.svg", "rounds.svg"} == {path.name for path in plots.iterdir()}
+    again = specx(*arguments)
+    assert again.stdout == result.stdout  # of the file
+    assert again.stderr == ""
+
+
+def test_settings_reach_the_cells(folder, texts, tmp_path):
+    out = tmp_path / "results.json"
+    options = "--batch 2 --temperature 0 --top-p 0.9 --seed 4 --dtype bfloat16 --contender plain --contender token-2"
+    result = specx(folder, *QUICK, "--file", texts, "--out", str(out), *options.split())
+    assert result.exit_code == 0, result.stderr
+    (cell,) = json.loads(out.read_text())["cells"]
+    expected = {"batch": 2, "temperature": 0, "top_p": 0.9, "seed": 4, "dtype": "bfloat16", "repeats": 1}
+    assert expected.items() <= cell["cell"].items()
+    assert cell["cell"]["contenders"] == ["plain", "token-2"]
+    assert cell["provenance"]["dtype"] == "bfloat16"
+
+
+def test_a_grid_says_what_holds(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def run_grid(cells, results, command, load, advance):
+        seen.append((cells, results.path))
+        return [speed(), speed(batch=8) | {"failed": "RuntimeError: memory"}]
+
+    monkeypatch.setattr(cli_bench, "run_grid", run_grid)
+    result = specx("--grid", "--only", "speed", "--only", "auto")
+    assert result.exit_code == 0, result.stderr
+    (cells, path), *_ = seen
+    assert {cell.experiment for cell in cells} == {"speed", "auto"}
+    assert str(path) == "specx-bench.json"
+    for verdict in verdicts([speed()]):
+        assert verdict.wanted in result.stdout
+    assert "holds" in result.stdout
+    assert "failed: RuntimeError: memory" in result.stdout
+    assert "grafted pairs are synthetic" in result.stdout
+    specx("--grid", "--out", "other.json")
+    assert (seen[1][0], str(seen[1][1])) == (cpu_grid(), "other.json")
+
+
+def test_what_cannot_run_is_said(monkeypatch):
+    monkeypatch.setattr(cli_bench, "load_bench_pair", lambda name, dtype, prompts, load: tiny_pair(name, dtype))
+    result = specx("grafted-30M", *QUICK, "--batch", "2", "--contender", "plain", "--contender", "stock-5")
+    assert result.exit_code == 0, result.stderr
+    assert "stock-5 is not available: ValueError: assisted generate is only supported" in result.stdout
+    assert "grafted pairs are synthetic" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch", "0"], "batches=[0]"),
+        (["--batch", "2", "--batch", "2"], "no different sizes"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--new-tokens", "0"], "leave no round to time"),
+        (["--prompt-tokens", "0"], "leave no round to time"),
+        (["--temperature", "-1"], "give a temperature of 0"),
+        (["--top-p", "0"], "a top-p above 0"),
+        (["--dtype", "int8"], "--dtype int8 is unknown"),
+        (["--contender", "fast"], "contender 'fast' is unknown"),
+        (["grafted-3B"], "'grafted-3B' is unknown; choose one of grafted-30M"),
+        (["no-such-pair"], "no-such-pair"),
+        (["--grid", "--full"], "--grid and --full are two grids"),
+        (["--grid", "embedded", "--seed", "0"], "leave --seed, PAIR out"),
+        (["--only", "speed"], "use it with --grid or --full"),
+        (["--grid", "--only", "quick"], "--only quick is unknown; choose among speed"),
+        (["--out", "no/such/folder.json"], "there is no folder"),
+        (["--out", "FILE"], "has no results of this version"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, arguments, message):
+    file = tmp_path / "notes.txt"
+    file.write_text("notes")
+    result = specx(*(str(file) if argument == "FILE" else argument for argument in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+def test_figures_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr("hf_specx.measure.plots.matplotlib", None)
+    monkeypatch.setattr(cli_bench, "run_grid", None)
+    result = specx("--plots", str(tmp_path))
+    assert result.exit_code == 2
+    assert "figures need matplotlib" in result.stderr
+
+
+def test_the_large_grid_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(cli_bench.torch.cuda, "is_available", lambda: False)
+    assert "there is no GPU here; use --grid" in specx("--full").stderr

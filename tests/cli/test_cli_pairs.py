@@ -1,0 +1,189 @@
+"""`specx card`, `publish` and `export`: what they write and print, and how errors look."""
+
+import json
+
+import pytest
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli import pairs as cli_pairs
+from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.export import vllm
+from hf_specx.hub.known_pairs import KNOWN_PAIRS
+from hf_specx.pair_files.fetch import Files
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+KNOWN = KNOWN_PAIRS[0].name
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pairs") / "my-pair"
+    target = tiny(**SIZES)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(path)
+    return path
+
+
+def output(*arguments: object) -> str:
+    result = command(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def test_card_of_a_folder(folder, tmp_path):
+    config = PairConfig.from_file(folder / "specx_config.json")
+    assert output("card", folder) == render(config, "my-pair")
+    assert output("card", folder, "--title", "org/name") == render(config, "org/name")
+    assert output("card", folder, "--out", tmp_path / "card.md") == ""
+    assert (tmp_path / "card.md").read_text() == render(config, "my-pair")
+
+
+@pytest.mark.parametrize("name", ["embedded", KNOWN])
+def test_card_of_a_known_pair(name):
+    assert output("card", name) == known_card(name)
+
+
+def test_a_folder_comes_before_a_known_pair(folder, tmp_path, monkeypatch):
+    (tmp_path / KNOWN).symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    config = PairConfig.from_file(folder / "specx_config.json")
+    assert output("card", KNOWN, "--title", "org/name") == render(config, "org/name")
+
+
+def test_all_cards(tmp_path):
+    written = output("card", "--all", tmp_path).split()
+    names = output("card").split()
+    assert sorted(written) == sorted(str(tmp_path / f"{name}.md") for name in names)
+    assert {"embedded", KNOWN} <= set(names)
+
+
+def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
+    seen, code = [], []
+    config = PairConfig(ModelSource("org/t", "c1"), ModelSource("org/d", "c2"))
+    monkeypatch.setattr(cli_pairs, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
+    monkeypatch.setattr(cli_pairs, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
+    assert output("card", "org/pair", "--revision", "v1", "--token", "t") == render(config, "org/pair")
+    assert code == [("org/pair", "v1", ["generate.py"], "custom_generate", {"token": "t"})]
+    output("export", "vllm", "org/pair", "--revision", "v1")
+    output("export", "vllm", "org/pair")
+    assert seen == [("org/pair", "v1", {"token": "t"}), ("org/pair", "v1", {}), ("org/pair", None, {})]
+
+
+@pytest.fixture
+def pushed(folder, monkeypatch):
+    """What was asked to be published, and by what the pair was loaded."""
+    seen = {}
+    plain = DraftTargetPair.from_pretrained
+
+    def load(name, **options):
+        seen["load"] = options
+        return plain(folder, dtype="auto")
+
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", load)
+    monkeypatch.setattr(
+        DraftTargetPair, "push_to_hub", lambda pair, repo_id, **o: seen.update(o, id=repo_id) or "c0ffee"
+    )
+    return seen
+
+
+def test_publish(folder, pushed):
+    result = output("publish", folder, "org/name", "--json")
+    inside = {"target": "inside", "draft": "inside"}
+    assert (
+        pushed
+        == {"load": {"dtype": "auto"}, "id": "org/name", "private": None, "token": None, "revision": None} | inside
+    )
+    assert json.loads(result.splitlines()[-1]) == {"repository": "org/name", "commit": "c0ffee"} | inside
+    assert "published org/name at c0ffee" in result
+
+
+def test_publish_with_every_option(folder, pushed):
+    options = ["--private", "--branch", "next", "--revision", "v1", "--token", "t", "--trust-remote-code"]
+    output("publish", "org/pair", "org/name", *options, "--reference-target", "--inside-draft")
+    assert pushed["load"] == {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
+    assert (pushed["private"], pushed["revision"], pushed["token"]) == (True, "next", "t")
+    assert (pushed["target"], pushed["draft"]) == ("reference", "inside")
+
+
+def test_publish_keeps_references(folder, pushed, monkeypatch):
+    pair = DraftTargetPair.embedded()
+    pair.config.target = ModelSource("org/target", "v1")
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: pair)
+    output("publish", "org/pair", "org/name")
+    assert (pushed["target"], pushed["draft"]) == ("reference", "inside")
+    output("publish", "org/pair", "org/name", "--inside-target")
+    assert (pushed["target"], pushed["draft"]) == ("inside", "inside")
+
+
+def test_publish_into_a_folder(folder, tmp_path):
+    result = output("publish", folder, "--folder", tmp_path / "repository", "--json")
+    assert json.loads(result.splitlines()[-1])["folder"] == str(tmp_path / "repository")
+    names = {path.name for path in (tmp_path / "repository").iterdir()}
+    assert {"README.md", "custom_generate", "specx_config.json", "model.safetensors", "draft"} <= names
+    place, old = tmp_path / "repository", tmp_path / "repository" / "old"
+    old.touch()
+    output("publish", folder, "--folder", place, "--overwrite")
+    assert not old.exists()
+    config = PairConfig.from_file(place / "specx_config.json")
+    assert output("card", place) == (place / "README.md").read_text() == render(config, "repository", published=True)
+
+
+def test_export(folder):
+    config = PairConfig.from_file(folder / "specx_config.json")
+    assert output("export", "vllm", folder) == f"{vllm(config, str(folder))}\n"
+    found = json.loads(output("export", "vllm", folder, "--num-draft-tokens", 7, "--json"))
+    assert found == vllm(config, str(folder), num_draft_tokens=7).to_dict()
+    assert found["speculative_config"]["num_speculative_tokens"] == 7
+
+
+@pytest.mark.parametrize("name", ["embedded", KNOWN])
+def test_export_of_a_known_pair(name):
+    assert "vllm serve" in output("export", "vllm", name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["card", "FOLDER", "--all", "x"], "leave the name, --out, --title and --revision away"),
+        (["card", "--all", "x", "--title", "a/b"], "leave the name, --out, --title and --revision away"),
+        (["card", "--title", "a/b"], "without a name there is no card"),
+        (["card", "--out", "x"], "without a name there is no card"),
+        (["card", KNOWN, "--title", "a/b"], f"--title a/b means nothing for '{KNOWN}'"),
+        (["card", "embedded", "--revision", "v1"], "--revision v1 means nothing for 'embedded'"),
+        (["export", "vllm", KNOWN, "--revision", "v1"], f"--revision v1 means nothing for '{KNOWN}'"),
+        (["card", KNOWN[:-1]], f"did you mean '{KNOWN}'"),
+        (["export", "vllm", KNOWN[:-1]], f"did you mean '{KNOWN}'"),
+        (["publish", "embeded", "org/name"], "did you mean 'embedded'"),
+        (["publish", "FOLDER", "--folder", "x", "--private"], "--private is for a repository"),
+        (["publish", "FOLDER", "--folder", "x", "--branch", "b"], "--branch is for a repository"),
+        (["publish", "FOLDER", "org/name", "--overwrite"], "--overwrite is for --folder"),
+        (["publish", "FOLDER", "org/name", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
+        (["publish", "org/none", "--folder", "FOLDER"], "is there already; name another folder, or pass --overwrite"),
+        (["card", "EMPTY"], "no specx_config.json"),
+        (["publish", "FOLDER"], "give the repository's name, or --folder"),
+        (["publish", "FOLDER", "org/name", "--folder", "x"], "give the repository's name, or --folder"),
+        (["publish", "FOLDER", "a/b/c"], "is no name of a repository"),
+        (["publish", "FOLDER", "--folder", "FOLDER"], "is there already"),
+        (["publish", "FOLDER", "--folder", "EMPTY", "--reference-target"], "no repository on the Hub"),
+        (["publish", "EMPTY", "org/name"], "no specx_config.json"),
+        (["export", "vllm", "EMPTY"], "no specx_config.json"),
+        (["export", "vllm", "FOLDER", "--num-draft-tokens", "0"], "num_draft_tokens=0 is below 1"),
+    ],
+)
+def test_errors_are_one_line(folder, tmp_path, arguments, message):
+    names = {"FOLDER": folder, "EMPTY": tmp_path}
+    result = command(*(names.get(a, a) for a in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["tune"], ["card"], ["publish"], ["export"], ["export", "vllm"]]
+)
+def test_every_command_has_help(command):
+    assert "Usage: " in output(*command, "--help")

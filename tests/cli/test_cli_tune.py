@@ -1,0 +1,213 @@
+"""`specx tune`: what is shown, saved and refused."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli import options as cli_options
+from hf_specx.cli import tune as cli_tune
+from hf_specx.measure.study import Trial
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
+QUICK = ["--batch", "1", "--batch", "2", "--max-new-tokens", "4", "--repeats", "1"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a draft for it and one with other tokens."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny(**SIZES)
+    parts = {
+        "target": (target, tiny_tokenizer()),
+        "draft": (near(target, 0.1), tiny_tokenizer()),
+        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
+    }
+    for name, (model, tokenizer) in parts.items():
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: str(root / name) for name in parts}
+
+
+def specx(*arguments: str, input: str = "\n".join(TEXTS)):
+    return command("tune", *arguments, input=input, COLUMNS="200")
+
+
+@pytest.mark.parametrize("source", ["--file", "--prompts", "stdin"])
+def test_tables_and_json(folders, tmp_path, source):
+    (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
+    given = [] if source == "stdin" else [source, str(tmp_path / "prompts.txt")]
+    result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *given, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["target"] == folders["target"]
+    assert [draft["draft"] for draft in found["drafts"]] == [folders["draft"], folders["stranger"]]
+    first, second = found["drafts"]
+    assert [m["batch"] for m in first["config"]["measurements"]] == [1, 2]
+    assert (first["error"], second["config"]) == (None, None)
+    for draft in found["drafts"]:
+        assert f"{folders['target']} with {draft['draft']}" in result.stdout
+        for finding in draft["findings"]:
+            assert finding["follows"][:30] in result.stdout
+    assert f"{folders['stranger']}: the two tokenizers differ" in result.stdout
+    assert f"{folders['draft']}, num_draft_tokens" in result.stdout
+    figure = first["config"]["measurements"][1]["measured_speedup"]
+    assert f"{figure:.2f}" in result.stdout
+    assert result.stderr == ""
+
+
+def test_saved_pair_loads(folders, tmp_path):
+    out = tmp_path / "pair"
+    result = specx(folders["target"], folders["draft"], *QUICK, "--out", str(out), "--save-prompts")
+    assert result.exit_code == 0, result.stderr
+    assert f"saved in {out}: target inside, draft inside" in result.stdout
+    pair = DraftTargetPair.from_pretrained(out)
+    assert pair.prompts == list(TEXTS)
+    assert [m.batch for m in pair.config.measurements] == [1, 2]
+
+
+def test_checks_alone_need_no_prompts(folders, tmp_path):
+    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair")]
+    result = specx(*arguments, input="")
+    assert result.exit_code == 0, result.stderr
+    assert "measured" not in result.stdout
+    config = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
+    assert (config.measurements, config.tokenizers.method) == ([], "content")
+
+
+@pytest.mark.parametrize(("inside", "places"), [(False, ("reference", "inside")), (True, ("inside", "inside"))])
+def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
+    saved = []
+    config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
+    pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
+    cli_tune.save(Trial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
+    assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
+
+
+@pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
+def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
+    monkeypatch.setattr(Trial, "speedup", speed)
+    cli_tune.recommend(Trial("d", config=PairConfig(ModelSource(), ModelSource())))
+    assert capsys.readouterr().out.startswith(says)
+
+
+def test_options_reach_the_study(folders, monkeypatch):
+    seen = []
+
+    def tune(target, drafts, study, revision, draft_revisions, advance):
+        seen.append((target, drafts, study, revision, draft_revisions))
+        return [Trial("d", error="no")]
+
+    monkeypatch.setattr(cli_tune, "try_drafts", tune)
+    measuring = "--batch 3 --repeats 4 --greedy --verification token --seed 5 --dtype float32"
+    loading = "--token t --revision v1 --draft-revision v2 --draft-revision v3 --trust-remote-code"
+    options = f"{measuring} {loading} --save-prompts".split(" ")
+    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "T", *options])
+    specx("T", "D", "E", *options)
+    specx("T", "D")
+    target, drafts, study, *revisions = seen[0]
+    assert (target, drafts, revisions) == ("T", ["D", "E"], ["v1", ["v2", "v3"]])
+    assert (study.prompts, study.batches, study.repeats, study.seed) == (list(TEXTS), [3], 4, 5)
+    assert (study.options, study.verification) == ({"do_sample": False, "max_new_tokens": 128}, "token")
+    assert (study.dtype, study.hub, study.trust_remote_code, study.keep_prompts) == (
+        "float32",
+        {"token": "t"},
+        True,
+        True,
+    )
+    assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
+    target, drafts, study, *revisions = seen[1]
+    assert (revisions, study.batches, study.verification) == ([None, []], (1, 8), None)
+    assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
+    assert (study.dtype, study.hub) == ("auto", {})
+    assert not study.trust_remote_code
+    assert not study.keep_prompts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["DRAFT", "--batch", "0"], "batches=[0]"),
+        (["DRAFT", "--repeats", "0"], "repeats=0"),
+        (["DRAFT", "--dtype", "int8"], "--dtype int8 is unknown"),
+        (["DRAFT", "--verification", "nucleus"], "verification='nucleus' is unknown"),
+        (["DRAFT", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
+        (["DRAFT", "--draft-revision", "a", "--draft-revision", "b"], "2 revisions were given for 1 drafts"),
+        (["DRAFT", "DRAFT"], "each once"),
+        (["DRAFT", "E", "--no-measure", "--out", "x"], "--no-measure cannot tell"),
+        (["DRAFT", "--out", "USED"], "is there already; name another folder, or pass --overwrite"),
+        (["DRAFT", "--out", "USED/file/pair"], "file; name another folder"),
+        (["DRAFT", "--out", "USED/file/new/pair"], "file; name another folder"),
+        (["DRAFT", "--overwrite"], "--overwrite is for saving"),
+        (["DRAFT", "--inside"], "--inside is for saving"),
+        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
+        (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
+    ],
+)
+def test_errors_are_one_line(folders, tmp_path, arguments, message):
+    (tmp_path / "file").touch(0o755)
+    names = {"DRAFT": folders["draft"], "USED": str(tmp_path)}
+    result = specx(folders["target"], *(names.get(a, a).replace("USED", str(tmp_path)) for a in arguments))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("out", ["pair", "new/pair"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path, out):
+    monkeypatch.setattr(cli_tune, "try_drafts", None)
+    monkeypatch.setattr(cli_tune.os, "access", lambda folder, how: folder != tmp_path)
+    result = specx("T", "D", "--out", str(tmp_path / out))
+    assert result.exit_code == 2
+    assert f"nothing can be written in {tmp_path}; name another folder." in result.stderr
+
+
+def test_a_folder_is_replaced_if_that_is_asked_for(folders, tmp_path):
+    (tmp_path / "old").touch()
+    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path), "--overwrite", "--json"]
+    result = specx(*arguments, input="")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["target"] == folders["target"]
+    assert result.stderr == f"saved in {tmp_path}: target inside, draft inside\n"
+    assert not (tmp_path / "old").exists()
+    assert (tmp_path / "specx_config.json").exists()
+
+
+def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):
+    def save(pair, folder, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(DraftTargetPair, "save_pretrained", save)
+    result = specx(folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair"), "--json")
+    assert (result.exit_code, result.stderr) == (2, "error: no space left\n")
+    assert json.loads(result.stdout.splitlines()[-1])["drafts"][0]["config"] is not None
+
+
+def test_no_prompts(folders):
+    result = specx(folders["target"], folders["draft"], input="")
+    assert result.exit_code == 2
+    assert "no prompts; give them with --file, on standard input, or use --no-measure." in result.stderr
+
+
+def test_no_draft_fits(folders, tmp_path):
+    out = tmp_path / "pair"
+    result = specx(folders["target"], folders["stranger"], *QUICK, "--json", "--out", str(out))
+    assert result.exit_code == 2
+    assert "no draft can be used" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["drafts"][0]["config"] is None
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("token", [["--token", "hf_secret"], ["--token=hf_secret"]])
+def test_tokens_do_not_get_into_files(monkeypatch, token):
+    monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "a b", *token, "--greedy"])
+    assert cli_options.typed() == "specx tune 'a b' --greedy"

@@ -1,0 +1,77 @@
+"""What commands show: text in the colours of its origins, characters token by token, errors in one line."""
+
+import pytest
+import typer
+from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from hf_specx.cli import console
+from hf_specx.engine.report import RoundRecord
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize("error", [ValueError("pass overwrite=True,\nor trust_remote_code=True"), OSError("no disk")])
+def test_errors_are_in_the_words_of_commands(capsys, error):
+    with pytest.raises(typer.Exit), console.errors_in_one_line():
+        raise error
+    says = {ValueError: "pass --overwrite, or --trust-remote-code", OSError: "no disk"}[type(error)]
+    assert capsys.readouterr().err == f"error: {says}\n"
+
+
+@pytest.mark.parametrize(
+    ("record", "origins"),
+    [
+        (RoundRecord(0, 0, 1), ["bonus"]),  # a plain step
+        (RoundRecord(3, 0, 1), ["recovered"]),
+        (RoundRecord(3, 2, 3), ["accepted", "accepted", "recovered"]),
+        (RoundRecord(2, 2, 3), ["accepted", "accepted", "bonus"]),
+        (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
+        (RoundRecord(3, 1, 1), ["accepted"]),
+    ],
+)
+def test_origins_of_a_round(record, origins):
+    assert console.round_origins(record) == origins
+
+
+def test_colours_by_origin(tokenizer):
+    history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
+    tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
+    text = console.coloured(tokens, history, console.TokenDecoder(tokenizer, []))
+    assert text.plain == "bdoganc"
+    origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
+    assert [(s.start, s.style) for s in text.spans] == [(i, console.STYLES[o]) for i, o in enumerate(origins)]
+    assert console.coloured(tokens[:2], history, console.TokenDecoder(tokenizer, [])).plain == "bd"
+
+
+@pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
+def test_characters_split_across_tokens(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    decoder = console.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
+    pieces = [decoder.push(i) for i in ids]
+    assert "".join(pieces) == text
+    assert decoder.rest() == ""
+    assert text.isascii() == all(pieces)
+
+
+def test_spaces_after_the_prompt_are_kept():
+    """Where a tokenizer drops the space before the first word of a text."""
+    words = Tokenizer(WordLevel({"▁the": 0, "▁cat": 1}, unk_token="▁the"))
+    words.decoder = Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([1]) == "cat"
+    assert console.TokenDecoder(tokenizer, [0]).push(1) == " cat"
+
+
+def test_unfinished_and_broken_characters(tokenizer):
+    ids = tokenizer("é🙂")["input_ids"]
+    decoder = console.TokenDecoder(tokenizer, [])
+    broken = [ids[0], *tokenizer("a")["input_ids"], *ids[2:4]]  # half an é, a letter, half a face
+    assert [decoder.push(i) for i in broken] == ["", "\ufffda", "", ""]
+    assert set(decoder.rest()) == {"\ufffd"}

@@ -1,0 +1,86 @@
+"""Where a model runs, by the hooks that accelerate puts on it; accelerators need not be here to be named in hooks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
+from tiny import tiny
+from transformers import PreTrainedModel
+
+from hf_specx.common import devices
+from hf_specx.common.devices import execution_device, hardware, last_device, synchronize
+
+
+CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
+
+
+def hooked(top: object = None, embeddings: object = None, head: object = None) -> PreTrainedModel:
+    """A model with hooks that are looked at, not run."""
+    model = tiny()
+    for module, hook in ((model, top), (model.model.embed_tokens, embeddings), (model.lm_head, head)):
+        if hook is not None:
+            module._hf_hook = hook
+    return model
+
+
+def at(device: object) -> AlignDevicesHook:
+    return AlignDevicesHook(execution_device=device)
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "last"),
+    [
+        (tiny(), CPU, CPU),
+        (hooked(at(FIRST), at(FIRST), at(SECOND)), FIRST, SECOND),
+        (hooked(at("cuda:0"), at("cuda:0"), at("cuda:1")), FIRST, SECOND),
+        (hooked(at(None), at(FIRST), at(SECOND)), FIRST, SECOND),
+        (hooked(None, at(FIRST), at(SECOND)), FIRST, SECOND),  # the model in a wrapper, which has the first hook
+        (hooked(SequentialHook(at(None), SequentialHook(at(FIRST))), None, at(SECOND)), FIRST, SECOND),
+        (hooked(CpuOffload(SECOND)), SECOND, SECOND),
+    ],
+)
+def test_hooks_say_where(model: PreTrainedModel, first: torch.device, last: torch.device):
+    assert (execution_device(model), last_device(model)) == (first, last)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "map"])
+def test_offloaded_weights_are_nowhere_but_run_somewhere(kind: str, tmp_path: Path):
+    model = tiny()
+    if kind == "cpu":
+        cpu_offload(model, execution_device="cpu")
+    elif kind == "disk":
+        disk_offload(model, tmp_path)
+    else:
+        dispatch_model(model, {"model": "disk", "lm_head": "cpu"}, offload_dir=tmp_path)
+    assert model.device.type == "meta"
+    assert execution_device(model) == last_device(model) == CPU
+
+
+def test_a_model_that_does_not_say_which_its_embeddings_are(monkeypatch: pytest.MonkeyPatch):
+    model = hooked(at(None), at(FIRST), at(SECOND))
+    for missing in (lambda: None, NotImplementedError.mro):
+        monkeypatch.setattr(model, "get_input_embeddings", missing)
+        monkeypatch.setattr(model, "get_output_embeddings", missing)
+        assert (execution_device(model), last_device(model)) == (FIRST, SECOND)
+
+
+def test_hardware_is_named_with_what_makes_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    facts = tmp_path / "cpuinfo"
+    monkeypatch.setattr(devices, "CPU_FACTS", facts)
+    threads = f", {torch.get_num_threads()} threads"
+    assert hardware(CPU) == f"{devices.platform.processor() or devices.platform.machine()}{threads}"
+    facts.write_text("processor\t: 0\nmodel name\t: Cores: 2 of them\nmodel name\t: again\n")
+    assert hardware(CPU) == f"Cores: 2 of them{threads}"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"number {device.index}")
+    assert hardware(SECOND) == "number 1"
+    assert hardware(torch.device("mps")) == "mps"
+
+
+def test_waiting_for_a_device(monkeypatch: pytest.MonkeyPatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    synchronize(CPU)
+    synchronize(SECOND)
+    assert waited == [SECOND]

@@ -1,0 +1,152 @@
+"""The drafters, driven by stock's own assisted decoding and by ours."""
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from tiny import Forwards, near, prompts, tiny
+from transformers import LlamaForCausalLM
+from transformers.generation.candidate_generator import (
+    AssistedCandidateGenerator,
+    CandidateGenerator,
+    PromptLookupCandidateGenerator,
+)
+from transformers.generation.logits_process import LogitsProcessorList
+
+from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rules import GreedyRule, RejectionRule
+
+
+class Assisted(LlamaForCausalLM):
+    """A model whose assisted decoding drafts with our generator."""
+
+    rule = RejectionRule
+
+    def _get_candidate_generator(self, generation_config, input_ids, logits_processor, assistant_model, **kwargs):
+        rule = self.rule(False, input_ids.device) if generation_config.do_sample else GreedyRule()
+        return SampledCandidateGenerator(assistant_model, Processors(logits_processor), rule, self.vocab_size, 3)
+
+
+def assisted(model: LlamaForCausalLM) -> Assisted:
+    copy = Assisted(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 2.0])
+def test_stock_loop_greedy_equals_plain(noise: float):
+    target = tiny("llama")
+    ids = prompts(1)["input_ids"]
+    expected = target.generate(ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2)
+    output = assisted(target).generate(
+        ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2, assistant_model=near(target, noise)
+    )
+    assert torch.equal(output, expected)
+
+
+class SoftGreedy(RejectionRule):
+    """Wrong: candidates are the argmax, and are judged as if drawn from the law."""
+
+    def choose(self, sequences, scores, ahead):
+        return scores.argmax(-1), scores.softmax(-1)
+
+
+def stock_loop_p_value(rule: type[RejectionRule]) -> float:
+    """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
+    sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
+    target, draft, prompt = tiny("llama", **sizes), tiny("llama", seed=5, **sizes), torch.tensor([[1, 2, 3]])
+    model = assisted(target)
+    model.rule = rule
+    torch.manual_seed(0)
+    counts = torch.zeros(4, 4)
+    for _ in range(900):
+        text = model.generate(
+            prompt, do_sample=True, top_k=3, temperature=0.9, max_new_tokens=5, assistant_model=draft
+        )
+        counts[text[0, 5], text[0, 6]] += 1
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(256, -1), texts], 1)).logits[:, 2:-1].double() / 0.9
+    laws = logits.masked_fill(logits < logits.topk(3).values[..., -1:], -torch.inf).softmax(-1)
+    joint = laws.gather(-1, texts[..., None])[..., 0].prod(-1).view(4, 4, 4, 4).sum((0, 1))
+    assert counts[joint == 0].sum() == 0
+    return chisquare(counts[joint > 0], 900 * joint[joint > 0]).pvalue
+
+
+def test_stock_loop_sampled_law_is_exact():
+    """False alarm 1e-4; several rounds each, after partial and after full acceptance."""
+    assert stock_loop_p_value(RejectionRule) > 1e-4
+
+
+def test_stock_loop_law_test_can_fail():
+    assert stock_loop_p_value(SoftGreedy) < 1e-8
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_any_other_generator_is_exact_too(do_sample: bool):
+    target = tiny("llama")
+    inputs, settings = prompts(4), {"do_sample": do_sample, "top_k": 8, "max_new_tokens": 40}
+    torch.manual_seed(1)
+    expected = target.generate(**inputs, **settings)
+    lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
+    strategy = SpeculativeDecoding(lookup)
+    torch.manual_seed(1)
+    assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
+    assert strategy.report.verification == ("coupled" if do_sample else "greedy")
+    assert strategy.report.drafted > 0
+
+
+def test_generators_that_cannot_serve_are_refused():
+    draft = tiny(seed=1)
+    config = draft.generation_config
+    assistant = AssistedCandidateGenerator(prompts(1)["input_ids"], draft, config, {})
+    ours = SampledCandidateGenerator(draft, Processors(LogitsProcessorList()), GreedyRule(), 48)
+    for generator in (assistant, ours):
+        with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
+            SpeculativeDecoding(generator)
+
+    class Reader(CandidateGenerator):
+        requires_model_outputs = True
+
+    with pytest.raises(ValueError, match="Reader, which reads the target's outputs"):
+        SpeculativeDecoding(Reader())
+
+
+@pytest.mark.parametrize("sizes", [(48, 40), (40, 48)])
+def test_padded_vocabularies_of_one_tokenizer(sizes: tuple[int, int]):
+    """Sizes may differ where the tokenizers are known to be the same; the law with them is in test_law."""
+
+    class Tokenizer:
+        def get_vocab(self):
+            return {str(i): i for i in range(40)}
+
+    target, draft = (tiny("llama", seed=seed, vocab_size=size) for seed, size in zip((0, 3), sizes, strict=True))
+    inputs = prompts(4)
+    inputs["input_ids"] %= 40
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    torch.manual_seed(1)
+    expected = target.generate(**inputs, **settings)
+    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
+    torch.manual_seed(1)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", **both)
+    assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
+
+
+def test_a_draft_with_fewer_positions_than_the_text():
+    target, draft = tiny("gpt2"), tiny("gpt2", seed=3, max_position_embeddings=16)
+    expected = target.generate(**prompts(3), do_sample=False, max_new_tokens=30)
+    for num_draft_tokens in (4, "auto"):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens)
+        output = target.generate(**prompts(3), do_sample=False, max_new_tokens=30, custom_generate=strategy)
+        assert torch.equal(output, expected)
+
+
+def test_the_draft_is_fed_no_more_than_it_has_not_seen():
+    target = tiny()
+    for noise in (0.0, 0.05, 2.0):
+        draft = near(target, noise)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled")
+        with Forwards(draft) as forwards:
+            target.generate(**prompts(4), do_sample=True, max_new_tokens=40, custom_generate=strategy)
+        assert forwards.lengths[:2] == [11, 1]
+        assert max(forwards.lengths[1:]) <= 2

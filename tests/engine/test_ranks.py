@@ -1,0 +1,210 @@
+"""Ranks that hold parts of the models: all of them run the same forwards until the last one's text is finished.
+
+Two processes on the CPU. A forward of a model that is spread over them is a meeting, so a hook stands in for it that
+meets the other rank and compares what both are about to run; the last case is the real thing, FSDP2.
+"""
+
+import datetime
+import json
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import zoo
+from tiny import near, prompts, tiny
+from torch import distributed, multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LogitsProcessor, PreTrainedModel
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import hf_specx
+from hf_specx import SpeculativeDecoding
+from hf_specx.engine.ranks import Peers, synced_by_default
+
+
+RANKS = 2
+TARGET, DRAFT, ENCODER, DONE = 10, 100, 1000, 10000  # what a rank is about to run; far from a flag of 0 or 1
+SAMPLED = {"do_sample": True, "top_k": 0}
+SHORT_AND_LONG = ({"max_new_tokens": 5}, {"max_new_tokens": 26})
+
+
+class Counting(LogitsProcessor):
+    """Keeps state: each call raises another token."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores + 2.0 * torch.nn.functional.one_hot(torch.tensor(self.calls % 7), scores.shape[-1])
+
+
+class Case(NamedTuple):
+    """What both ranks generate with, and what each of the two sets for itself."""
+
+    model_type: str
+    settings: dict[str, Any]
+    options: dict[str, Any]
+    of_rank: tuple[dict[str, Any], dict[str, Any]] = SHORT_AND_LONG
+    lookup: bool = False
+    counting: bool = False
+
+
+ENDS = ({"eos_token_id": list(range(1, 16)), "pad_token_id": 0}, {"eos_token_id": [3], "pad_token_id": 0})
+CASES = {
+    "sampled": Case("llama", SAMPLED, {"verification": "coupled"}),
+    "first rank longer": Case("gpt2", SAMPLED, {"verification": "coupled"}, SHORT_AND_LONG[::-1]),
+    "ends": Case("gpt2", {"do_sample": False, "max_new_tokens": 40}, {}, ENDS),
+    "packed": Case("llama", {"do_sample": False, "max_new_tokens": 40}, {"layout": "packed"}, ENDS),
+    "lockstep": Case("llama", {"do_sample": False, "max_new_tokens": 40}, {"layout": "lockstep"}, ENDS),
+    "encoder-decoder": Case("t5", SAMPLED, {"verification": "coupled"}),
+    "guidance": Case("llama", {"do_sample": False, "guidance_scale": 1.5}, {}),
+    "in order": Case("llama", SAMPLED, {"verification": "coupled"}, counting=True),
+    "lookup": Case("llama", {"do_sample": False}, {}, lookup=True),
+    "auto": Case("llama", SAMPLED, {"verification": "coupled", "num_draft_tokens": "auto"}),
+}
+
+
+def meet(tag: int) -> None:
+    """Fails unless the other rank is here for the same thing."""
+    tags = torch.tensor(float(tag))
+    distributed.all_reduce(tags)
+    assert tags == RANKS * tag, f"the other rank does not run {tag}"
+
+
+@contextmanager
+def meeting(target: PreTrainedModel, draft: PreTrainedModel) -> Iterator[None]:
+    """Both models meet the other rank before each forward."""
+    tags = {target: TARGET, draft: DRAFT}
+    if target.config.is_encoder_decoder:
+        tags |= {target.get_encoder(): ENCODER, draft.get_encoder(): ENCODER}
+    hooks = [model.register_forward_pre_hook(lambda *_, tag=tag: meet(tag)) for model, tag in tags.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def models(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = zoo.build("seq2seq", "t5") if model_type == "t5" else tiny(model_type)
+    return target, near(target, 0.25 if model_type == "t5" else 0.05)
+
+
+def processors(case: Case) -> list[LogitsProcessor]:
+    return [Counting()] if case.counting else []
+
+
+def compare(name: str, rank: int, synced_gpus: bool) -> None:
+    """Our text on each rank is stock's, in the same forwards on both, though one rank needs far fewer rounds."""
+    case = CASES[name]
+    target, draft = models(case.model_type)
+    call = prompts(3, seed=rank) | case.settings | case.of_rank[rank]
+    torch.manual_seed(rank)
+    expected = target.generate(**call, logits_processor=processors(case))
+    drafter = PromptLookupCandidateGenerator(num_output_tokens=4, max_length=200) if case.lookup else draft
+    options = {"num_draft_tokens": 3} | case.options | {"draft_model": drafter, "synced_gpus": synced_gpus}
+    torch.manual_seed(rank)
+    with meeting(target, draft):
+        output = hf_specx.generate(
+            model=target,
+            **call,
+            **options,
+            logits_processor=processors(case),
+            return_dict_in_generate=True,
+        )
+    meet(DONE)
+    assert torch.equal(output.sequences, expected), name
+    rounds = torch.zeros(RANKS)
+    rounds[rank] = output.speculation_report.rounds
+    distributed.all_reduce(rounds)
+    assert rounds.max() >= 2 * rounds.min(), (name, rounds)
+    assert output.past_key_values is None  # putting it together takes forwards, on some ranks more than on others
+
+
+def compare_sharded(rank: int) -> None:
+    """FSDP2 of both models, which a strategy notices by itself."""
+    target, draft = models("llama")
+    call = prompts(3, seed=rank) | SAMPLED | SHORT_AND_LONG[rank]
+    torch.manual_seed(rank)
+    expected = target.generate(**call)
+    assert not synced_by_default(target, draft)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for model in (draft, target):
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+        assert synced_by_default(target, draft)  # after the draft alone, too
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+    torch.manual_seed(rank)
+    assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
+
+
+def idle_without_drafting(self, target, drafter, processors, sequences, num_draft_tokens) -> None:
+    target(sequences, 1, 0, 1)
+
+
+def drafts_left_out(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Peers, "idle", idle_without_drafting)
+        compare("sampled", rank, synced_gpus=True)
+
+
+# both ranks notice at the same meeting, so that they are in step again afterwards
+WRONG = {"not synced": partial(compare, "sampled", synced_gpus=False), "drafts left out": drafts_left_out}
+RIGHT = {name: partial(compare, name, synced_gpus=True) for name in CASES} | {"FSDP2": compare_sharded}
+
+
+def play(rank: int, folder: str) -> None:
+    """Run everything on a rank, and leave what was raised in a file."""
+    torch.set_num_threads(1)
+    limit = datetime.timedelta(minutes=3)  # of a meeting that the other never comes to
+    distributed.init_process_group("gloo", f"file://{folder}/store", limit, RANKS, rank)
+    outcomes = {}
+    for name, run in (WRONG | RIGHT).items():
+        outcomes[name] = "passed"
+        try:
+            run(rank=rank)
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            if name in RIGHT:
+                break
+    Path(folder, f"{rank}.json").write_text(json.dumps(outcomes))
+    distributed.destroy_process_group()  # or the process may abort as it ends
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What came of each case, on each rank."""
+    folder = tmp_path_factory.mktemp("peers")
+    multiprocessing.spawn(play, (str(folder),), RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_every_rank_gets_stocks_text(outcomes: list[dict[str, str]], name: str):
+    for seen in outcomes:
+        assert seen.get(name) == "passed", seen.get(name, "not reached")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_ranks_out_of_step_are_seen(outcomes: list[dict[str, str]], name: str):
+    assert all("the other rank does not run" in seen[name] for seen in outcomes)
+
+
+def test_alone_there_is_nobody_to_meet():
+    target, draft = models("llama")
+    peers = Peers(True, torch.device("cpu"))
+    assert not peers.synced
+    assert peers.all_finished(True)
+    assert not peers.all_finished(False)
+    expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
+    output = hf_specx.generate(
+        model=target, draft_model=draft, **prompts(2), do_sample=False, max_new_tokens=9, synced_gpus=True
+    )
+    assert torch.equal(output, expected)

@@ -1,0 +1,200 @@
+"""The counters and ratios of a report, from rounds written by hand."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+
+from hf_specx import Costs, SpeculationReport, SpeculativeDecoding
+from hf_specx.engine import report
+from hf_specx.engine.report import RoundRecord
+
+
+COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
+
+
+def three_rounds(costs: Costs | None = None) -> SpeculationReport:
+    """The prompt's step, two rounds of 3 candidates and one of 1; row 1 ends in the second, at 2 of its 3 tokens."""
+    made = SpeculationReport("token", "ragged", "chosen", rows=2, costs=costs)
+    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
+    made.observe([0, 1], 3, [3, 1], [4, 2], torch.tensor(3.5))  # judged 3 + 2
+    made.observe([0, 1], 3, [0, 2], [1, 2], torch.tensor(1.5))  # judged 1 + 3
+    made.observe([0], 1, [1], [2], torch.tensor(0.5))  # judged 1
+    made.finish(2.0, COLUMNS)
+    return made
+
+
+def test_counters():
+    made = three_rounds()
+    assert made.rounds == 3
+    assert made.rounds_per_row == [3, 2]
+    assert made.num_draft_tokens == 3
+    assert made.drafted == 6 + 6 + 1
+    assert made.judged == 5 + 4 + 1
+    assert made.accepted == 4 + 2 + 1
+    assert made.drafted_per_position == [5, 4, 4]
+    assert made.judged_per_position == [5, 3, 2]
+    assert made.accepted_per_position == [4, 2, 1]
+    assert (made.drafted_per_row, made.accepted_per_row) == ([7, 6], [4, 3])
+    assert made.emitted_per_row == [8, 5]
+    assert made.emitted == 13
+
+
+def test_ratios():
+    made = three_rounds()
+    assert made.acceptance_rate == pytest.approx(7 / 13)
+    assert made.alpha == pytest.approx(5.5 / 10)
+    assert made.mean_acceptance_length == pytest.approx(1 + 7 / 5)
+    assert isinstance(made.overlap, float)  # a report that is kept holds nothing on a device
+
+
+def test_history_is_kept_by_row():
+    first, second = three_rounds().history
+    assert first == [(0, 0, 1, 0, 1), (3, 3, 4, 3, 4), (3, 0, 1, 1, 1), (1, 1, 2, 1, 2)]
+    assert second == [(0, 0, 1, 0, 1), (3, 1, 2, 2, 2), (3, 2, 2, 3, 3)]
+
+
+def test_lockstep_gains_what_the_least_row_accepted():
+    costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
+    made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
+    made.observe([0, 1], 3, [3, 1], [2, 2], torch.tensor(3.5), gained=[2, 2])
+    assert made.mean_acceptance_length == 3
+    assert made.tokens_per_round == 2
+    assert made.forward_limited_speedup == pytest.approx(2)
+
+
+def test_tokens_behind_the_last_column_are_not_emitted():
+    """A row that ran ahead of the others keeps its accepted tokens, but what was cut off is not in the text."""
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
+    made.observe([0, 1], 4, [4, 0], [5, 1], torch.tensor(4.5))
+    made.observe([0, 1], 4, [4, 1], [5, 2], torch.tensor(5.5))
+    made.finish(1.0, columns=4)
+    assert made.emitted_per_row == [4, 4]
+    assert [record.emitted for record in made.history[0]] == [1, 3, 0]
+    assert made.accepted == 9
+    assert made.acceptance_rate == 9 / 16
+
+
+def test_ratios_with_costs():
+    """c = 0.25; a round of 3 takes T_t(4) + 3 T_d = 1.75 + 0.75, and one of 1 T_t(2) + T_d = 1.25 + 0.25."""
+    made = three_rounds(Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}}))
+    assert made.cost_coefficient == pytest.approx(0.25)
+    expected = 4 * (1 - 0.55**4) / (1 - 0.55) + 1.55
+    assert made.expected_speedup == pytest.approx(expected / (4 * 1.75 + 1.25))
+    assert made.forward_limited_speedup == pytest.approx((4 + 2 + 1 + 3 + 2) / (4 * 2.5 + 1.5))
+    assert "1.04 limited by the forwards" in str(made)
+
+
+def test_plain_steps_count_in_predictions_and_nowhere_else():
+    """Where "auto" draws no candidates; the prompt's own forward is no step."""
+    costs = Costs({2: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
+    made, plain = three_rounds(costs), three_rounds(costs)
+    plain.history = [[*row, RoundRecord(0, 0, 1, 0, 1), RoundRecord(0, 0, 1, 0, 1)] for row in plain.history]
+    for name in ("alpha", "acceptance_rate", "mean_acceptance_length", "tokens_per_round", "drafted_per_position"):
+        assert getattr(plain, name) == getattr(made, name)
+    assert (plain.rounds_per_row, plain.mean_draft_tokens) == (made.rounds_per_row, 13 / 5)
+    assert plain.forward_limited_speedup == pytest.approx((12 + 4) / (11.5 + 4))
+    assert plain.expected_speedup == pytest.approx((made.expected_speedup * 8.25 + 4) / (8.25 + 4))
+
+
+def test_steps_without_candidates_are_told_apart():
+    made = three_rounds()
+    assert (made.rounds, made.plain_steps) == (3, 1)
+    made.observe([0], 0, [0], [1], torch.tensor(0.0))
+    assert (made.rounds, made.plain_steps) == (3, 2)
+    assert (made + three_rounds()).plain_steps == 3
+
+
+def test_survival_rate_goes_by_all_drafted_positions():
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([0, 1], 2, [2, 0], [3, 1], torch.tensor(1.0), survival=[[1.0, 0.5], [0.4, 0.1]])
+    assert made.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
+    made.observe([1], 0, [0], [1], torch.tensor(0.0), survival=[[]])
+    assert made.survival_rate == pytest.approx(2 / 3.4)
+    assert (made + made).survival == pytest.approx((4, 6.8))
+    assert SpeculationReport("block", "ragged", "chosen", rows=2).survival_rate == 0
+
+
+OTHER_BATCH = Costs({7: {"target": {1: 1.0, 5: 2.0}, "draft": 0.25}})
+
+
+@pytest.mark.parametrize("costs", [None, Costs(), OTHER_BATCH], ids=["none", "empty", "another batch"])
+def test_no_speedup_is_claimed_without_costs_of_this_batch(costs: Costs | None):
+    made = three_rounds(costs)
+    assert (made.cost_coefficient, made.expected_speedup, made.forward_limited_speedup) == (None, None, None)
+    assert "speed-up" not in str(made)
+
+
+def test_plain_values_are_json():
+    values = three_rounds().to_dict()
+    assert json.loads(json.dumps(values)) == values
+    assert values["emitted"] == 13
+    assert values["alpha"] == pytest.approx(0.55)
+    assert values["verification"] == "token"
+    assert (values["layout"], values["layout_reason"]) == ("ragged", "chosen")
+    assert values["seconds"]["total"] == 2.0
+
+
+def test_it_reads_well():
+    first, second, third = str(three_rounds()).splitlines()
+    rounds = "3 rounds of at most 3 candidates, 1 without"
+    assert first == f"13 tokens in 2 rows, {rounds}, token verification, ragged layout"
+    assert second == "alpha 0.550, acceptance rate 0.538, 2.40 tokens a row and round"
+    assert third.startswith("2.00 s")
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_empty(finished: bool):
+    """Before any round, and where nothing was drafted."""
+    made = SpeculationReport("block", "ragged", "chosen", rows=3)
+    if finished:
+        made.observe([0, 1, 2], 0, [0, 0, 0], [1, 1, 1], torch.tensor(0.0))
+        made.finish(0.1, columns=1)
+    assert (made.rounds, made.drafted, made.judged, made.accepted) == (0, 0, 0, 0)
+    assert made.rounds_per_row == [0, 0, 0]
+    assert made.emitted_per_row == [int(finished)] * 3
+    assert made.accepted_per_position == []
+    assert (made.acceptance_rate, made.alpha, made.mean_acceptance_length) == (0.0, 0.0, 1.0)
+    assert "3 rows, 0 rounds" in str(made)
+    json.dumps(made.to_dict())
+
+
+def test_histories_are_not_shared():
+    made = SpeculationReport("block", "ragged", "chosen", rows=2)
+    made.observe([1], 2, [1], [2], torch.tensor(1.0))
+    assert [len(row) for row in made.history] == [0, 1]
+    assert SpeculationReport("block", "ragged", "chosen", rows=2).history == [[], []]
+
+
+def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([1.0, 3.0, 10.0, 10.5])
+    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    made = SpeculationReport("block", "ragged", "chosen", rows=1)
+
+    def more(number: int) -> int:
+        return number + 1
+
+    draft = made.timed("draft", more)
+    assert (draft(1), draft(2)) == (2, 3)
+    assert made.seconds == {"draft": 2.5}
+    assert sum(made.laps["draft"]) == 2.5
+
+
+def test_several_calls_add_up():
+    """As for the windows of a long sound, where later calls may have fewer rows."""
+    target = tiny()
+    draft, reports = near(target, 0.05), []
+    for rows in (3, 2):
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        target.generate(**prompts(rows), do_sample=True, max_new_tokens=12, custom_generate=strategy)
+        reports.append(strategy.report)
+    total = reports[0] + reports[1]
+    for name in ("rounds", "drafted", "judged", "accepted", "emitted"):
+        assert getattr(total, name) == sum(getattr(report, name) for report in reports)
+    assert total.rows == 3
+    assert len(total.history[0]) == sum(len(report.history[0]) for report in reports)
+    alphas = [report.alpha * report.judged for report in reports]
+    assert total.alpha == pytest.approx(sum(alphas) / total.judged)

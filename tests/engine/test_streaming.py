@@ -1,0 +1,230 @@
+"""Streams: one row gets what stock gives it, many rows are tagged, and nothing is handed over that is cut later."""
+
+from queue import Empty
+from typing import Any
+
+import pytest
+import torch
+from collectors import Collector, RowCollector, Words
+from test_stopping import RowSumIs
+from tiny import near, prompts, tiny
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specx import BatchStreamer, SpeculativeDecoding
+from hf_specx.common.batch import Sequences
+from hf_specx.engine.streaming import Stream
+from hf_specx.sampling.stopping import Stopping
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+TIMEOUT = 60
+
+
+def emitted(count: int, rows: int = 1) -> tuple[Sequences, Stopping]:
+    """Prompts of which every row has emitted the tokens 1, 2, ..."""
+    inputs = prompts(rows)
+    sequences = Sequences(inputs["input_ids"], inputs["attention_mask"], 0)
+    append(sequences, torch.arange(1, count + 1).expand(rows, -1))
+    return sequences, Stopping(StoppingCriteriaList(), sequences.width, sequences.width + 30)
+
+
+def append(sequences: Sequences, tokens: torch.Tensor) -> None:
+    counts = [tokens.shape[1]] * len(tokens)
+    sequences.append(tokens, torch.tensor(counts), counts)
+
+
+@pytest.mark.parametrize(("by", "parts"), [("token", [[1], [2], [3]]), ("run", [[1, 2, 3]])])
+def test_by_token_or_by_run(by: str, parts: list[list[int]]):
+    sequences, stopping = emitted(0)
+    collector = Collector()
+    stream = Stream(collector, by)
+    stream.prompt(sequences)
+    append(sequences, torch.tensor([[1, 2, 3]]))
+    for _ in range(2):  # the second time there is nothing new
+        stream.put(sequences, stopping)
+    stream.end()
+    stream.end()
+    assert torch.equal(collector.puts[0], prompts(1)["input_ids"])
+    assert [value.tolist() for value in collector.puts[1:]] == parts
+    assert collector.ends == 1
+
+
+def test_nobody_listens():
+    stream = Stream(None)
+    stream.prompt(None)
+    stream.put(None, None)
+    stream.end()
+
+
+@pytest.mark.parametrize(("by", "parts"), [("token", [[7], [8]]), ("run", [[7, 8]])])
+def test_rows_are_tagged_and_their_prompts_have_no_pads(by: str, parts: list[list[int]]):
+    sequences, stopping = emitted(0, rows=3)
+    collector = RowCollector()
+    stream = Stream(collector, by)
+    stream.prompt(sequences)
+    append(sequences, torch.tensor([[7, 8]] * 3))
+    stream.put(sequences, stopping)
+    for row, (ids, mask) in enumerate(zip(*prompts(3).values(), strict=True)):
+        assert collector.rows[row] == [ids[mask.bool()].tolist(), *parts]
+    assert not collector.ended
+
+
+def test_a_row_that_has_stopped_does_not_wait_for_those_behind_it():
+    """Without an end token it is sure to stay as far as it has come, and nothing is handed over twice."""
+    sequences, stopping = emitted(3, rows=2)
+    collector = RowCollector()
+    stream = Stream(collector, "run")
+    stream.prompt(sequences)
+    stream.put(sequences, stopping)
+    assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3]]] * 2
+    sequences.append(torch.tensor([[4, 5, 6]] * 2), torch.tensor([3, 0]), [3, 0])
+    stream.put(sequences, stopping)
+    stopping.stopped_at[0] = 6
+    for _ in range(2):
+        stream.put(sequences, stopping)
+    assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
+    sequences.append(torch.tensor([[7], [8]]), torch.tensor([1, 1]), [1, 1])
+    stream.put(sequences, stopping)
+    assert [parts[-1] for parts in collector.rows.values()] == [
+        [4, 5, 6],
+        [8],
+    ]  # 7 is sure to stay when row 1 is there
+
+
+def test_the_parts_of_rows_come_with_their_numbers():
+    streamer = BatchStreamer(Words(), timeout=TIMEOUT)
+    for row, tokens in ((0, [1, 2]), (1, []), (1, [3]), (0, [4])):
+        streamer.put_row(row, torch.tensor(tokens, dtype=torch.int64))
+    streamer.end_row(1)
+    streamer.put_row(0, torch.tensor([5]))
+    streamer.end()
+    assert list(streamer) == [(0, "1 2 "), (1, "3 "), (0, "4 "), (0, "5 ")]
+
+
+def test_prompts_are_skipped_in_every_call():
+    streamer = BatchStreamer(Words(), skip_prompt=True, timeout=TIMEOUT)
+    for _ in range(2):
+        streamer.put(torch.tensor([[1, 2], [3, 4]]))
+        streamer.put(torch.tensor([5, 6]))
+        streamer.end()
+        assert list(streamer) == [(0, "5 "), (1, "6 ")]
+
+
+def test_words_are_held_back_until_they_are_whole():
+    class Letters:
+        def decode(self, ids, **kwargs):
+            return "".join(map(chr, ids))
+
+    streamer = BatchStreamer(Letters(), skip_prompt=True, timeout=TIMEOUT)
+    for row in range(2):
+        streamer.put_row(row, torch.tensor([], dtype=torch.int64))
+    for letter, other in zip("ab cd", "ef gh", strict=True):
+        streamer.put_row(0, torch.tensor([ord(letter)]))
+        streamer.put_row(1, torch.tensor([ord(other)]))
+    streamer.end_row(1)
+    streamer.end()
+    assert list(streamer) == [(0, "ab "), (1, "ef "), (1, "gh"), (0, "cd")]
+
+
+def test_a_reader_does_not_wait_for_ever():
+    with pytest.raises(Empty):
+        next(BatchStreamer(Words(), timeout=0))
+
+
+def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():
+    class Broken:
+        def decode(self, ids, **kwargs):
+            raise RuntimeError("no text")
+
+    streamer = BatchStreamer(Broken(), timeout=TIMEOUT)
+    with pytest.raises(RuntimeError, match="no text"):
+        streamer.put_row(0, torch.tensor([1]))
+    with pytest.raises(RuntimeError, match="no text"):
+        streamer.end()
+    assert list(streamer) == []
+
+
+def run(collector: BaseStreamer, rows: int, noise: float, stream_by: str, **call: Any) -> tuple[Any, Any]:
+    """Our text and report."""
+    target = tiny()
+    strategy = SpeculativeDecoding(
+        near(target, noise), num_draft_tokens=4, verification="coupled", streamer=collector, stream_by=stream_by
+    )
+    torch.manual_seed(3)
+    return target.generate(**prompts(rows), **call, custom_generate=strategy), strategy.report
+
+
+@pytest.mark.parametrize("criteria", [[], [RowSumIs()]])
+@pytest.mark.parametrize("eos_token_id", [None, 5])
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_one_row_gets_what_stock_gives(noise: float, settings: dict, eos_token_id: int | None, criteria: list):
+    call = settings | {"eos_token_id": eos_token_id, "stopping_criteria": StoppingCriteriaList(criteria)}
+    target, stock, ours, runs = tiny(), Collector(), Collector(), Collector()
+    torch.manual_seed(3)
+    expected = target.generate(**prompts(1), **call, streamer=stock)
+    output, _ = run(ours, 1, noise, "token", **call)
+    assert torch.equal(output, expected)
+    assert [value.tolist() for value in ours.puts] == [value.tolist() for value in stock.puts]
+    assert ours.ends == stock.ends == 1
+    _, report = run(runs, 1, noise, "run", **call)
+    assert runs.tokens == expected[0].tolist()
+    assert [len(value) for value in runs.puts[1:]] == [record.emitted for record in report.history[0]]
+    assert runs.ends == 1
+
+
+class Counting(LogitsProcessor):
+    """Counts its calls, so that positions are judged one by one, with all rows in the batch to the end."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+IN_ORDER = GREEDY | {"eos_token_id": 5, "logits_processor": LogitsProcessorList([Counting()])}
+
+
+@pytest.mark.parametrize("stream_by", ["token", "run"])
+@pytest.mark.parametrize(
+    "settings", [GREEDY, SAMPLED | {"num_return_sequences": 2}, GREEDY | {"eos_token_id": 5}, IN_ORDER]
+)
+def test_rows_get_their_texts(settings: dict, stream_by: str):
+    collector = RowCollector()
+    rows = settings.get("num_return_sequences", 1) * 4
+    output, report = run(collector, 4, 0.05, stream_by, **settings)
+    mask = prompts(4)["attention_mask"].repeat_interleave(rows // 4, 0).bool()
+    for row in range(rows):
+        prompt, *parts = collector.rows[row]
+        assert prompt == output[row, :11][mask[row]].tolist()
+        text = [token for part in parts for token in part]
+        assert text == output[row, 11 : 11 + report.emitted_per_row[row]].tolist()
+        one_by_one = stream_by == "token" or "logits_processor" in settings
+        assert {len(part) for part in parts} == {1} if one_by_one else len(parts) < len(text)
+    assert collector.ends == 1
+    assert collector.ended.keys() == (set(range(rows)) if "eos_token_id" in settings else set())
+
+
+def test_a_row_that_ends_is_let_go_at_once():
+    """Its last words do not wait for the other rows."""
+    collector = RowCollector()
+    _, report = run(collector, 4, 0.05, "token", **GREEDY, eos_token_id=5)
+    lengths = report.emitted_per_row
+    first, last = lengths.index(min(lengths)), lengths.index(max(lengths))
+    assert collector.ended[first] < collector.ended[last]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.2])
+def test_nothing_is_streamed_that_is_cut_later(noise: float):
+    """Without an end token rows that a criterion has stopped go on until the last row stops, and may run ahead."""
+    collector = RowCollector()
+    criteria = StoppingCriteriaList([RowSumIs()])
+    output, _ = run(collector, 4, noise, "run", **GREEDY | {"max_new_tokens": 60}, stopping_criteria=criteria)
+    assert output.shape[1] < 11 + 60
+    for row, (_, *parts) in collector.rows.items():
+        assert [token for part in parts for token in part] == output[row, 11:].tolist()

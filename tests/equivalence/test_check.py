@@ -1,0 +1,384 @@
+"""The check: what it finds, that it can be repeated and taken up, and what it makes of rounding."""
+
+import json
+import subprocess
+import sys
+
+import evaluate
+import numpy as np
+import pytest
+import torch
+from check_cases import PROMPTS, SIZES, quick, tiny_pair
+from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+
+import hf_specx
+from hf_specx import DraftTargetPair
+from hf_specx.equivalence import cells as check_cells
+from hf_specx.equivalence import check as checking
+from hf_specx.equivalence import equality as check_equality
+from hf_specx.equivalence import texts as check_texts
+from hf_specx.equivalence.cells import judge_law, judge_quality, judge_texts, too_few
+from hf_specx.equivalence.equality import UNITS, Noise, explain
+from hf_specx.equivalence.result import law_line
+from hf_specx.equivalence.settings import Settings
+from hf_specx.equivalence.texts import Subject
+
+
+SMALL = {"samples": 32, "new_tokens": 8, "batch_sizes": (1, 8), "verifications": ("greedy", "coupled", "block")}
+OPTIONS = {"do_sample": True, "temperature": 0.7, "top_k": 0, "max_new_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def result():
+    return quick(**SMALL)
+
+
+def test_what_is_found(result):
+    assert result.passed
+    names = [f"{way}, batch {batch}" for way in ("greedy", "coupled", "block") for batch in (1, 8)]
+    assert list(result.cells) == [*names, "block"]
+    assert [line.what for line in result.lines] == [
+        *(f"{name}: the same tokens as plain generate" for name in names[:4]),
+        *(
+            f"{name}: {what}"
+            for name in names[4:]
+            for what in (
+                "sampled from the target's law",
+                "tokens that the draft overrates are as frequent as they should be",
+            )
+        ),
+        "block: texts alike those of plain generate",
+        "block: quality of plain text",
+    ]
+    assert {line.verdict for line in result.lines} == {"passed"}
+    assert str(result).endswith(
+        "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
+    )
+    equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
+    assert result.cells["greedy, batch 1"]["equality"] == equal
+    assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
+    assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
+    assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
+    assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
+    assert result.trace["verification"] == "block"
+    assert result.speed == {}  # as no report was asked for
+    assert result.provenance["target"].startswith("LlamaForCausalLM, ")
+
+
+def test_rounds_are_counted(result):
+    """By hand on a few, then that those of a check fit its other figures."""
+    counted = check_cells.count_rounds({"accepted": [[3, 0], [1], []], "drafted": [[3, 3], [2], []]})
+    assert counted == {
+        "accepted_lengths": [1, 1, 0, 1],
+        "judged_per_position": [3, 2, 1],
+        "accepted_per_position": [2, 1, 1],
+    }
+    found = result.cells["block, batch 8"]["acceptance"]
+    assert sum(found["accepted_lengths"]) == found["judged_per_position"][0] == found["rounds"]
+    kept = sum(n * rounds for n, rounds in enumerate(found["accepted_lengths"]))
+    assert kept == sum(found["accepted_per_position"])
+    assert found["tokens_per_round"] == pytest.approx(1 + kept / found["rounds"])
+    assert found["alpha"] == pytest.approx(kept / sum(found["judged_per_position"]))
+
+
+def test_the_level_is_shared(result):
+    assert result.comparisons == 6  # two of the law at each batch size, two samples, quality
+    laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
+    assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 6] * 3)
+    assert Settings().comparisons == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams=2"),
+        ({"use_cache": False}, "use_cache=False"),
+        ({"cache_implementation": "static"}, "cache_implementation='static'"),
+        ({"tempreature": 1.0}, "tempreature"),
+    ],
+)
+def test_what_generate_refuses_is_refused_before_any_forward(options, message):
+    """Also what plain generate does not refuse, which comes first."""
+    models, fed = (tiny_pair().target, tiny_pair().draft), []
+    handles = [m.get_input_embeddings().register_forward_hook(lambda *_: fed.append(1)) for m in models]
+    with pytest.raises(ValueError, match=message):
+        quick(**SMALL, **options)
+    assert fed == []
+    quick(**SMALL | {"verifications": ("greedy",)})
+    assert fed  # and nothing stops it from then on
+    for handle in handles:
+        handle.remove()
+
+
+def test_packages_that_are_not_there(monkeypatch):
+    monkeypatch.setattr(checking, "find_spec", lambda name: None if name == "scipy" else name)
+    with pytest.raises(ValueError, match="a check needs scipy: pip install"):
+        quick(**SMALL)
+
+
+def test_steps_are_counted():
+    steps = []
+    quick(**SMALL | {"batch_sizes": (8,)}, advance=lambda: steps.append(1))
+    made = {key: value for key, value in SMALL.items() if key != "batch_sizes"}
+    assert len(steps) == Settings(batch_sizes=(8,), **made).steps(len(PROMPTS))
+
+
+def test_the_same_seed_gives_the_same_result(result):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    again = quick(**SMALL)
+    assert again.to_dict() == result.to_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert quick(**SMALL, seed=1).texts["block"] != result.texts["block"]
+
+
+def test_coupled_and_plain_share_seeds_and_others_do_not():
+    settings = Settings()
+    seeds = {way: settings.run_seed(way, 8, 2) for way in settings.ways}
+    assert seeds["coupled"] == seeds["plain sampled"]
+    assert len(set(seeds.values())) == len(seeds) - 1
+    assert settings.run_seed("token", 8, 2) != settings.run_seed("token", 8, 3)
+    assert settings.run_seed("token", 8, 2) != settings.run_seed("token", 1, 2)
+
+
+def test_prompts_go_around():
+    settings = Settings(samples=5)
+    assert settings.batches("token", 2, 3) == [[0, 1], [2, 0], [1, 2]]
+    assert settings.batches("greedy", 2, 3) == [[0, 1], [2, 0]]
+
+
+def test_every_prompt_is_checked_at_the_largest_batch_size():
+    """At smaller ones some are, where a token takes longer; unless more samples are asked for."""
+    for way in ("greedy", "block"):
+        assert len(Settings().batches(way, 1, 100)) == 8
+        assert len(Settings().batches(way, 8, 100)) == 13
+        assert len(Settings(samples=30).batches(way, 1, 100)) == 30
+    assert len(Settings().batches("greedy", 1, 3)) == 3
+    assert len(Settings().batches("block", 8, 3)) == 8
+    assert len(Settings(batch_sizes=(1,)).batches("block", 1, 3)) == 16
+
+
+def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
+    path, made = tmp_path / "check.json", []
+
+    def generate_texts(subject, way, batch, advance):
+        made.append((way, batch))
+        if (way, batch) == ("block", 8) and made.count(("block", 8)) == 1:
+            raise KeyboardInterrupt
+        return check_texts.generate_texts(subject, way, batch, advance)
+
+    monkeypatch.setattr(checking, "generate_texts", generate_texts)
+    with pytest.raises(KeyboardInterrupt):
+        quick(**SMALL, path=path)
+    known = len(made) - 1
+    assert quick(**SMALL, path=path).to_dict() == result.to_dict()
+    assert made[known + 1 :] == [("block", 8)]
+    steps = []
+    assert quick(**SMALL, path=path, advance=lambda: steps.append(1)).to_dict() == result.to_dict()
+    assert len(made) == known + 2
+    assert len(steps) == Settings(**SMALL).steps(len(PROMPTS))
+    assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
+
+
+@pytest.mark.parametrize("change", ["settings", "prompts", "code", "model"])
+def test_another_check_begins_anew(monkeypatch, tmp_path, change):
+    path, made, settings = tmp_path / "check.json", [], SMALL | {"verifications": ("greedy",)}
+    generate_texts = check_texts.generate_texts
+    monkeypatch.setattr(
+        checking, "generate_texts", lambda subject, *how: made.append(how) or generate_texts(subject, *how)
+    )
+    quick(**settings, path=path)
+    first = len(made)
+    if change == "code":
+        monkeypatch.setattr(checking, "package_digest", lambda: "another")
+    pair, prompts = tiny_pair(), PROMPTS
+    if change == "model":
+        pair = DraftTargetPair(near(pair.target, 0.1), pair.draft, pair.tokenizer)
+    if change == "prompts":
+        prompts = PROMPTS[:3]
+    seed = 5 if change == "settings" else 0
+    given = settings | {"num_draft_tokens": 3, "temperature": 0.7}
+    hf_specx.check(pair, prompts, **given, seed=seed, path=path, advance=lambda: None)
+    assert len(made) == 2 * first
+
+
+def test_results_are_saved_by_evaluate(result, tmp_path):
+    path = result.save(tmp_path / "result.json")
+    found = json.loads(path.read_text())
+    assert found["_evaluate_version"] == evaluate.__version__
+    assert {name: found[name] for name in result.to_dict()} == result.to_dict()
+    assert found["passed"] is True
+
+
+def test_other_options_of_generate_count():
+    result = quick(**SMALL | {"batch_sizes": (8,)}, repetition_penalty=1.5, min_new_tokens=3)
+    assert result.passed, str(result)
+    assert result.settings["options"] == {"repetition_penalty": 1.5, "min_new_tokens": 3}
+    assert result.texts["plain greedy"] != quick(**SMALL | {"verifications": ("greedy",)}).texts["plain greedy"]
+
+
+def test_the_layout_of_the_pair_is_checked():
+    pair = DraftTargetPair(tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer)
+    pair.strategy.layout = "padded"
+    result = hf_specx.check(pair, PROMPTS, **SMALL | {"verifications": ("greedy",)}, advance=lambda: None)
+    assert {cell["acceptance"]["layout"] for cell in result.cells.values()} == {"padded"}
+
+
+def prompt_of(model) -> list[int]:
+    return tiny_tokenizer()(PROMPTS[0])["input_ids"]
+
+
+def test_a_gap_is_that_of_the_logits():
+    """A greedy token and the second one: the second has to rise by the difference of the two logits."""
+    target = tiny_pair().target
+    prompt = prompt_of(target)
+    with torch.no_grad():
+        logits = target(torch.tensor([prompt])).logits[0, -1].double()
+    (first, second), (best, other) = logits.topk(2)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    found = explain(target, options, prompt, [int(best)], [int(other)], 3, 0, None)
+    unit = torch.finfo(torch.float32).eps * float(logits.abs().max())
+    assert (found.row, found.position, found.plain, found.ours) == (3, 0, int(best), int(other))
+    assert found.gap == pytest.approx(float(first - second), rel=0.011)
+    assert found.units == pytest.approx(found.gap / unit, rel=1e-6)
+    assert found.explained == (found.gap <= UNITS * unit)
+    assert not found.explained
+
+
+def test_a_gap_within_rounding_is_explained(monkeypatch):
+    target = tiny_pair().target
+    prompt = prompt_of(target)
+    with torch.no_grad():
+        best, other = target(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
+    monkeypatch.setattr(check_equality, "UNITS", 1e9)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert explain(target, options, prompt, [best], [other], 0, 0, None).explained
+
+
+def test_a_text_that_ends_early_is_never_explained():
+    found = explain(tiny_pair().target, {"do_sample": False}, [5, 6], [7], [7, 8], 0, 1, None)
+    assert (found.plain, found.ours, found.gap, found.explained) == (-1, 8, None, False)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_the_noise_of_a_sampled_token_is_that_of_stock(place):
+    """So the token that stock has drawn needs no rise, at any position and in any row."""
+    target, seed = tiny_pair().target, 11
+    prompt = prompt_of(target)
+    torch.manual_seed(seed)
+    output = target.generate(torch.tensor([prompt] * 3), **OPTIONS, pad_token_id=1)
+    text = output[place, len(prompt) :].tolist()
+    for position, token in enumerate(text[:5]):
+        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, place))
+        assert found.gap == 0.0
+        assert found.explained
+        other = (token + 7) % 280
+        assert not explain(
+            target, OPTIONS, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, place)
+        ).explained
+
+
+def test_tokens_on_the_edge_of_what_is_kept():
+    """By top-k 1 the second token is left out; it would be chosen if its logit rose by the gap."""
+    target = tiny_pair().target
+    prompt = prompt_of(target)
+    with torch.no_grad():
+        (first, second), (best, other) = target(torch.tensor([prompt])).logits[0, -1].double().topk(2)
+    options = OPTIONS | {"top_k": 1}
+    found = explain(target, options, prompt, [int(best)], [int(other)], 0, 0, Noise(1, 1, 0))
+    assert found.gap == pytest.approx(float(first - second), rel=0.011)
+
+
+@pytest.mark.parametrize(("units", "passed"), [(UNITS, False), (1e9, True)])
+def test_impossible_tokens_are_told_from_those_on_the_edge_of_what_is_kept(monkeypatch, units, passed):
+    """By top-k 1 the second token is left out, however near it is."""
+    monkeypatch.setattr(check_equality, "UNITS", units)
+    subject = Subject(tiny_pair(), PROMPTS, Settings(top_k=1, samples=4, batch_sizes=(4,), verifications=("token",)))
+    texts = []
+    for prompt in subject.ids:
+        with torch.no_grad():
+            logits = subject.target(torch.tensor([prompt])).logits[0, -1]
+        texts.append(logits.topk(2).indices[1:].tolist())
+    found = judge_law(subject, "token", 4, {"texts": texts})
+    assert (found["passed"], found["p_value"]) == (passed, float(passed))
+    assert (found["impossible"], found["on_the_edge"]) == ((0, 4) if passed else (4, 0))
+    assert law_line("token", found).note.endswith("by rounding")
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])
+def test_what_top_p_and_top_k_leave_out_never_comes(options):
+    result = quick(verifications=("token", "block"), **options)
+    assert result.passed, str(result)
+    assert [result.cells[f"{way}, batch 32"]["law"]["impossible"] for way in ("token", "block")] == [0, 0]
+
+
+def test_half_precision_passes_and_says_how_many_rows_differ():
+    target = tiny(**SIZES | {"num_hidden_layers": 4})
+    pair = DraftTargetPair(target.bfloat16(), near(target, 0.2).bfloat16(), tiny_tokenizer())
+    result = hf_specx.check(
+        pair,
+        PROMPTS,
+        new_tokens=48,
+        verifications=("greedy", "coupled"),
+        samples=64,
+        batch_sizes=(16,),
+        advance=lambda: None,
+    )
+    assert result.passed, str(result)
+    differences = result.cells["coupled, batch 16"]["equality"]["differences"]
+    assert differences  # else this shows nothing
+    line = next(line for line in result.lines if line.what.startswith("coupled"))
+    assert line.note.startswith(f"{len(differences)} of 64 rows differ, all by rounding")
+    assert 0 < line.figure <= line.threshold == UNITS
+
+
+def test_too_few_texts_are_told_so():
+    """Two differences of lengths are often equal, and then neither exchanges nor an interval say anything."""
+    result = quick(samples=2, batch_sizes=(2,), verifications=("token",))
+    lines = {line.what.split(": ")[1]: line for line in result.lines[2:]}
+    assert list(lines) == ["texts alike those of plain generate", "quality of plain text"]
+    assert {(line.verdict, line.figure) for line in lines.values()} == {("not told", None)}
+    assert (result.cells["token"]["two_samples"], result.cells["token"]["quality"]) == (None, None)
+
+
+@pytest.mark.parametrize("level", [0.9, 0.05, 0.001])
+def test_as_few_texts_as_can_tell_anything(level):
+    """They fail if they differ in all; and no level is asked of exchanges that have none so small."""
+    subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), batch_sizes=(1,), level=level))
+    rows = next(rows for rows in range(2, 99) if not too_few(rows, subject.settings.share))
+    found = judge_texts(subject, [[5, 6, 7]] * rows, [[9, 8]] * rows)
+    assert not found["passed"]
+    assert found["rows"] == rows
+    assert judge_texts(subject, [[5, 6, 7]] * (rows - 1), [[9, 8]] * (rows - 1)) is None
+
+
+def test_texts_that_are_empty_have_no_perplexity_and_others_do():
+    """A text may be an end token alone, which decoding drops."""
+    settings = Settings(verifications=("token",), level=0.05)
+    subject = Subject(tiny_pair(), PROMPTS, settings)
+    rng = np.random.default_rng(0)
+    ours, plain = rng.integers(2, 280, (2, 40, 6)).tolist()
+    places = [row % len(PROMPTS) for row in range(40)]
+    whole = judge_quality(subject, places, plain, ours)
+    ours[3] = [0]
+    assert list(judge_quality(subject, places, plain, ours)) == list(whole)
+    found = judge_quality(subject, places, plain, [[0]] * 35 + ours[35:])
+    assert list(found) == ["distinct_1", "distinct_2", "length"]
+    assert found["length"]["reference"] == whole["length"]["reference"]  # counted in tokens as before
+
+
+def test_a_draft_that_is_the_target_overrates_nothing():
+    pair = DraftTargetPair(tiny_pair().target, tiny_pair().target, tiny_tokenizer())
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    line = next(line for line in result.lines if "overrates" in line.what)
+    assert (line.verdict, line.figure) == ("not told", None)
+    assert result.passed
+    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
+
+
+def test_nothing_of_evaluate_is_imported_before_it_is_needed():
+    code = "import sys, hf_specx; print({'evaluate', 'datasets', 'scipy.stats'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"

@@ -1,0 +1,248 @@
+"""Every way to call: as a function, from a folder, by an override, as a pair. None loses an argument."""
+
+import copy
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal, make_world
+from tiny import prompts
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from hf_specx import Costs, SpeculativeDecoding, generate
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    return make_world(tmp_path_factory.mktemp("entries"))
+
+
+class LastToken(LogitsProcessor):
+    """Takes away the token two above the last one."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.scatter(1, (input_ids[:, -1:] + 2) % scores.shape[1], -torch.inf)
+
+
+def evens(batch_id: int, input_ids: torch.Tensor) -> list[int]:
+    return list(range(2 + batch_id, 4096, 2))
+
+
+def seventh(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    """A stopping criterion: rows whose last token is divisible by 7."""
+    return input_ids[:, -1] % 7 == 0
+
+
+IDS, MASK = prompts(3).values()
+NEGATIVE = prompts(3, width=5, seed=3)
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampled": SAMPLED,
+    "num_return_sequences": SAMPLED | {"num_return_sequences": 3},
+    "keyword inputs": SAMPLED | {"inputs": IDS, "attention_mask": MASK},
+    "keyword input_ids": SAMPLED | {"input_ids": IDS, "attention_mask": MASK},
+    "config": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7, min_new_tokens=3)},
+    "config and arguments": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7), "temperature": 1.3},
+    "processors of the config": SAMPLED | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_length": 15},
+    "logits_processor": SAMPLED | {"logits_processor": LogitsProcessorList([LastToken()])},
+    "stopping_criteria": GREEDY | {"stopping_criteria": StoppingCriteriaList([seventh])},
+    "prefix_allowed_tokens_fn": SAMPLED | {"prefix_allowed_tokens_fn": evens},
+    "guidance": SAMPLED | {"guidance_scale": 1.7},
+    "negative prompts": SAMPLED
+    | {
+        "guidance_scale": 1.7,
+        "negative_prompt_ids": NEGATIVE["input_ids"],
+        "negative_prompt_attention_mask": NEGATIVE["attention_mask"],
+    },
+    "several ends": GREEDY | {"eos_token_id": [7, 8, 9, 10], "pad_token_id": 1},
+    "synced_gpus": SAMPLED | {"synced_gpus": False},
+    "max_length": {"do_sample": False, "max_length": 20},
+    "loader": GREEDY | {"trust_remote_code": True},  # a folder and an override are made by it themselves
+}
+
+
+CALLS = [(form, case) for form in FORMS for case in CASES if case != "loader" or form not in ("folder", "override")]
+
+
+@pytest.mark.parametrize(("form", "case"), CALLS)
+def test_each_argument_counts_as_in_stock(world: SimpleNamespace, form: str, case: str):
+    arguments = CASES[case]
+    config = copy.deepcopy(arguments.get("generation_config"))
+    output = equal(world, form, **arguments)
+    assert output.shape[1] > 11
+    if config is not None:
+        assert config.to_dict() == arguments["generation_config"].to_dict()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_positional_arguments(world: SimpleNamespace, form: str):
+    config = GenerationConfig(**SAMPLED, temperature=0.8)
+    equal(world, form, IDS, attention_mask=MASK, **SAMPLED)
+    equal(world, form, IDS, config, attention_mask=MASK)
+    equal(world, form, IDS, config, LogitsProcessorList([LastToken()]), attention_mask=MASK)
+
+
+def test_positional_arguments_that_do_not_fit(world: SimpleNamespace):
+    config = GenerationConfig(**GREEDY)
+    for call in (world.call["function"], world.call["pair"], world.call["override"]):
+        with pytest.raises(TypeError, match="generation_config"):
+            call(IDS, config, generation_config=config)
+        with pytest.raises(TypeError, match="13 positional arguments"):
+            call(IDS, *[None] * 12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("where", ["argument", "config", "the model's own", "criterion"])
+def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch: pytest.MonkeyPatch):
+    text = world.target.generate(**prompts(3), **GREEDY)[:, 11:]
+    strings = [world.tokenizer.decode(row[place]) for row, place in zip(text, (6, 4, 5), strict=True)]
+    both = GREEDY | {"tokenizer": world.tokenizer}
+    if where == "argument":
+        arguments = both | {"stop_strings": strings}
+    elif where == "config":
+        config = GenerationConfig(**GREEDY, stop_strings=strings)
+        arguments = {"generation_config": config, "tokenizer": world.tokenizer}
+    elif where == "criterion":  # stock takes a user's own criterion for the one it would build
+        criteria = StoppingCriteriaList([StopStringCriteria(world.tokenizer, strings[:1])])
+        arguments = both | {"stop_strings": strings[1:], "stopping_criteria": criteria}
+    else:
+        for model in (world.target, world.own):
+            monkeypatch.setattr(model.generation_config, "stop_strings", strings)
+        arguments = both
+        equal(world, form, **both, stop_strings=None)
+    output = equal(world, form, **arguments)
+    assert output.shape[1] <= (11 + 14 if where == "criterion" else 11 + 7)
+    if form == "pair":
+        del arguments["tokenizer"]
+        equal(world, form, **arguments, stock={"tokenizer": world.tokenizer})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_token_healing(world: SimpleNamespace, form: str):
+    """In one of the rows the healed prompt is shorter than the given one."""
+    inputs = world.tokenizer(["import os\nprint(os.pat", "for i in ran "], return_tensors="pt", padding=True)
+    settings = SAMPLED | {"token_healing": True, "tokenizer": world.tokenizer, **inputs}
+    healed = equal(world, form, **settings)
+    assert not torch.equal(healed[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    assert "heal_tokens" not in vars(world.target) | vars(world.own)
+    assert isinstance(world.own.generate, Callable)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_dict_output(world: SimpleNamespace, form: str):
+    output = equal(world, form, **SAMPLED, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    assert output.speculation_report.num_draft_tokens == 3
+    assert output.speculation_report.verification == "coupled"
+    assert len(output.scores) == len(output.logits) == 14
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_seeds(world: SimpleNamespace, form: str):
+    output = world.call[form](**prompts(3), **SAMPLED, **OURS, seeds=[4, 5, 6])
+    torch.manual_seed(5)
+    expected = world.target.generate(IDS[1:2], attention_mask=MASK[1:2], **SAMPLED)
+    assert torch.equal(output[1:2, :], expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
+    """Were there other ranks, they would be asked whether they are finished; alone it says nothing."""
+    equal(world, form, **GREEDY, stock={"synced_gpus": False}, synced_gpus=True)
+    for name in [name for name in sys.modules if name.endswith(("hf_specx.engine.ranks", "custom_generate.engine"))]:
+        monkeypatch.setattr(sys.modules[name], "world_size", lambda: 2)
+    world.call[form](**prompts(2), **GREEDY)
+    with pytest.raises((ValueError, RuntimeError), match="process group"):
+        world.call[form](**prompts(2), **GREEDY, synced_gpus=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["draft_tokenizer", "assistant_tokenizer"])
+def test_tokenizers_are_compared(world: SimpleNamespace, form: str, name: str):
+    other = copy.deepcopy(world.tokenizer)
+    other.add_tokens("a token of its own")
+    equal(world, form, **GREEDY, stock={}, tokenizer=world.tokenizer)
+    with pytest.raises(ValueError, match="a token of its own"):
+        world.call[form](**prompts(2), **GREEDY, tokenizer=world.tokenizer, **{name: other})
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+def test_options(world: SimpleNamespace, form: str, layout: str):
+    output = world.call[form](
+        **prompts(3), **SAMPLED, return_dict_in_generate=True, layout=layout, verification="token", num_draft_tokens=2
+    )
+    report = output.speculation_report
+    assert (report.layout, report.verification, report.num_draft_tokens) == (layout, "token", 2)
+    costs = Costs()
+    world.call[form](**prompts(3), **SAMPLED, costs=costs, compile=False)
+    assert 3 in costs.table
+
+
+def test_both_names_of_a_thing(world: SimpleNamespace):
+    both, streamer = {"draft_model": world.draft, "assistant_model": world.draft}, Puts()
+    with pytest.raises(ValueError, match="draft_model= and assistant_model= mean the same"):
+        generate(IDS, model=world.target, streamer=streamer, **both)
+    assert streamer.ends == 1
+    for call in world.call.values():
+        with pytest.raises(ValueError, match="draft_tokenizer= and assistant_tokenizer= mean the same"):
+            call(IDS, draft_tokenizer=world.tokenizer, assistant_tokenizer=world.tokenizer)
+
+
+def test_an_override_builds_no_graph(world: SimpleNamespace):
+    seen = []
+    handle = world.own.register_forward_hook(lambda module, args, output: seen.append(output.logits.requires_grad))
+    assert torch.is_grad_enabled()
+    output = world.own.generate(**prompts(2), **GREEDY, assistant_model=world.draft, return_dict_in_generate=True)
+    handle.remove()
+    assert seen
+    assert not any(seen)
+    assert torch.is_grad_enabled()
+    assert not output.past_key_values.layers[0].keys.requires_grad
+
+
+def test_a_draft_with_the_override_is_not_called_by_it(world: SimpleNamespace):
+    """Else it would look for a draft of its own."""
+    draft = AutoModelForCausalLM.from_pretrained(world.folder, trust_remote_code=True)
+    assert "generate" in vars(draft)
+    expected = world.target.generate(**prompts(2), **GREEDY)
+    for call in (world.own.generate, lambda **kwargs: generate(model=world.target, **kwargs)):
+        assert torch.equal(call(**prompts(2), **GREEDY, assistant_model=draft), expected)
+
+
+def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
+    """It is what the call asks for, and so it is what is called."""
+    expected = world.target.generate(**prompts(2), **GREEDY)
+    strategy = SpeculativeDecoding(world.draft, num_draft_tokens=2)
+    assert torch.equal(world.own.generate(**prompts(2), **GREEDY, custom_generate=strategy), expected)
+    assert strategy.report.num_draft_tokens == 2
+    same = {"custom_generate": str(world.folder), "trust_remote_code": True, "assistant_model": world.draft}
+    assert torch.equal(world.own.generate(IDS[:2], attention_mask=MASK[:2], **GREEDY, **same), expected)
+    with pytest.raises(ValueError, match="draft"):
+        world.own.generate(**prompts(2), **GREEDY)
+
+
+def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
+    """What `generate` is told of a call does not get into a pair's strategy, which other threads may use."""
+    strategy, seen = world.pair.strategy, set()
+
+    def look(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        seen.add((strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    asked = {"num_assistant_tokens": 2, "synced_gpus": False, "stopping_criteria": [look]}
+    world.pair.generate(**prompts(2), **GREEDY, **asked)
+    with pytest.raises(ValueError, match="num_beams"):
+        world.pair.generate(**prompts(2), **GREEDY, num_beams=2)
+    look(IDS, None)
+    assert world.pair.strategy is strategy
+    assert seen == {(None, None, False)}

@@ -1,0 +1,366 @@
+"""The entries: what they return, what they leave behind, and reproducibility."""
+
+import gc
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers import PreTrainedModel, TextIteratorStreamer
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx.drafting.draft_length import PRIOR_ALPHA
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.generate import LEARNED
+
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+
+
+def test_dict_output_carries_the_report():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    output = target.generate(**prompts(4), **SAMPLED, return_dict_in_generate=True, custom_generate=strategy)
+    assert output.sequences.shape == (4, 31)
+    report = output.speculation_report
+    assert report is strategy.report
+    assert report.emitted_per_row == [20] * 4
+    assert report.layout == "ragged"
+    assert report.verification == "block"
+    assert json.loads(json.dumps(report.to_dict()))["accepted"] == report.accepted
+    assert report.drafted >= report.judged >= report.accepted > 0
+    assert 0 < report.alpha <= 1
+    assert report.cost_coefficient is None
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_same_seed_same_text(verification: str):
+    target = tiny()
+    draft = near(target, 0.05)
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(6)
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+        outputs.append([target.generate(**prompts(4), **SAMPLED, custom_generate=strategy) for _ in range(2)])
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert not torch.equal(outputs[0][0], outputs[0][1])
+
+
+def test_costs_decide_the_number_of_drafts_and_are_measured_once(monkeypatch):
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.02))
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert list(strategy.costs.table) == [4]
+    assert strategy.report.expected_speedup > 0
+    assert strategy.report.forward_limited_speedup > 0
+    monkeypatch.setattr(SpeculativeDecoding, "calibrate", None)
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    free_draft = Costs({4: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
+    strategy = SpeculativeDecoding(near(target, 0.02), costs=free_draft)
+    target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert strategy.report.num_draft_tokens == 8
+
+
+def test_models_and_generator_survive_an_exception():
+    class Boom(Exception):
+        pass
+
+    target = tiny()
+    draft = near(target, 0.05)
+    weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (target, draft)]
+    configs = [m.generation_config.to_dict() for m in (target, draft)]
+    calls = []
+
+    def explode(module, args):
+        calls.append(1)
+        if len(calls) == 4:
+            raise Boom
+
+    handle = target.register_forward_pre_hook(explode)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    with pytest.raises(Boom):
+        target.generate(
+            **prompts(4),
+            **SAMPLED,
+            custom_generate=SpeculativeDecoding(draft, verification="coupled", num_draft_tokens=2),
+        )
+    handle.remove()
+    assert torch.equal(torch.get_rng_state(), state)
+    for model, weight, config in zip((target, draft), weights, configs, strict=True):
+        assert all(torch.equal(v, weight[k]) for k, v in model.state_dict().items())
+        assert model.generation_config.to_dict() == config
+    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=9)
+    output = target.generate(
+        **prompts(4), do_sample=False, max_new_tokens=9, custom_generate=SpeculativeDecoding(draft)
+    )
+    assert torch.equal(output, expected)
+
+
+def test_the_function_is_the_same_thing():
+    target = tiny()
+    draft = near(target, 0.05)
+    torch.manual_seed(2)
+    expected = target.generate(prompts(4)["input_ids"], attention_mask=prompts(4)["attention_mask"], **SAMPLED)
+    for name in ("draft_model", "assistant_model"):
+        torch.manual_seed(2)
+        output = generate(
+            prompts(4)["input_ids"],
+            model=target,
+            attention_mask=prompts(4)["attention_mask"],
+            **SAMPLED,
+            **{name: draft},
+            verification="coupled",
+            num_draft_tokens=3,
+            revision="main",
+        )
+        assert torch.equal(output, expected)
+
+
+class Words:
+    """A tokenizer as far as `TextIteratorStreamer` uses it."""
+
+    def decode(self, ids, **kwargs):
+        return "".join(f"{int(i)} " for i in ids)
+
+
+def test_a_streamer_in_a_thread_gets_every_token_and_an_end():
+    target = tiny()
+    streamer = TextIteratorStreamer(Words(), skip_prompt=True, timeout=20)
+    inputs = prompts(1)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=17)[0, 11:]
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, streamer=streamer)
+    settings = {"do_sample": False, "max_new_tokens": 17, "custom_generate": strategy}
+    thread = threading.Thread(target=target.generate, kwargs=inputs | settings)
+    thread.start()
+    assert "".join(streamer).split() == [str(i) for i in expected.tolist()]
+    thread.join()
+
+
+class Adapted(torch.nn.Module):
+    """PEFT's wrapper as far as it counts here: it is no `PreTrainedModel`, and its layers are in the model."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self) -> PreTrainedModel:
+        return self.base_model
+
+
+WRAPPERS = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "adapted": Adapted,
+    "both": lambda model: torch.compile(Adapted(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_models_that_something_is_put_around(wrapper: str):
+    """A target that is compiled, and drafts; an adapter of a target is its own model to PEFT's `generate`."""
+    target = tiny()
+    draft, wrap, settings = near(target, 0.05), WRAPPERS[wrapper], {"do_sample": False, "max_new_tokens": 9}
+    expected = target.generate(**prompts(2), **settings)
+    around = wrap(target) if wrapper == "compiled" else target
+    strategy = SpeculativeDecoding(wrap(draft), num_draft_tokens=2)
+    pair = DraftTargetPair(around, wrap(draft))
+    calls = [
+        lambda: around.generate(**prompts(2), **settings, custom_generate=strategy),
+        lambda: generate(**prompts(2), **settings, model=around, draft_model=wrap(draft), num_draft_tokens=2),
+        lambda: pair.generate(**prompts(2), **settings, num_draft_tokens=2),
+    ]
+    assert all(torch.equal(call(), expected) for call in calls)
+    strategy.calibrate(around, prompts(2)["input_ids"])
+    assert strategy.report.accepted > 0
+    assert strategy.draft_model is pair.draft is draft
+    assert pair.target is target
+    assert list(LEARNED[draft]) == [target]
+
+
+@dataclass
+class Copycat(CandidateGenerator):
+    """Proposes the last tokens again; it has no hash, as it can be compared."""
+
+    number: int = 2
+
+    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return torch.cat([input_ids, input_ids[:, -self.number :]], 1), None
+
+    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def test_a_generator_without_a_hash():
+    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 9}
+    expected = target.generate(**prompts(1), **settings)
+    for _ in range(2):
+        assert torch.equal(generate(**prompts(1), **settings, model=target, draft_model=Copycat()), expected)
+
+
+def test_costs_say_what_they_know():
+    costs = Costs({4: {}, 1: {}}, {"block": 0.81249})
+    assert repr(costs) == "Costs(batch sizes [1, 4], acceptance {block: 0.812})"
+    assert repr(Costs()) == "Costs(batch sizes [], acceptance {})"
+
+
+def test_num_return_sequences():
+    target = tiny()
+    torch.manual_seed(2)
+    expected = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled")
+    torch.manual_seed(2)
+    output = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3, custom_generate=strategy)
+    assert torch.equal(output, expected)
+
+
+def test_candidates_past_the_last_position_of_a_learned_table():
+    """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
+    target = tiny("gpt2", max_position_embeddings=24)
+    inputs = prompts(3)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=13)
+    assert target.transformer.wpe.num_embeddings == 24
+    for num_draft_tokens in (4, 7, "auto"):
+        strategy = SpeculativeDecoding(tiny("gpt2", seed=3), num_draft_tokens=num_draft_tokens)
+        output = target.generate(**inputs, do_sample=False, max_new_tokens=13, custom_generate=strategy)
+        assert torch.equal(output, expected)
+
+
+def test_costs_start_anew_for_another_target():
+    first, second = tiny(), tiny(seed=4)
+    strategy = SpeculativeDecoding(near(first, 0.05))
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    costs = strategy.costs
+    assert costs.alpha["block"] != PRIOR_ALPHA
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is costs
+    second.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is not costs
+
+
+def test_a_calibration_is_for_the_target_that_it_was_made_with():
+    """Nothing of another target is mixed with it, and it is there when that target is used."""
+    first, second = tiny(), tiny(seed=4)
+    strategy = SpeculativeDecoding(near(first, 0.05))
+    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
+    strategy.calibrate(second, prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+    costs = strategy.costs
+    second.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
+    assert strategy.costs is costs
+
+
+def test_calibration_of_a_draft_with_fewer_positions_than_the_prompt():
+    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, max_position_embeddings=8))
+    strategy.calibrate(tiny("gpt2"), prompts(3)["input_ids"])
+    assert list(strategy.costs.table) == [3]
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_a_broken_draft_costs_acceptance_only(verification: str):
+    """A draft whose logits are NaN drafts uniformly; the text is no constant, and coupled text stays stock's."""
+    target, draft = tiny(), tiny(seed=1)
+    draft.lm_head.weight.data[3] = torch.nan
+    torch.manual_seed(0)
+    expected = target.generate(**prompts(4), **SAMPLED)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    torch.manual_seed(0)
+    output = target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
+    assert min(len(set(row.tolist())) for row in output[:, 11:]) > 5
+    assert strategy.report.accepted < strategy.report.drafted / 2
+    if verification == "coupled":
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_a_target_without_a_law_is_an_error_as_in_stock(verification: str):
+    """All tokens get banned in the end; stock's multinomial refuses, and so do we."""
+    target, settings = tiny(vocab_size=12), SAMPLED | {"no_repeat_ngram_size": 1}
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(RuntimeError, match="inf"):
+        target.generate(ids, **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification)
+    with pytest.raises(RuntimeError, match="row 0 has no next token"):
+        target.generate(ids, **settings, custom_generate=strategy)
+
+
+def test_input_ids_of_another_integer_type():
+    target = tiny()
+    expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
+    inputs = prompts(2) | {"input_ids": prompts(2)["input_ids"].int()}
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    output = target.generate(**inputs, do_sample=False, max_new_tokens=9, custom_generate=strategy)
+    assert torch.equal(output.long(), expected)
+
+
+def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:
+    """How often bare forwards were timed in each call, the costs being known exactly."""
+    counts: list[int] = []
+
+    def measure(costs: Costs, batch: int, *forwards: Any) -> None:
+        counts[-1] += 1
+        costs.table[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
+
+    monkeypatch.setattr(Costs, "measure", measure)
+    for call in calls:
+        counts.append(0)
+        call()
+    return counts
+
+
+def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
+    """Of the same two models, at the same batch size, and no longer than they live."""
+    target, other = tiny(), tiny(seed=4)
+    draft = near(target, 0.05)
+
+    def call(model: PreTrainedModel = target, rows: int = 2, **options: Any) -> Callable:
+        return lambda: generate(**prompts(rows), **SAMPLED, model=model, draft_model=draft, **options)
+
+    calls = [call(), call(), call(rows=3), call(other), call(), call(costs=Costs()), call()]
+    assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 1, 0]
+    assert LEARNED[draft][target][0].alpha == {}
+    assert len(LEARNED[draft]) == 2
+
+
+def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
+    """The prompt's forward gives the first and a plain step the other, so that nothing is ever drafted."""
+    target = tiny()
+    strategy, expected = SpeculativeDecoding(near(target, 0.05)), target.generate(**prompts(2), max_new_tokens=2)
+    settings = {"do_sample": False, "custom_generate": strategy}
+
+    def call(new_tokens: int) -> Callable:
+        return lambda: target.generate(**prompts(2), **settings, max_new_tokens=new_tokens)
+
+    assert timed_calls(monkeypatch, call(1), call(2), call(3), call(3)) == [0, 0, 1, 0]
+    assert torch.equal(call(2)(), expected)
+
+
+def test_the_same_seed_gives_the_same_text_in_the_next_call():
+    """The number of candidates changes what is drawn, so acceptance must not count from call to call."""
+    target = tiny()
+    draft = near(target, 0.3)
+    costs = Costs({2: {"target": {1: 1.0, 9: 1.3}, "draft": 0.1}})
+    LEARNED.setdefault(draft, WeakKeyDictionary())[target] = costs, Schedule()
+    texts = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        texts.append(generate(**prompts(2), **SAMPLED, model=target, draft_model=draft))
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_what_was_learned_is_forgotten_with_the_models():
+    target = tiny()
+    draft = near(target, 0.05)
+    generate(**prompts(2), **SAMPLED, model=target, draft_model=draft, num_draft_tokens=2)
+    assert draft in LEARNED
+    before = len(LEARNED)
+    del draft
+    gc.collect()
+    assert len(LEARNED) < before

@@ -1,0 +1,250 @@
+"""`seeds=`: what a row becomes depends on its own text and seed, whoever its batch mates are."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from test_law import DEPTH, NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_law, p_values
+from test_law import models as law_models
+from tiny import near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding, generate
+from hf_specx.common.batch import Sequences
+from hf_specx.sampling.noise import NoiseStream, SeededNoise
+from hf_specx.sampling.rules import Draft, Judgement, RejectionRule
+
+
+CPU = torch.device("cpu")
+SEEDS = [7, 0, 2**40 + 3, 7]
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+
+
+def text(rows: int) -> Sequences:
+    return Sequences(torch.ones(rows, 4, dtype=torch.int64), None, 0)
+
+
+def stock_noise(seed: int, positions: int) -> torch.Tensor:
+    """What `torch.multinomial` draws for a batch of one: [positions, 7]."""
+    torch.manual_seed(seed)
+    return torch.cat([torch.empty(1, 7).exponential_() for _ in range(positions)])
+
+
+def test_a_row_gets_what_stock_draws_for_it_alone():
+    """Where the rows have drifted apart, where one left, and for positions that are asked for again."""
+    expected = [stock_noise(seed, 12) for seed in SEEDS]
+    state = torch.get_rng_state()
+    noise, sequences = SeededNoise(SEEDS, CPU), text(4)
+    for counts, left in (([0, 0, 0, 0], []), ([1, 1, 1, 1], []), ([4, 1, 2, 3], [0]), ([4, 5, 3, 7], [2])):
+        sequences.counts = counts
+        sequences.retire(left)
+        for ahead, positions in ((0, 1), (1, 1), (2, 1), (0, 4)):
+            drawn = noise.at(sequences, torch.empty(len(sequences.rows), positions, 7), ahead)
+            for place, row in enumerate(sequences.rows):
+                first = counts[row] + ahead
+                assert torch.equal(drawn[place], expected[row][first : first + positions])
+    assert max(map(len, noise.held)) == 4  # a round's noise, however long the text
+    noise.finish(7)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def play(rows: list[int], seeds: list[int], leaving: dict[int, int], rule_type=RejectionRule) -> dict[int, list]:
+    """Rounds of one rule on fixed scores of each row; row -> its drafts and verdicts, until it leaves.
+
+    Args:
+        rows: which of the scores each row of the batch has.
+        leaving: row of the batch -> the round that it leaves after.
+    """
+    rule, sequences = rule_type(True, CPU, seeds), text(len(rows))
+    seen: dict[int, list] = {row: [] for row in rows}
+    for turn in range(4):
+        generator = torch.Generator().manual_seed(turn)
+        scores = torch.randn(6, 4, 2, 9, generator=generator)  # of the draft and the target
+        mine = scores[[rows[row] for row in sequences.rows]]
+        chosen = [rule.choose(sequences, mine[:, ahead, 0], ahead) for ahead in range(3 if turn else 0)]
+        draft = Draft(torch.empty(len(mine), 0, dtype=torch.int64), None)
+        if chosen:
+            draft = Draft(*(torch.stack(parts, 1) for parts in zip(*chosen, strict=True)))
+        judgement: Judgement = rule.judge(sequences, draft, mine[:, : len(chosen) + 1, 1])
+        for place, row in enumerate(sequences.rows):
+            verdict = [*draft.tokens[place].tolist(), *(x[place].item() for x in judgement.verdict[:2])]
+            seen[rows[row]].append(verdict)
+        sequences.retire([row for row, last in leaving.items() if last == turn])
+    return seen
+
+
+def test_a_row_is_drafted_and_judged_alike_in_any_company():
+    alone = {row: play([row], [SEEDS[row]], {})[row] for row in range(4)}
+    state = torch.get_rng_state()
+    together = play([0, 1, 2, 3], SEEDS, {0: 1, 2: 2})
+    assert together[1] == alone[1]
+    assert together[3] == alone[3]
+    assert together[0] == alone[0][:2]
+    permuted = play([3, 0, 2, 1], [SEEDS[row] for row in (3, 0, 2, 1)], {2: 0})
+    assert [permuted[row] for row in (0, 1, 3)] == [alone[row] for row in (0, 1, 3)]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_streams_differ_between_rows_and_uses():
+    rule = RejectionRule(True, CPU, [0, 1, 2])
+    streams = [g.initial_seed() for s in (rule.drafts, rule.uniforms, rule.residuals) for g in s.generators]
+    assert len(set(streams)) == 9
+
+
+@cache
+def models(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = zoo.build("seq2seq", "t5") if model_type == "t5" else tiny(model_type)
+    return target, near(target, 0.25 if model_type == "t5" else 0.05)
+
+
+def ours(model_type: str, verification: str, inputs: dict, seeds: list[int], **settings) -> list[list[int]]:
+    """The tokens that each row emits, pads behind its end included."""
+    target, draft = models(model_type)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    state = torch.get_rng_state()
+    output = target.generate(**inputs, **SAMPLED | settings, custom_generate=strategy, seeds=seeds)
+    assert torch.equal(torch.get_rng_state(), state)
+    return output[:, 1 if target.config.is_encoder_decoder else inputs["input_ids"].shape[1] :].tolist()
+
+
+def alone(inputs: dict, row: int) -> dict[str, torch.Tensor]:
+    """One row of a batch, without pads."""
+    real = inputs["attention_mask"][row].bool()
+    return {name: value[row : row + 1, real] for name, value in inputs.items()}
+
+
+def until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    first = next((i for i, token in enumerate(tokens) if token in ends), len(tokens) - 1)
+    return tokens[: first + 1]
+
+
+ENDS = {"no end": {"eos_token_id": None}, "ends": {"eos_token_id": [3, 8], "pad_token_id": 0}}
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "t5"])
+def test_coupled_rows_equal_stock_alone_under_their_seeds(model_type: str, ends: str):
+    target, _ = models(model_type)
+    inputs, eos = prompts(4), ENDS[ends]["eos_token_id"] or []
+    expected = []
+    for row, seed in enumerate(SEEDS):
+        torch.manual_seed(seed)
+        one = alone(inputs, row)
+        output = target.generate(**one, **SAMPLED | ENDS[ends])[0].tolist()
+        expected.append(output[1 if model_type == "t5" else one["input_ids"].shape[1] :])
+    output = ours(model_type, "coupled", inputs, SEEDS, **ENDS[ends])
+    assert [until_end(row, eos) for row in output] == expected
+    assert len(set(map(len, expected))) > 2 or ends == "no end"
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize(("model_type", "verification"), [("llama", "token"), ("gpt2", "block"), ("t5", "block")])
+def test_rows_are_the_same_in_any_company(model_type: str, verification: str, ends: str):
+    inputs, others, eos = prompts(4), prompts(4, seed=5), ENDS[ends]["eos_token_id"] or []
+
+    def run(inputs: dict, rows: list[int], seeds: list[int]) -> list[list[int]]:
+        chosen = {name: value[rows] for name, value in inputs.items()}
+        texts = ours(model_type, verification, chosen, seeds, **ENDS[ends])
+        return [until_end(tokens, eos) for tokens in texts]
+
+    together = run(inputs, [0, 1, 2, 3], SEEDS)
+    order = [2, 0, 3, 1]
+    assert run(inputs, order, [SEEDS[row] for row in order]) == [together[row] for row in order]
+    mixed = {name: torch.cat([value[2:3], others[name]]) for name, value in inputs.items()}
+    assert run(mixed, [4, 0, 1], [1, SEEDS[2], 2])[1] == together[2]
+    for row, seed in enumerate(SEEDS):
+        single = ours(model_type, verification, alone(inputs, row), [seed], **ENDS[ends])
+        assert until_end(single[0], eos) == together[row]
+    assert run(inputs, [0, 1, 2, 3], [8, 0, 1, 9])[0] != together[0]
+
+
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+def test_one_seed_for_each_returned_sequence(verification: str):
+    inputs = prompts(2)
+    seeds = [0, 1, 2, 3, 4, 5]
+    several = ours("llama", verification, inputs, seeds, num_return_sequences=3)
+    repeated = {name: value.repeat_interleave(3, 0) for name, value in inputs.items()}
+    assert several == ours("llama", verification, repeated, seeds)
+    assert len({tuple(row) for row in several}) == 6
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(3, 9), torch.arange(3, 9), torch.arange(3, 9).numpy(), tuple(range(3, 9)), [*torch.arange(3, 9)]]
+)
+def test_seeds_of_each_kind(seeds: Any):
+    expected = ours("llama", "coupled", prompts(3), [3, 4, 5, 6, 7, 8], num_return_sequences=2)
+    assert ours("llama", "coupled", prompts(3), seeds, num_return_sequences=2) == expected
+    target, draft = models("llama")
+    settings = SAMPLED | {"num_return_sequences": 2, "verification": "coupled", "num_draft_tokens": 3}
+    output = generate(**prompts(3), **settings, model=target, draft_model=draft, seeds=seeds)
+    assert output[:, 11:].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.tensor(1),
+        torch.ones(2, 1).long(),
+        [True, 1],
+        "12",
+        {1, 2},
+    ],
+)
+def test_seeds_that_are_no_ints(seeds: Any):
+    with pytest.raises(ValueError, match="is not a list of ints"):
+        ours("llama", "coupled", prompts(2), seeds)
+
+
+ROWS = 1024
+
+
+def draw(verification: str, batches: int) -> torch.Tensor:
+    """The first tokens of rows with seeds 0, 1, 2, ... and the same prompt: [batches * ROWS, DEPTH]."""
+    target, draft = law_models()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
+    inputs = {"input_ids": PROMPT.expand(ROWS, -1), "attention_mask": torch.ones_like(PROMPT).expand(ROWS, -1)}
+    call = inputs | {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy}
+    seeds = torch.arange(batches * ROWS).view(batches, ROWS).tolist()
+    texts = torch.cat([target.generate(**call, seeds=batch) for batch in seeds])
+    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_law_over_seeds_is_the_targets(verification: str):
+    """False alarm 1e-4 for both together."""
+    assert min(p_values(draw(verification, batches=24), exact_law([]))) > 1e-4 / 4
+
+
+class OneStream(RejectionRule):
+    """Wrong: a row's acceptance and its residual are drawn with what its drafts are drawn with."""
+
+    def __init__(self, block, device, seeds=None):
+        super().__init__(block, device, seeds)
+        self.residuals, self.uniforms = (
+            NoiseStream([torch.Generator().manual_seed(g.initial_seed()) for g in self.drafts.generators])
+            for _ in range(2)
+        )
+
+
+class Restarted(RejectionRule):
+    """Wrong: the streams of a row start anew each round."""
+
+    def choose(self, sequences, scores, ahead):
+        for generator in self.drafts.generators if ahead == 0 else ():
+            generator.manual_seed(generator.initial_seed())
+        return super().choose(sequences, scores, ahead)
+
+    def judge(self, sequences, draft, scores):
+        for generator in self.uniforms.generators + self.residuals.generators:
+            generator.manual_seed(generator.initial_seed())
+        return super().judge(sequences, draft, scores)
+
+
+@pytest.mark.parametrize("wrong", [OneStream, Restarted])
+def test_wrong_streams_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: type[RejectionRule]):
+    monkeypatch.setattr("hf_specx.engine.prefill.RejectionRule", wrong)
+    assert min(p_values(draw("token", batches=6), exact_law([]))) < 1e-8

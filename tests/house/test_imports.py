@@ -1,0 +1,120 @@
+"""The house: rooms import rooms above them, and what is published needs nothing but torch and transformers."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+from packaging.requirements import Requirement
+
+from hf_specx.hub import flatten
+from hf_specx.hub.flatten import PACKAGE, Module, core_modules, published_code
+from hf_specx.hub.publish import NEEDS
+
+
+ROOMS = """
+    common sampling cache layouts drafting validation engine pair_files strategy generate
+    metrics hub pairs measure equivalence __init__ cli __main__
+""".split()  # noqa: SIM905
+PUBLISHED = ROOMS[: ROOMS.index("generate") + 1]
+DOORS = 19  # files of a room, its `__init__` aside
+FILES = sorted(PACKAGE.rglob("*.py"))
+SHOWN = [path.relative_to(PACKAGE).as_posix() for path in FILES]
+
+
+def room_of(path: Path) -> str:
+    inside = path.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """(rooms, modules from elsewhere) that a file imports, anywhere in it."""
+    rooms, outside = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            rooms.add(room_of(path) if path.parent != PACKAGE else node.module)
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "hf_specx":
+            rooms.add([*node.module.split("."), "__init__"][1])
+        elif isinstance(node, ast.ImportFrom):
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+    return rooms, outside
+
+
+@pytest.mark.parametrize("path", FILES, ids=SHOWN)
+def test_rooms_import_rooms_above_them(path: Path):
+    rooms, outside = imports(path)
+    here = ROOMS.index(room_of(path))
+    assert not [room for room in rooms if ROOMS.index(room) > here]
+    if room_of(path) in PUBLISHED:
+        assert outside <= {"torch", "transformers"} | sys.stdlib_module_names
+
+
+def test_no_corridor_has_too_many_doors():
+    assert len({room_of(path) for path in FILES}) <= DOORS
+    for room in ROOMS:
+        assert len(list((PACKAGE / room).glob("[!_]*.py"))) <= DOORS, room
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "metrics").rglob("*.py")), ids=lambda path: path.stem)
+def test_metrics_stand_alone(path: Path):
+    """Each is published by itself; only what says where they are knows of the package."""
+    rooms, outside = imports(path)
+    assert rooms <= ({"common"} if path.parent.name == "metrics" else set())
+    assert not outside & {"evaluate", "datasets"} or path.parent.parent.name == "metrics"
+
+
+@pytest.mark.parametrize("path", FILES, ids=SHOWN)
+def test_files_and_functions_stay_small(path: Path):
+    source = path.read_text()
+    assert source.count("\n") <= 300
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 50, node.name
+
+
+def test_what_is_published_is_the_core():
+    """Everything up to the entry, since the entry needs all of it."""
+    reached = {module.path for module in core_modules()}
+    assert reached == {path for path in FILES if room_of(path) in PUBLISHED and path.stem != "__init__"}
+    assert set(published_code()) == set(PUBLISHED)
+
+
+def test_published_rooms_say_where_they_come_from_and_keep_every_line():
+    code = published_code()
+    for module in core_modules():
+        if module.name == "pair_source":
+            continue
+        text = code[module.room]
+        assert module.shown in text.split('"""')[1]
+        tree = ast.parse(module.path.read_text())
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                assert ast.get_source_segment(module.path.read_text(), node) in text
+    for text in code.values():
+        assert "hf_specx." not in "".join(line for line in text.splitlines() if line.startswith(("from", "import")))
+
+
+def test_a_name_with_two_meanings_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "room").mkdir()
+    for name, value in (("one", 1), ("two", 2)):
+        (tmp_path / "room" / f"{name}.py").write_text(f'"""Doc."""\n\nNUMBER = {value}\n')
+    (tmp_path / "generate.py").write_text('"""Doc."""\nfrom p.room.one import NUMBER\nfrom p.room.two import NUMBER\n')
+    monkeypatch.setattr(flatten, "PACKAGE", tmp_path)
+    monkeypatch.setattr(flatten, "imported", lambda node, room: _named(node))
+    with pytest.raises(ValueError, match="NUMBER has two meanings in "):
+        published_code()
+
+
+def _named(node: ast.AST) -> Module | None:
+    return Module(*node.module.split(".")[1:]) if isinstance(node, ast.ImportFrom) else None
+
+
+def test_needs_are_those_of_the_project():
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    lowest = {}
+    for requirement in map(Requirement, project["dependencies"]):
+        (lowest[requirement.name],) = (x.version for x in requirement.specifier if x.operator == ">=")
+    assert {name: lowest[name] for name in ("torch", "transformers")} == NEEDS

@@ -1,0 +1,234 @@
+"""Saving a pair: whole or not at all, inside or by reference, and loaded again as it was."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_specx import DraftTargetPair
+from hf_specx.pair_files.facts import tokenizer_facts
+from hf_specx.pair_files.fetch import fingerprint
+from hf_specx.pair_files.pair_config import (
+    CONFIG_NAME,
+    Measurement,
+    ModelSource,
+    PairConfig,
+    SavedCosts,
+    TokenizerFacts,
+)
+
+
+EMBEDDED = Path(__file__).parents[2] / "hf_specx" / "embedded"
+COSTS = SavedCosts("a clock", "float32", {"2": {"target": {"1": 1.0, "9": 2.0}, "draft": 0.25}}, {"block": 0.5})
+
+
+@pytest.fixture
+def pair() -> DraftTargetPair:
+    target = tiny(vocab_size=4096)
+    config = PairConfig(
+        ModelSource(), ModelSource(), num_draft_tokens=3, verification="token", layout="padded", prompts=["a", "b"]
+    )
+    config.costs, config.license, config.notes = COSTS, "mit", "## Notes\n"
+    config.measurements = [
+        Measurement(
+            2, "float32", "token", 3, "padded", 0.5, None, 1.9, None, None, 1.2, "a clock", {"torch": "2"}, "x"
+        )
+    ]
+    return DraftTargetPair(target, near(target, 0.1), AutoTokenizer.from_pretrained(EMBEDDED), config)
+
+
+def weights_equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    assert weights_equal(loaded.target, pair.target)
+    assert weights_equal(loaded.draft, pair.draft)
+    assert loaded.tokenizer.get_vocab() == pair.tokenizer.get_vocab()
+    for name in ("num_draft_tokens", "verification", "layout", "costs", "measurements", "prompts", "license", "notes"):
+        assert getattr(loaded.config, name) == getattr(pair.config, name)
+    assert loaded.config.tokenizers.method == "one"
+    assert (loaded.config.draft.subfolder, loaded.config.draft.parameters) == ("draft", pair.draft.num_parameters())
+    loaded.generate(**prompts(2), max_new_tokens=6, do_sample=True)
+    report = loaded.report
+    assert (report.num_draft_tokens, report.verification, report.layout) == (3, "token", "padded")
+
+
+def test_the_target_is_an_ordinary_model(pair: DraftTargetPair, tmp_path: Path):
+    """At the root of the folder, where everybody else looks for it."""
+    pair.save_pretrained(tmp_path / "pair")
+    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "pair"), pair.target)
+    assert not list((tmp_path / "pair").rglob("*.bin"))
+
+
+def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path: Path):
+    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded."""
+    for role in ("target", "draft"):
+        getattr(pair, role).name_or_path = f"org/{role}"
+        getattr(pair, role).config._commit_hash = "0" * 40
+    target, draft = pair.target, pair.draft
+    pair.save_pretrained(tmp_path / "both", target="reference", draft="reference")
+    config = PairConfig.from_file(tmp_path / "both" / CONFIG_NAME)
+    assert (config.target.name, config.target.revision) == ("org/target", "0" * 40)
+    assert not list((tmp_path / "both").rglob("*.safetensors"))
+    assert DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=draft).target is target
+    pair.save_pretrained(tmp_path / "one", target="reference")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "one", target=target)
+    assert weights_equal(loaded.draft, draft)
+    draft.save_pretrained(tmp_path / "other")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=tmp_path / "other")
+    assert weights_equal(loaded.draft, draft)
+
+
+def test_a_reference_loaded_from_the_hub_is_kept_with_its_subfolder(pair: DraftTargetPair, tmp_path: Path):
+    """The draft of a repository that is a pair itself lies in a subfolder, which the model does not know."""
+    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
+    pair.save_pretrained(tmp_path / "pair", draft="reference")
+    draft = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).draft
+    assert (draft.name, draft.revision, draft.subfolder) == ("org/pair", "1" * 40, "draft")
+
+
+def test_what_goes_wrong_leaves_nothing(pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also in place of an earlier pair, which stays as it was."""
+    folder = tmp_path / "pair"
+    pair.save_pretrained(folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.setattr(pair.draft, "save_pretrained", lambda *args, **kwargs: 1 / 0)
+    for target in (folder, tmp_path / "new"):
+        with pytest.raises(ZeroDivisionError):
+            pair.save_pretrained(target, overwrite=True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_that_cannot_be_put_in_its_place(
+    pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The earlier pair is put back."""
+    folder, rename, renamed = tmp_path / "pair", Path.rename, []
+    pair.save_pretrained(folder)
+    before = content(folder)
+
+    def failing(path: Path, to: Path) -> Path:
+        renamed.append(path)
+        if len(renamed) == 2:
+            raise OSError("no room")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no room"):
+        DraftTargetPair(pair.target, near(pair.target, 0.3)).save_pretrained(folder, overwrite=True)
+    assert content(folder) == before
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_link_to_a_folder_stays_one(pair: DraftTargetPair, tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    for overwrite in (False, True):
+        pair.save_pretrained(tmp_path / "link", overwrite=overwrite)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "folder" / CONFIG_NAME).is_file()
+        assert not (tmp_path / "folder").is_symlink()
+
+
+def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
+    folder = tmp_path / "pair"
+    pair.save_pretrained(folder)
+    (folder / "left over.safetensors").touch()
+    other = DraftTargetPair(pair.target, near(pair.target, 0.3), pair.tokenizer)
+    other.save_pretrained(folder, overwrite=True)
+    assert not (folder / "left over.safetensors").exists()
+    assert weights_equal(DraftTargetPair.from_pretrained(folder).draft, other.draft)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_saving_leaves_the_pair_alone(pair: DraftTargetPair, tmp_path: Path):
+    before = pair.config.to_text()
+    pair.save_pretrained(tmp_path / "pair")
+    assert pair.config.to_text() == before
+
+
+def test_fingerprints_are_of_what_was_saved(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
+    assert config.target.fingerprint == fingerprint(tmp_path / "pair")
+    assert config.draft.fingerprint == fingerprint(tmp_path / "pair" / "draft")
+
+
+def test_the_embedded_pair_is_as_its_config_says():
+    config = PairConfig.from_file(EMBEDDED / CONFIG_NAME)
+    assert config.to_text() == (EMBEDDED / CONFIG_NAME).read_text()
+    assert config.target.fingerprint == fingerprint(EMBEDDED)
+    assert config.draft.fingerprint == fingerprint(EMBEDDED / "draft")
+    assert config.tokenizers == tokenizer_facts(AutoTokenizer.from_pretrained(EMBEDDED))
+    special = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    assert replace(config.tokenizers, vocabulary=None) == TokenizerFacts("one", 4096, special)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("how", ["weights", "folder", "model"])
+def test_what_was_measured_is_of_those_models(role: str, how: str, pair: DraftTargetPair, tmp_path: Path):
+    """With others, it is forgotten, and with it what was recommended; texts and notes stay."""
+    folder, other = tmp_path / "pair", near(getattr(pair, role), 0.2)
+    pair.save_pretrained(folder)
+    if how == "model":
+        loaded = DraftTargetPair.from_pretrained(folder, **{role: other})
+    elif how == "folder":
+        other.save_pretrained(tmp_path / "other")
+        loaded = DraftTargetPair.from_pretrained(folder, **{role: tmp_path / "other"})
+    else:
+        other.save_pretrained(folder / ("" if role == "target" else "draft"))
+        with pytest.warns(UserWarning, match="is not the one that the pair was measured with; measure it anew"):
+            loaded = DraftTargetPair.from_pretrained(folder)
+    loaded.save_pretrained(tmp_path / "again")
+    config = PairConfig.from_file(tmp_path / "again" / CONFIG_NAME)
+    assert (config.costs, config.measurements, config.prompts, config.license) == (None, [], ["a", "b"], "mit")
+    assert (config.num_draft_tokens, config.verification, config.layout) == ("auto", None, "auto")
+    assert weights_equal(getattr(DraftTargetPair.from_pretrained(tmp_path / "again"), role), other)
+
+
+def test_the_same_models_from_elsewhere_keep_what_was_measured(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    for role in ("target", "draft"):
+        getattr(pair, role).save_pretrained(tmp_path / role)
+        loaded = DraftTargetPair.from_pretrained(tmp_path / "pair", **{role: tmp_path / role})
+        assert loaded.config.costs == COSTS
+        assert loaded.config.measurements == pair.config.measurements
+
+
+def test_a_tokenizer_that_was_changed(pair: DraftTargetPair, tmp_path: Path):
+    """Each time it is noted anew, and compared on loading."""
+    pair.save_pretrained(tmp_path / "0")
+    for step, change in enumerate(
+        [
+            lambda tokenizer: tokenizer.add_tokens(["<more>"]),
+            lambda tokenizer: tokenizer.add_special_tokens({"bos_token": "<more>"}),
+        ]
+    ):
+        pair = DraftTargetPair.from_pretrained(tmp_path / str(step))
+        change(pair.tokenizer)
+        pair.save_pretrained(tmp_path / str(step + 1))
+        loaded = DraftTargetPair.from_pretrained(tmp_path / str(step + 1))
+        assert loaded.tokenizer.get_vocab() == pair.tokenizer.get_vocab()
+        assert loaded.tokenizer.special_tokens_map == pair.tokenizer.special_tokens_map
+        assert (loaded.config.tokenizers.tokens, loaded.config.tokenizers.method) == (4097, "one")
+    assert loaded.config.tokenizers.special_tokens["bos_token"] == "<more>"
+
+
+def test_no_tokenizer_any_more(pair: DraftTargetPair, tmp_path: Path):
+    pair.save_pretrained(tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    loaded.tokenizer = None
+    loaded.save_pretrained(tmp_path / "without")
+    again = DraftTargetPair.from_pretrained(tmp_path / "without")
+    assert again.tokenizer is None
+    assert again.config.tokenizers is None

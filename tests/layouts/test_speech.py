@@ -1,0 +1,234 @@
+"""Speech: Whisper, whose own `generate` calls ours once for each window of sound, in the three forms of a call."""
+
+import copy
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+import zoo
+from test_encoder_decoder import LAYOUTS, assert_equals_stock, counted
+from tiny import near
+from transformers import PreTrainedModel, WhisperConfig, WhisperForCausalLM, WhisperForConditionalGeneration
+
+import hf_specx
+from hf_specx import SpeculativeDecoding
+from hf_specx.hub.publish import write_code
+
+
+VOCAB_SIZE, WINDOW = 64, 32  # frames of a window
+TIMES = list(range(43, VOCAB_SIZE))  # "no timestamps", and the timestamps
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "num_mel_bins": 8,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_source_positions": WINDOW // 2,
+    "max_target_positions": 40,
+    "init_std": 0.5,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+OPTIONS = {"num_draft_tokens": 3, "verification": "coupled"}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+OTHER_TYPES = ("speech_to_text", "seamless_m4t", "moonshine", "speecht5", "canary")
+
+
+@cache
+def target() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(WhisperConfig(**SIZES)).eval()
+    special = {"lang_to_id": {"<|en|>": 40, "<|fr|>": 41}, "task_to_id": {"transcribe": 42, "translate": 39}}
+    special |= {"no_timestamps_token_id": 43, "is_multilingual": True, "max_initial_timestamp_index": 3}
+    for name, value in special.items():
+        setattr(model.generation_config, name, value)
+    return model
+
+
+@cache
+def drafts() -> dict[str, PreTrainedModel]:
+    """A copy nearby, one with fewer layers on the target's own encoder, and a decoder that has no encoder."""
+    fewer = copy.deepcopy(target())
+    fewer.model.encoder = target().model.encoder
+    fewer.model.decoder.layers = fewer.model.decoder.layers[:1]
+    fewer.config.decoder_layers = 1
+    decoder = WhisperForCausalLM(copy.deepcopy(target().config)).eval()
+    decoder.model.decoder.load_state_dict(target().model.decoder.state_dict())
+    decoder.proj_out.load_state_dict(target().proj_out.state_dict())
+    return {"near": near(target(), 0.1), "fewer layers": fewer, "decoder": near(decoder, 0.1)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The core as it is published."""
+    path = tmp_path_factory.mktemp("published")
+    write_code(path, str(path))
+    return str(path)
+
+
+def strategy(draft: PreTrainedModel, folder: str, **call) -> torch.Tensor:
+    return target().generate(**call, custom_generate=SpeculativeDecoding(draft, **OPTIONS))
+
+
+def function(draft: PreTrainedModel, folder: str, **call) -> torch.Tensor:
+    return hf_specx.generate(**call, model=target(), assistant_model=draft, **OPTIONS)
+
+
+def string(draft: PreTrainedModel, folder: str, name: str = "draft_model", **call) -> torch.Tensor:
+    published = {"custom_generate": folder, "trust_remote_code": True, name: draft}
+    return target().generate(**call, **OPTIONS, **published)
+
+
+Form = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(params=[strategy, function, string], ids=lambda form: form.__name__)
+def form(request: pytest.FixtureRequest, folder: str) -> Form:
+    return partial(request.param, folder=folder)
+
+
+def sounds(rows: int = 4, windows: int = 1) -> dict[str, torch.Tensor]:
+    """Sounds of unequal length where they take several windows."""
+    torch.manual_seed(5)
+    features = torch.randn(rows, SIZES["num_mel_bins"], WINDOW * windows)
+    if windows == 1:
+        return {"input_features": features}
+    lengths = WINDOW * windows * torch.tensor([6, 3, 2, 4])[:rows, None] // 6
+    return {"input_features": features, "attention_mask": (torch.arange(WINDOW * windows) < lengths).long()}
+
+
+def short(**changes) -> dict:
+    return sounds() | {"language": "en", "max_new_tokens": 20, "suppress_tokens": TIMES} | changes
+
+
+def long(**changes) -> dict:
+    return sounds(windows=3) | {"language": "en", "max_new_tokens": 16, "return_timestamps": True} | changes
+
+
+def assert_same(form: Form, names: list[str] | None = None, **call) -> tuple[torch.Tensor, int]:
+    """Returns stock's tokens, and how many target forwards these took."""
+    chosen = {name: drafts()[name] for name in names or drafts()}
+    torch.manual_seed(4)
+    with counted(target(), target().model.encoder) as stock:
+        expected = target().generate(**call)
+    state = torch.get_rng_state()
+    for name, draft in chosen.items():
+        torch.manual_seed(4)
+        own = draft.model.encoder if name == "near" else torch.nn.Identity()
+        with counted(target(), target().model.encoder, own) as ours:
+            output = form(draft, **call)
+        assert torch.equal(output, expected), name
+        assert torch.equal(torch.get_rng_state(), state), name
+        assert ours[0] < stock[0] + (name == "fewer layers"), name
+        assert ours[1] == stock[1], name  # the draft never makes the target's encoder run again
+        assert ours[2] <= stock[1], name
+    return expected, stock[0]
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_one_window(form: Form, settings: dict):
+    expected, forwards = assert_same(form, **short(**settings))
+    assert forwards == 20
+    assert len({tuple(row) for row in expected.tolist()}) == 4
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", [short(), short(**SAMPLED), long()], ids=["greedy", "sampled", "long"])
+def test_layouts(layout: str, call: dict):
+    def laid_out(draft: PreTrainedModel, **call) -> torch.Tensor:
+        return target().generate(**call, custom_generate=SpeculativeDecoding(draft, layout=layout, **OPTIONS))
+
+    assert_same(laid_out, **call)
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_several_windows(form: Form, settings: dict):
+    """Several of our loops in one call of the user's, over a batch that gets smaller."""
+    _, forwards = assert_same(form, **long(**settings))
+    assert forwards > 2 * 16
+
+
+def test_windows_that_go_on_from_the_last(form: Form):
+    """Then prompts differ in length, and lie behind a mask."""
+    plain, _ = assert_same(form, ["near"], **long(max_new_tokens=12))
+    conditioned, _ = assert_same(form, **long(max_new_tokens=12, condition_on_prev_tokens=True))
+    assert not torch.equal(plain, conditioned)
+
+
+def test_windows_that_are_tried_again_at_other_temperatures(form: Form):
+    _, once = assert_same(form, ["near"], **long())
+    _, again = assert_same(form, ["near"], **long(temperature=(0.0, 0.6, 1.0), compression_ratio_threshold=0.1))
+    assert again > 2 * once
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"return_timestamps": True, "suppress_tokens": None},
+        {"prompt_ids": torch.tensor([30, 5, 6, 7])},
+        {"num_return_sequences": 2, **SAMPLED},
+        {"eos_token_id": [2, 10, 20]},
+        {"language": None},
+        {"max_new_tokens": SIZES["max_target_positions"] - 4},
+    ],
+    ids=["timestamps", "prompt", "several sequences", "ends", "detected language", "up to the last position"],
+)
+def test_other_calls(form: Form, changes: dict):
+    assert_same(form, **short(**changes))
+
+
+def test_tokens_suppressed_at_the_beginning(folder: str, monkeypatch: pytest.MonkeyPatch):
+    """Whisper lifts this where it sees `assistant_model`, as it does in a call by string."""
+    free = target().generate(**short())
+    monkeypatch.setattr(target().generation_config, "begin_suppress_tokens", free[:, 0].tolist())
+    for form in (strategy, function, string):
+        suppressed, _ = assert_same(partial(form, folder=folder), ["near"], **short())
+        assert not (suppressed[:, 0] == free[:, 0]).any()
+    with pytest.raises(ValueError, match="pass the draft as draft_model="):
+        string(drafts()["near"], folder, name="assistant_model", **short())
+
+
+def test_windows_that_are_judged_by_their_scores(form: Form):
+    """Windows with low scores are tried again; silence is found by a processor that keeps state, and left out."""
+    fallback = {"temperature": (0.0, 0.8), "logprob_threshold": -0.3}
+    plain, _ = assert_same(form, ["near"], **long())
+    tried, _ = assert_same(form, ["near"], **long(**fallback))
+    silent, _ = assert_same(form, ["near"], **long(**fallback, no_speech_threshold=0.02))
+    assert not torch.equal(plain, tried)
+    assert silent.shape[1] < tried.shape[1]
+
+
+def test_times_of_tokens_by_cross_attentions(monkeypatch: pytest.MonkeyPatch):
+    """Whisper aligns tokens with sounds by the attentions that it asks for."""
+    eager = copy.deepcopy(target())
+    eager.set_attn_implementation("eager")
+    eager.generation_config.alignment_heads = [[0, 0], [1, 1]]
+    call = short(return_token_timestamps=True, return_timestamps=True, suppress_tokens=None)
+    expected = eager.generate(**call)
+    strategy = SpeculativeDecoding(drafts()["near"], **OPTIONS)
+    output = eager.generate(**call, custom_generate=strategy)
+    assert torch.equal(output["sequences"], expected["sequences"])
+    torch.testing.assert_close(output["token_timestamps"], expected["token_timestamps"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model_type", OTHER_TYPES)
+def test_other_types(model_type: str, layout: str):
+    model = zoo.build("speech", model_type)
+    language = {"tgt_lang": "fra"} if model_type == "seamless_m4t" else {}
+    call = zoo.inputs(model, 4) | SAMPLED | {"max_new_tokens": 16} | language
+    if language:
+        model.generation_config.text_decoder_lang_to_code_id = {"fra": 5}
+    expected = assert_equals_stock(model, {"near": near(model, 0.2)}, layout, **call)
+    torch.manual_seed(4)
+    options = OPTIONS | {"layout": layout}
+    assert torch.equal(hf_specx.generate(**call, model=model, draft_model=near(model, 0.2), **options), expected)

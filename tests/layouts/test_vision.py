@@ -1,0 +1,295 @@
+"""Targets that see images: the same tokens as stock, whether the draft sees the images too or takes them for text."""
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from tiny import GROUPED, SIZES, VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.layouts.choose import choose as layouts
+from hf_specx.layouts.decoder import Decoder
+
+
+IMAGE, START, END = 40, 42, 43  # ids that stand for images; those of words are lower
+NEW_TOKENS, NUM_DRAFT_TOKENS = 20, 4
+FEWEST = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))  # rounds, if all candidates are accepted
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "two texts a row": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+}
+BATCHES = {"one row": (1,), "some with an image": (1, 0, 1), "all with an image": (1, 1, 1)}  # images in each row
+LAYOUTS = ("ragged", "padded", "lockstep")
+
+TEXT = SIZES | GROUPED
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+QWEN_TOWER = {
+    "depth": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "out_hidden_size": 32,
+}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+TOWERS = {  # what differs from TOWER or QWEN_TOWER
+    "llava": {"model_type": "clip_vision_model"},
+    "mistral3": {"model_type": "pixtral", "patch_size": 2, "head_dim": 8},
+    "gemma3": {"model_type": "siglip_vision_model"},
+    "paligemma": {"model_type": "siglip_vision_model", "projection_dim": 32},
+    "idefics3": {"image_size": 16},
+    "smolvlm": {"image_size": 16},
+    "qwen2_vl": {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
+    "qwen3_vl": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+}
+TEXTS = {  # what differs from TEXT
+    "llava": {"model_type": "llama"},
+    "mistral3": {"model_type": "mistral", "sliding_window": 8},
+    "gemma3": WINDOW | {"query_pre_attn_scalar": 8},
+    "paligemma": {"model_type": "gemma"},
+    "idefics3": {"model_type": "llama"},
+    "smolvlm": {"model_type": "llama"},
+    "qwen2_vl": {"rope_parameters": ROPE},
+    "qwen2_5_vl": {"rope_parameters": ROPE},
+    "qwen3_vl": {"rope_parameters": ROPE | {"mrope_interleaved": True}},
+}
+WHOLES = {
+    "llava": {"image_seq_length": 4},
+    "mistral3": {"spatial_merge_size": 2},
+    "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": START, "eoi_token_index": END},
+    "paligemma": {"projection_dim": 32, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
+    "idefics3": {"scale_factor": 2, "pad_token_id": 0},
+    "smolvlm": {"scale_factor": 2, "pad_token_id": 0},
+}
+MODEL_TYPES = tuple(TOWERS)
+EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
+
+
+def config(model_type: str, **changes) -> PreTrainedConfig:
+    """A tiny config; changes go to the text model."""
+    qwen = model_type.startswith("qwen")
+    whole = {"image_token_id": IMAGE, "tie_word_embeddings": False} | WHOLES.get(model_type, {})
+    whole |= (
+        {"vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": END + 1}
+        if qwen
+        else {"image_token_index": IMAGE}
+    )
+    return CONFIG_MAPPING[model_type](
+        vision_config=(QWEN_TOWER if qwen else TOWER) | TOWERS[model_type],
+        text_config=TEXT | TEXTS[model_type] | changes,
+        **whole,
+    )
+
+
+@cache
+def seeing(model_type: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """A random model whose text depends on its images."""
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config(model_type, **changes)).eval()
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if id(parameter) in tables:
+                parameter.normal_()
+            elif parameter.ndim > 1:
+                parameter.normal_(0, 2 * parameter[0].numel() ** -0.5)
+    return model
+
+
+def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of unequal length with one image or none each; Qwen's images differ in size."""
+    name, generator = model.config.model_type, torch.Generator().manual_seed(0)
+    qwen, grids, rows = name.startswith("qwen"), [], []
+    for row, count in enumerate(images):
+        words = torch.randint(1, IMAGE, ((7, 3, 5)[row],), generator=generator).tolist()
+        grid = ((1, 4, 4), (1, 2, 4), (1, 4, 6))[row]
+        grids += [grid] * count
+        placeholders = [START, *[IMAGE] * (math.prod(grid) // 4 if qwen else 4), END] * count
+        rows.append(words[:1] + placeholders + words[1:])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    given = {"input_ids": ids, "attention_mask": mask}
+    if qwen:
+        pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * 4 * 4, generator=generator)
+        return given | {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        }
+    if name in ("idefics3", "smolvlm"):  # a row without an image has one of zeros
+        pixels = torch.randn(len(images), 1, 3, 16, 16, generator=generator)
+        return given | {"pixel_values": pixels * torch.tensor(images).view(-1, 1, 1, 1, 1)}
+    given["pixel_values"] = torch.randn(sum(images), 3, 8, 8, generator=generator)
+    if name == "mistral3":
+        given["image_sizes"] = torch.tensor([[8, 8]] * sum(images))
+    if name == "gemma3":
+        given["token_type_ids"] = (ids == IMAGE).long()
+    if name == "paligemma":
+        given["token_type_ids"] = torch.zeros_like(ids)
+    return given
+
+
+def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
+    torch.manual_seed(4)
+    return target.generate(**given, max_new_tokens=NEW_TOKENS, pad_token_id=0, **settings)
+
+
+def strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="coupled", layout=layout)
+
+
+@pytest.fixture
+def any_layout(monkeypatch: pytest.MonkeyPatch):
+    """Let every layout be asked for; which of them `auto` takes is tested apart."""
+    for name in ("llama", *MODEL_TYPES):
+        monkeypatch.setitem(layouts.LAYOUTS_OF, name, LAYOUTS)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.usefixtures("any_layout")
+def test_equals_stock(model_type: str, layout: str):
+    """For a draft that sees the images and for one that reads their placeholders as words."""
+    target, rounds = seeing(model_type), []
+    for images in BATCHES.values():
+        given = inputs(target, images)
+        for name, chosen in SETTINGS.items():
+            expected = generated(target, given, **chosen)
+            for draft in (near(target, 0.02), tiny()):
+                with Forwards(target) as forwards:
+                    output = generated(target, given, **chosen, custom_generate=strategy(draft, layout))
+                assert torch.equal(output, expected), (images, name, type(draft))
+                assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
+                rounds.append(len(forwards.lengths) - 1)
+    seeing_draft, blind_draft = sum(rounds[::2]), sum(rounds[1::2])
+    assert FEWEST * len(rounds[::2]) < seeing_draft < blind_draft <= (NEW_TOKENS - 1) * len(rounds[1::2])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_text_depends_on_the_images(model_type: str):
+    target = seeing(model_type)
+    for images in BATCHES.values():
+        given = inputs(target, images)
+        other = given | {"pixel_values": given["pixel_values"] * -1.5}
+        differs = (generated(target, given) != generated(target, other)).any(-1)
+        assert differs.tolist() == [bool(count) for count in images]
+
+
+@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.usefixtures("any_layout")
+def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
+    """All is accepted, so the draft has the same images at the same positions; a wrong one would only be slower."""
+    target = seeing(model_type)
+    twin = near(target, 0.0)
+    for images, chosen in zip(BATCHES.values(), [*SETTINGS.values(), SETTINGS["greedy"]], strict=True):
+        with Forwards(target) as forwards:
+            generated(target, inputs(target, images), **chosen, custom_generate=strategy(twin, layout))
+        assert len(forwards.lengths) - 1 == FEWEST
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_layout_that_auto_takes_is_exact(model_type: str):
+    target = seeing(model_type)
+    given = inputs(target, (1, 0, 1))
+    for chosen in SETTINGS.values():
+        output = generated(target, given, **chosen, custom_generate=strategy(near(target, 0.05), "auto"))
+        assert torch.equal(output, generated(target, given, **chosen))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.usefixtures("any_layout")
+def test_eager_attention(model_type: str):
+    target = near(seeing(model_type), 0.0)
+    target.set_attn_implementation("eager")
+    given = inputs(target, (1, 0, 1))
+    expected = generated(target, given, do_sample=True)
+    output = generated(target, given, do_sample=True, custom_generate=strategy(near(target, 0.05), "ragged"))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.usefixtures("any_layout")
+def test_draft_that_cannot_read_the_features(model_type: str):
+    """A smaller model of the same type embeds in another width, so images are words to it."""
+    target = seeing(model_type)
+    draft = seeing(model_type, hidden_size=16, num_attention_heads=2)
+    given = inputs(target, (1, 0, 1))
+    with Forwards(draft) as forwards:
+        output = generated(target, given, do_sample=True, custom_generate=strategy(draft, "ragged"))
+    assert torch.equal(output, generated(target, given, do_sample=True))
+    assert sum(forwards.lengths) > NEW_TOKENS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("any_layout")
+def test_state_that_stock_leaves_on_the_model(layout: str):
+    """Qwen notes on itself how far positions lag behind columns; a draft that is the target itself shares the note."""
+    target = near(seeing("qwen2_5_vl"), 0.0)
+    given = inputs(target, (1, 1, 1))
+    expected = generated(target, given)
+    noted = target.model.rope_deltas.clone()
+    assert len(set(noted.flatten().tolist())) == 3
+    for draft in (target, near(target, 0.05)):
+        generated(target, inputs(target, (1,)))
+        assert torch.equal(generated(target, given, custom_generate=strategy(draft, layout)), expected)
+        assert torch.equal(target.model.rope_deltas, noted)
+        assert torch.equal(generated(target, given), expected)
+
+
+@pytest.mark.usefixtures("any_layout")
+def test_positions_of_one_row_for_all_are_caught(monkeypatch: pytest.MonkeyPatch):
+    """The tests above can fail: images of different sizes let rows differ in their positions."""
+    target, read = seeing("qwen2_5_vl"), Decoder.read
+
+    def read_first(self: Decoder) -> None:
+        read(self)
+        self.first_position = self.first_position[:, :1].expand_as(self.first_position)
+
+    monkeypatch.setattr(Decoder, "read", read_first)
+    given = inputs(target, (1, 1, 1))
+    output = generated(target, given, custom_generate=strategy(near(target, 0.05), "ragged"))
+    assert not torch.equal(output, generated(target, given))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("any_layout")
+def test_embeddings_as_the_prompt(rows: int, layout: str):
+    """Without ids a draft of the same width reads the embeddings too; with ids, any draft reads those."""
+    target = tiny()
+    words = prompts(rows)
+    mask = {"attention_mask": words["attention_mask"]}
+    embeds = {"inputs_embeds": target.get_input_embeddings()(words["input_ids"]).detach() * 1.2}
+    twin, narrow = near(target, 0.0), tiny(hidden_size=16, head_dim=4)
+    cases = [(embeds | mask, twin), (embeds, twin), (embeds | words, narrow), (embeds | words, near(target, 0.05))]
+    for chosen in SETTINGS.values():
+        for given, draft in cases:
+            expected = generated(target, given, **chosen)
+            assert expected.shape[1] == NEW_TOKENS + ("input_ids" in given) * 11
+            rounds = []
+            handle = target.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
+            output = generated(target, given, **chosen, custom_generate=strategy(draft, layout))
+            handle.remove()
+            assert torch.equal(output, expected)
+            if draft is twin:
+                assert len(rounds) - 1 == FEWEST
+
+
+def test_embeddings_that_the_draft_cannot_read():
+    target, narrow = tiny(), tiny(hidden_size=16, head_dim=4)
+    embeds = target.get_input_embeddings()(prompts(1)["input_ids"]).detach()
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
+        generated(target, {"inputs_embeds": embeds}, custom_generate=strategy(narrow, "ragged"))
+    assert not forwards.ids

@@ -1,0 +1,163 @@
+"""A cell in turns: order, seeds, failures, and the figures that follow from times."""
+
+import pytest
+import torch
+from bench_cases import small, tiny_pair
+
+from hf_specx.engine.report import RoundRecord, SpeculationReport
+from hf_specx.measure import turns as bench_turns
+from hf_specx.measure.bare import Bare, BareRound
+from hf_specx.measure.contenders import Contender
+from hf_specx.measure.turns import counts, summarise, take_turns
+
+
+def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
+    calls, seeds, steps = [], [], []
+    generate = Contender.__call__
+    monkeypatch.setattr(Contender, "__call__", lambda own, *args: (calls.append(own.name), generate(own, *args))[1])
+    monkeypatch.setattr(bench_turns.torch, "manual_seed", seeds.append)
+    cell = small("plain", "block-2", "token-2", repeats=3, seed=7)
+    take_turns(cell, tiny_pair(), lambda: steps.append(1))
+    one, two, three = cell.contenders
+    assert calls == [one, two, three, one, two, three, two, three, one, three, one, two]
+    assert [seed for seed in seeds if seed >= 7] == [7] * 6 + [8] * 3 + [9] * 3
+    assert len(steps) == cell.turns == 12
+
+
+def test_a_run_that_compiled_something_is_made_again(monkeypatch):
+    compiled, calls = iter([2, 0, 1, 1, 0]), []
+
+    class Compiling(Contender):
+        def __call__(self, inputs, options):
+            calls.append(torch.initial_seed())
+            output = super().__call__(inputs, options)
+            self.strategy.report.compilations = next(compiled)
+            return output
+
+    monkeypatch.setattr(bench_turns, "Contender", Compiling)
+    noted = take_turns(small("block-2", seed=7), tiny_pair(), lambda: None)["contenders"]["block-2"]
+    assert calls == [7] * 5
+    assert len(noted["runs"]) == 1
+
+
+def test_one_that_fails_is_reported_and_the_others_go_on(monkeypatch):
+    calls = []
+    generate = Contender.__call__
+
+    def call(own, *args):
+        calls.append(own.name)
+        if own.name == "token-2" and len(calls) > 3:
+            raise RuntimeError("out of memory\nand more")
+        return generate(own, *args)
+
+    monkeypatch.setattr(Contender, "__call__", call)
+    pair = tiny_pair()
+    found = take_turns(small("plain", "stock", "token-2", "block-2", batch=2, repeats=2), pair, lambda: None)
+    contenders = found["contenders"]
+    assert contenders["stock"]["unavailable"].startswith("ValueError: assisted generate is only supported for batch")
+    assert contenders["token-2"] == {"runs": [], "unavailable": "RuntimeError: out of memory"}
+    assert calls.count("stock") == 1
+    assert len(contenders["plain"]["runs"]) == len(contenders["block-2"]["runs"]) == 2
+
+
+def test_an_option_that_is_not_there_is_reported(monkeypatch):
+    def refuse(*args, compile, **options):
+        raise ValueError("no compiler")
+
+    monkeypatch.setattr("hf_specx.measure.contenders.SpeculativeDecoding", refuse)
+    found = take_turns(small("plain", "block-2-compiled"), tiny_pair(), lambda: None)
+    assert found["contenders"]["block-2-compiled"]["unavailable"] == "ValueError: no compiler"
+
+
+def test_what_a_cell_says():
+    torch.set_num_threads(1)
+    names = ("plain", "stock-2", "coupled-2", "block-auto")
+    found = take_turns(small(*names, bare=(names[0], *names[2:])), tiny_pair(), lambda: None)
+    assert found["bandwidth"] > 0
+    contenders = found["contenders"]
+    for noted in contenders.values():
+        assert noted["first_seconds"] > 0
+        assert [run["tokens"] for run in noted["runs"]] == [8]
+        assert noted["speedup"]["median"] > 0
+    assert contenders["plain"]["speedup"]["median"] == pytest.approx(1)
+    assert "bare" not in contenders["stock-2"]
+    for name in ("coupled-2", "block-auto"):
+        noted = contenders[name]
+        assert 0 < noted["alpha"] <= 1
+        assert noted["tokens_per_round"] >= 1
+        for figure in ("round_over_bare", "call_over_bare", "seconds_per_round"):
+            assert noted[figure]["min"] <= noted[figure]["median"] <= noted[figure]["max"]
+        assert noted["cost_coefficient"] >= 0
+        for figure in ("forward_limited_speedup", "expected_speedup", "bare_speedup", "steady_speedup"):
+            assert noted[figure] > 0
+        assert {"draft", "target", "verify", "rest"} <= noted["phases_per_round"].keys()
+    assert contenders["coupled-2"]["bandwidth_seconds_per_round"] > 0
+
+
+def a_run(**changes):
+    bare = {
+        "prompt": 1.0,
+        "decoding": 16.0,
+        "drafted": 3,
+        "target_step": 1.25,
+        "draft_step": 0.25,
+        "round_bytes": 100.0,
+        "round_ratio": 1.125,
+    }
+    counted = {"alpha": 0.5, "tokens_per_round": 3.0, "num_draft_tokens": 3, "rounds": 8, "layout": "ragged"}
+    times = {"seconds": 20.0, "tokens": 40, "steps": 8, "decoding": 18.0, "round": 2.25, "full_round": 2.5}
+    counted |= {"predicted": 1.4, "expected_tokens": 36.0}
+    return counted | times | {"phases": {"draft": 1.0, "target": 1.0, "verify": 0.25}, "bare": bare} | changes
+
+
+def test_rounds_are_timed_also_where_all_rows_took_part():
+    report = SpeculationReport("block", "ragged", "chosen", rows=2)
+    report.history = [[RoundRecord(0, 0, 1, 0, 1)] * 4, [RoundRecord(0, 0, 1, 0, 1)] * 3]
+    report.laps = {"draft": [1.0, 1.0, 7.0], "target": [1.0, 2.0, 7.0], "verify": [9.0, 1.0, 1.0, 7.0]}
+    report.seconds = {phase: sum(laps) for phase, laps in report.laps.items()}
+    report.survival = (2.5, 4.0)
+    found = counts(report)
+    assert (found["round"], found["full_round"]) == (4.0, 3.5)
+    assert found["phases"] == {"draft": 1.0, "target": 2.0, "verify": 1.0}
+    assert found["expected_tokens"] == 7 + 2.5
+
+
+def test_figures():
+    bare = {"prompt": 1.0, "decoding": 33.0, "target_step": 1.0}
+    plain = {"runs": [{"seconds": 40.0, "tokens": 40, "longest": 40, "bare": bare}]}
+    found = summarise({"runs": [a_run()]}, plain, speed=50.0)
+    assert found["tokens_per_second"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+    assert found["speedup"]["median"] == 2.0
+    assert found["seconds_per_round"]["median"] == 2.25
+    assert found["phases_per_round"] == {"draft": 1.0, "target": 1.0, "verify": 0.25, "rest": 1 / 8}
+    assert found["round_over_bare"]["median"] == 1.125
+    assert found["call_over_bare"]["median"] == 20 / 17
+    assert found["bandwidth_seconds_per_round"] == 2.0
+    assert found["forward_limited_speedup"] == 3.0 * 1.0 / (1.25 + 3 * 0.25)
+    assert found["expected_speedup"] == pytest.approx((1 + 0.5 + 0.25 + 0.125) / (3 * 0.25 + 1))
+    assert found["bare_speedup"] == 34 / 17
+    assert found["steady_speedup"] == pytest.approx(3.0 * 1.0 / 2.5)
+    assert found["expected_tokens_per_second"]["median"] == 36 / 20
+    assert found["cost_coefficient"] == 0.25
+    assert found["predicted_speedup"] == 1.4
+
+
+def test_ratios_are_of_the_same_turn():
+    """A machine that was slow during the second turn was slow for both."""
+    plain = {"runs": [{"seconds": 2.0, "tokens": 10}, {"seconds": 20.0, "tokens": 10}, {"seconds": 2.0, "tokens": 10}]}
+    noted = {"runs": [{"seconds": 1.0, "tokens": 10}, {"seconds": 10.0, "tokens": 10}, {"seconds": 1.0, "tokens": 10}]}
+    assert summarise(noted, plain, None)["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+
+
+def test_plain_steps_of_ours_have_a_limit_of_one(monkeypatch):
+    """As where nothing is worth drafting."""
+
+    def replay(target, draft, ids, history):
+        return Bare(1.0, [BareRound(1, 0, 0.0, 2.0, 9)] * (len(history[0]) - 1), (4.0, 0.0))
+
+    monkeypatch.setattr(bench_turns, "replay", replay)
+    found = take_turns(small("plain", "block-2", bare=("plain", "block-2")), tiny_pair(), lambda: None)
+    noted = found["contenders"]["block-2"]
+    assert noted["forward_limited_speedup"] == noted["tokens_per_round"]
+    assert noted["cost_coefficient"] == 0
+    assert "bandwidth_seconds_per_round" not in noted

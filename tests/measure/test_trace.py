@@ -1,0 +1,178 @@
+"""Traces: each token with its origin, each candidate with p, q and its chance, as they were."""
+
+import threading
+
+import pytest
+import torch
+from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.engine import prefill
+from hf_specx.measure.trace import Recorder, add_texts, added, trace
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
+PROMPT = torch.tensor([[5, 9, 30, 7]])
+INPUTS = {"input_ids": PROMPT, "attention_mask": torch.ones_like(PROMPT)}
+OPTIONS = {"do_sample": True, "top_k": 0, "temperature": 0.8, "max_new_tokens": 24}
+MODES = ("greedy", "coupled", "token", "block")
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny(**SIZES)
+    return target, near(target, 0.2)
+
+
+def options_of(mode: str) -> dict:
+    return {"do_sample": False, "max_new_tokens": 24} if mode == "greedy" else OPTIONS
+
+
+def strategy(draft, mode: str) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, num_draft_tokens=3, verification=None if mode == "greedy" else mode)
+
+
+def traced(models, mode: str, **more):
+    target, draft = models
+    torch.manual_seed(3)
+    used = strategy(draft, mode)
+    return trace(target, used, INPUTS, options_of(mode) | more, tiny_tokenizer()), used.report
+
+
+def plain_law(target, ids: list[int], temperature: float) -> torch.Tensor:
+    with torch.no_grad():
+        return (target(torch.tensor([ids])).logits[0, -1] / temperature).softmax(-1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_tokens_are_those_of_the_text(models, mode):
+    found, report = traced(models, mode)
+    target, draft = models
+    torch.manual_seed(3)
+    output = target.generate(**INPUTS, **options_of(mode), custom_generate=strategy(draft, mode))
+    tokens = [token["token"] for each in found["rounds"] for token in each["tokens"]]
+    assert tokens == output[0, 4:].tolist()
+    assert found["prompt"] == PROMPT[0].tolist()
+    assert found["verification"] == mode
+    assert [len(each["candidates"]) for each in found["rounds"]] == [r.drafted for r in report.history[0]]
+    assert [len(each["tokens"]) for each in found["rounds"]] == [r.emitted for r in report.history[0]]
+    assert {token["text"] for token in found["rounds"][0]["tokens"]} <= {tiny_tokenizer().decode([t]) for t in tokens}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_origins_and_rejections(models, mode):
+    found, _ = traced(models, mode)
+    origins = set()
+    for each in found["rounds"][:-1]:  # the last may be cut
+        kept = [candidate["accepted"] for candidate in each["candidates"]]
+        number = sum(kept)
+        assert kept == [True] * number + [False] * (len(kept) - number)
+        assert each["rejected"] == (None if number == len(kept) else number)
+        assert [token["origin"] for token in each["tokens"][:-1]] == ["accepted"] * number
+        assert each["tokens"][-1]["origin"] == ("bonus" if each["rejected"] is None else "recovered")
+        assert [c["token"] for c in each["candidates"][:number]] == [t["token"] for t in each["tokens"][:-1]]
+        origins |= {token["origin"] for token in each["tokens"]}
+    assert origins == {"accepted", "recovered", "bonus"}
+
+
+@pytest.mark.parametrize("mode", ["coupled", "token", "block"])
+def test_p_and_q_are_those_of_plain_forwards(models, mode):
+    found, _ = traced(models, mode)
+    target, draft = models
+    text = PROMPT[0].tolist()
+    for each in found["rounds"]:
+        ids = list(text)
+        for candidate in each["candidates"]:
+            p, q = (plain_law(model, ids, 0.8) for model in (target, draft))
+            token = candidate["token"]
+            assert candidate["p"] == pytest.approx(float(p[token]), rel=1e-3, abs=1e-7)
+            assert candidate["q"] == pytest.approx(float(q[token]), rel=1e-3, abs=1e-7)
+            assert candidate["overlap"] == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-3)
+            assert candidate["acceptance"] == min(1.0, candidate["p"] / candidate["q"])
+            ids.append(token)
+        text += [token["token"] for token in each["tokens"]]
+
+
+@pytest.mark.parametrize("mode", ["coupled", "token", "block"])
+def test_p_and_q_of_the_tokens(models, mode):
+    """Also of those that were no candidates; behind the last candidate the draft was not asked."""
+    found, _ = traced(models, mode)
+    target, draft = models
+    text, origins = PROMPT[0].tolist(), set()
+    for each in found["rounds"]:
+        for token in each["tokens"]:
+            p, q = (plain_law(model, text, 0.8)[token["token"]] for model in (target, draft))
+            assert token["p"] == pytest.approx(float(p), rel=1e-3, abs=1e-7)
+            if token["origin"] == "bonus":
+                assert token["q"] is None
+            else:
+                assert token["q"] == pytest.approx(float(q), rel=1e-3, abs=1e-7)
+            origins.add(token["origin"])
+            text.append(token["token"])
+    assert origins == {"accepted", "recovered", "bonus"}
+
+
+def test_greedy_candidates_have_no_q(models):
+    found, _ = traced(models, "greedy")
+    candidates = [candidate for each in found["rounds"] for candidate in each["candidates"]]
+    tokens = [token for each in found["rounds"] for token in each["tokens"]]
+    assert {entry["q"] for entry in candidates + tokens} == {None}
+    for each in found["rounds"]:
+        for candidate in each["candidates"][: 1 + (each["rejected"] or 0)]:
+            assert candidate["acceptance"] == float(candidate["accepted"])
+
+
+def test_positions_one_by_one(models):
+    """Under a processor that keeps state, each judgement emits a single token."""
+
+    class Counting:
+        def __call__(self, input_ids, scores):
+            return scores
+
+    found, report = traced(models, "token", logits_processor=[Counting()])
+    assert report.layout == "lockstep"
+    tokens = [token["token"] for each in found["rounds"] for token in each["tokens"]]
+    assert len(tokens) == 24
+    assert {len(each["tokens"]) for each in found["rounds"]} == {1}
+    assert len(found["rounds"]) > len(report.history[0])
+
+
+def test_nothing_is_left_behind(models):
+    before = prefill.prefill.__globals__["_rule"]
+    traced(models, "token")
+    assert prefill.prefill.__globals__["_rule"] is before
+
+
+def test_other_threads_are_not_heard(models):
+    recorder, (target, draft) = Recorder(), models
+
+    def elsewhere():
+        target.generate(**INPUTS, **OPTIONS, custom_generate=strategy(draft, "token"))
+
+    with recorder.listening():
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert recorder.judged == []
+
+
+def test_spaces_that_tokenizers_strip_are_in_the_text():
+    """As by SentencePiece: the space before a word belongs to it, and is lost where a text begins with it."""
+    words = Tokenizer(WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    assert tokenizer.decode([1]) == "cat"
+    rounds = [{"candidates": [{"token": 1}, {"token": 2}], "tokens": [{"token": 1}, {"token": 0}]}]
+    add_texts(tokenizer, [0], rounds)
+    assert [entry["text"] for entry in rounds[0]["candidates"]] == [" cat", "s"]
+    assert [entry["text"] for entry in rounds[0]["tokens"]] == [" cat", " the"]
+
+
+def test_parts_of_characters_are_shown_as_such():
+    tokenizer = tiny_tokenizer()
+    first, second = tokenizer("é")["input_ids"]
+    assert [added(tokenizer, [], first), added(tokenizer, [first], second)] == ["\ufffd", "\ufffd"]

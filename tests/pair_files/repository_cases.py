@@ -1,0 +1,127 @@
+"""Every kind of broken or hostile `specx_config.json` that we know: what is wrong, and a part of what is said.
+
+The names are those of the checks; what follows a comma tells cases of one check apart.
+"""
+
+import json
+
+from repositories import after, cut, load, remove, said, write
+
+from hf_specx.pair_files.pair_config import CONFIG_NAME
+
+
+ROW = {"target": {"1": 1.0, "5": 2.0}, "draft": 0.5}
+COSTS = {"hardware": "a clock", "dtype": "float32", "table": {}, "alpha": {}}
+MEASURED = {
+    "batch": 1, "dtype": "float32", "verification": "block", "num_draft_tokens": 4, "layout": "ragged", "alpha": 0.5,
+    "cost_coefficient": 0.1, "tokens_per_round": 2.0, "expected_speedup": 1.5, "forward_limited_speedup": 1.4,
+    "measured_speedup": 1.3, "hardware": "a clock", "versions": {}, "command": "specx tune",
+}  # fmt: skip
+DEEP = "[" * 100_000
+
+
+def whole(content: str | bytes):
+    """A case that has something else in place of its config."""
+    return after(write(CONFIG_NAME, content))
+
+
+def costs(**row: object):
+    return said("costs", COSTS | {"table": {"2": ROW | row}})
+
+
+def rounds(seen: object):
+    return said("costs", COSTS | {"rounds": seen})
+
+
+def measured(**changes: object):
+    return said("measurements", [MEASURED | changes])
+
+
+CASES = {
+    "folder_that_is_no_pair": ("has no specx_config.json, so it is no draft-target", after(remove(CONFIG_NAME))),
+    "folder_that_is_no_pair, folder": ("has no specx_config.json", lambda folder: load(folder / "draft")),
+    "config_too_large": ("has more than 4194304 bytes, .*get it again", whole(" " * (5 * 2**20))),
+    "config_that_is_no_json": ("is not JSON .*may be cut off: get it again", after(cut(CONFIG_NAME, -20))),
+    "config_that_is_no_json, empty": ("is not JSON .Expecting value", whole("")),
+    "config_that_is_no_json, deep": ("is not JSON .maximum recursion", whole(DEEP)),
+    "config_that_is_no_json, bytes": ("is not JSON .'utf-8' codec", whole(b'{"schema": 1, "notes": "\xff"}')),
+    "config_that_is_no_json, mark": ("is not JSON .*BOM", whole('\ufeff{"schema": 1}')),
+    "config_that_is_no_json, surrogate": ("is not JSON .*surrogates", whole('{"schema": 1, "notes": "\\ud800"}')),
+    "config_that_is_no_json, digits": ("is not JSON .*4300 digits", whole('{"schema": 1' + "0" * 5000 + "}")),
+    "config_without_schema": ("does not say its schema .it has None", said("schema", ...)),
+    "config_without_schema, list": ("does not say its schema", whole("[1]")),
+    "config_without_schema, bool": ("does not say its schema .it has True", said("schema", True)),
+    "config_without_schema, zero": ("does not say its schema .it has 0", said("schema", 0)),
+    "config_of_newer_schema": ("has schema 2 and this version reads up to 1; install a newer", said("schema", 2)),
+    "config_part_that_is_no_object": ("target is 'org/target', not an object; save", said("target", "org/target")),
+    "config_part_that_is_no_object, row": (r"measurements\[0\] is 3, not an object", said("measurements", [3])),
+    "config_with_unknown_field": ("has a field 'auto_map' that its schema does not", said("auto_map", "x.py")),
+    "config_with_unknown_field, model": ("target has a field 'path' that", said("target.path", "/")),
+    "config_without_field": ("has no 'draft'; save", said("draft", ...)),
+    "config_without_field, tokens": ("tokenizers has no 'tokens'; save", said("tokenizers.tokens", ...)),
+    "config_value_of_another_type": ("target: parameters is '9', not int or null", said("target.parameters", "9")),
+    "config_value_of_another_type, null": ("layout is None, not str; save", said("layout", None)),
+    "config_value_of_another_type, list": (r"prompts is \{\}, not list", said("prompts", {})),
+    "config_value_of_another_type, bool": ("alpha is True, not float", measured(alpha=True)),
+    "config_value_of_another_type, large": (r"batch is 10{76}\.\.\., not int", measured(batch=10**400)),
+    "config_value_of_another_type, no float": (r"alpha is -10{75}\.\.\., not float", measured(alpha=-(10**400))),
+    "config_text_with_control_characters": ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
+    "config_text_with_control_characters, list": (
+        r"prompts\[1\] has the control .*; take",
+        said("prompts", ["a", "\b"]),
+    ),
+    "config_text_with_control_characters, null": ("subfolder has the control", said("draft.subfolder", "a\0b")),
+    "config_text_with_control_characters, eighth bit": ("license has the control", said("license", "\x9b2J")),
+    "model_by_path": ("target: name is '/models/x', no id on the Hub; .*pass the", said("target.name", "/models/x")),
+    "model_by_path, up": ("draft: name is '../x', no id", said("draft.name", "../x")),
+    "model_by_path, home": ("draft: name is '~/x', no id", said("draft.name", "~/x")),
+    "model_by_path, address": ("name is 'https://host/x', no id", said("draft.name", "https://host/x")),
+    "model_by_path, deeper": ("name is 'org/draft/file.bin', no id", said("draft.name", "org/draft/file.bin")),
+    "model_by_path, another alphabet": ("draft: name is '.rg/draft', no id", said("draft.name", "\u043erg/draft")),
+    "model_of_no_auto_class": (
+        "target: auto_class is 'os.system', no Auto class",
+        said("target.auto_class", "os.system"),
+    ),
+    "model_of_no_auto_class, path": (
+        "draft: auto_class is 'a.AutoM",
+        said("draft.auto_class", "a.AutoModelForCausalLM"),
+    ),
+    "model_of_no_auto_class, tokenizer": ("is 'AutoTokenizer', no Auto", said("draft.auto_class", "AutoTokenizer")),
+    "model_of_strange_revision": ("revision is '../main', no name of", said("draft.revision", "../main")),
+    "model_of_strange_revision, inner": ("revision is 'a/../../b', no", said("draft.revision", "a/../../b")),
+    "model_of_strange_revision, option": ("revision is '--all', no name", said("draft.revision", "--all")),
+    "model_outside_the_folder": (r"subfolder is '\.\./x', no plain name of a", said("draft.subfolder", "../x")),
+    "model_outside_the_folder, inner": ("subfolder is 'a/../../x', no", said("draft.subfolder", "a/../../x")),
+    "model_outside_the_folder, root": ("subfolder is '/etc', no plain", said("draft.subfolder", "/etc")),
+    "model_outside_the_folder, backslash": (r"subfolder is '\.\.\\\\x', no", said("draft.subfolder", "..\\x")),
+    "model_outside_the_folder, home": ("subfolder is '~', no plain", said("draft.subfolder", "~")),
+    "model_outside_the_folder, drive": ("subfolder is 'C:x', no plain", said("draft.subfolder", "C:x")),
+    "model_outside_the_folder, same": (r"subfolder is '\./', no plain", said("draft.subfolder", "./")),
+    "model_outside_the_folder, long": (r"subfolder is 'aaaa.*\.\.\., no", said("draft.subfolder", "a" * 5000)),
+    "models_in_one_place": ("both in the pair's folder under ''; a draft needs", said("draft.subfolder", "")),
+    "recommended_number_of_drafts": ("num_draft_tokens is 1000000000; give 'auto'", said("num_draft_tokens", 10**9)),
+    "recommended_number_of_drafts, below": ("num_draft_tokens is -1; give", said("num_draft_tokens", -1)),
+    "recommended_number_of_drafts, word": ("num_draft_tokens is 'all'; give", said("num_draft_tokens", "all")),
+    "recommended_verification": ("verification is 'typical'; give null or", said("verification", "typical")),
+    "recommended_layout": ("layout is 'os.system'; give one of auto", said("layout", "os.system")),
+    "costs_that_are_no_times": ("costs has a row that is not .*specx tune", costs(draft=-1.0)),
+    "costs_that_are_no_times, nan": ("costs has a row", costs(draft=float("nan"))),
+    "costs_that_are_no_times, infinity": ("costs has a row", costs(target={"1": 1.0, "5": float("inf")})),
+    "costs_that_are_no_times, one": ("costs has a row", costs(target={"1": 1.0, "01": 2.0})),
+    "costs_that_are_no_times, rounds": ("costs has rounds that .*specx tune", rounds({"2": {"1": 0.0}})),
+    "costs_that_are_no_times, rounds of 9": ("costs has rounds that are not", rounds({"2": {"9": 1.0}})),
+    "costs_that_are_no_times, rounds of 0 rows": ("costs has rounds that are not", rounds({"0": {"1": 1.0}})),
+    "costs_that_are_no_times, rounds in a list": ("costs has rounds that are not", rounds({"2": [1.0]})),
+    "costs_that_are_no_times, no 1": ("for 1 and at least one more", costs(target={"2": 1.0, "3": 2.0})),
+    "costs_that_are_no_times, key": ("costs has a row", said("costs", COSTS | {"table": {"0": ROW}})),
+    "costs_that_are_no_times, deep": ("costs has a row", costs(target=json.loads("[" * 500 + "]" * 500))),
+    "acceptance_that_is_no_probability": ("alpha of measurements.0. is 1.5, no prob", measured(alpha=1.5)),
+    "acceptance_that_is_no_probability, nan": ("is nan, no probability", measured(alpha=float("nan"))),
+    "acceptance_that_is_no_probability, costs": (
+        "alpha of block is -0.5, no probability; measure it anew",
+        said("costs", COSTS | {"alpha": {"block": -0.5}}),
+    ),
+    "measurement_that_is_no_measurement": ("measured_speedup of .* is -1.0, which", measured(measured_speedup=-1.0)),
+    "measurement_that_is_no_measurement, nan": ("per_round .* is nan", measured(tokens_per_round=float("nan"))),
+    "measurement_that_is_no_measurement, batch": ("batch of measurements.0. is 0", measured(batch=0)),
+}

@@ -1,0 +1,281 @@
+"""The draft of callers who name none: where it is looked for, loaded once, and gone with its target."""
+
+import gc
+import shutil
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Forwards, near, prompts, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import hf_specx
+from hf_specx import DraftTargetPair
+from hf_specx.common.devices import hardware
+from hf_specx.hub.publish import write_repository
+from hf_specx.pair_files import find_draft as resolve
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts
+
+
+SETTINGS = {"do_sample": True, "max_new_tokens": 12}
+OURS = {"num_draft_tokens": 3, "verification": "block"}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+def publish(folder: Path, target: PreTrainedModel, noise: float, **where: str) -> Path:
+    """A repository in a folder, whose draft has moved so far from its target."""
+    pair = DraftTargetPair(target, near(target, noise))
+    pair.config.num_draft_tokens, pair.config.verification = OURS["num_draft_tokens"], OURS["verification"]
+    write_repository(pair, folder, **where)
+    return folder
+
+
+def expected(target: PreTrainedModel, noise: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    return hf_specx.generate(**prompts(3), **SETTINGS, **OURS, model=target, draft_model=near(target, noise))
+
+
+def by_string(model: PreTrainedModel, folder: Path, **kwargs) -> torch.Tensor:
+    torch.manual_seed(0)
+    loaded = {"custom_generate": str(folder), "trust_remote_code": True}
+    return model.generate(**prompts(3), **SETTINGS, **loaded, **kwargs)
+
+
+def test_a_folder_by_string(target: PreTrainedModel, tmp_path: Path):
+    """With the options that the pair recommends."""
+    folder = publish(tmp_path / "pair", target, 0.1)
+    assert torch.equal(by_string(target, folder), expected(target, 0.1))
+
+
+def test_a_folder_whose_code_is_bound_to_the_model(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**prompts(3), **SETTINGS), expected(target, 0.1))
+
+
+def test_the_package_finds_it_beside_the_target(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    assert torch.equal(hf_specx.generate(**prompts(3), **SETTINGS, model=model), expected(target, 0.1))
+
+
+def test_a_draft_that_is_given_comes_first(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    given = near(target, 0.4)
+    with Forwards(given) as drafted:
+        output = by_string(target, folder, assistant_model=given, **OURS)
+    assert drafted.ids
+    assert torch.equal(output, expected(target, 0.4))
+
+
+def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel, tmp_path: Path):
+    """transformers loads code under the name of its folder, once for the same content."""
+    near_by, far = (publish(tmp_path / str(n) / "pair", target, noise) for n, noise in ((0, 0.1), (1, 0.4)))
+    for _ in range(2):
+        assert torch.equal(by_string(target, near_by), expected(target, 0.1))
+        assert torch.equal(by_string(target, far), expected(target, 0.4))
+    assert not torch.equal(expected(target, 0.1), expected(target, 0.4))
+
+
+def test_the_code_of_one_pair_comes_before_the_folder_of_the_target(target: PreTrainedModel, tmp_path: Path):
+    near_by, far = (publish(tmp_path / str(n) / "pair", target, noise) for n, noise in ((0, 0.1), (1, 0.4)))
+    model = AutoModelForCausalLM.from_pretrained(near_by)
+    assert torch.equal(by_string(model, far), expected(target, 0.4))
+
+
+def test_a_folder_that_was_moved_is_found_beside_its_target(target: PreTrainedModel, tmp_path: Path):
+    publish(tmp_path / "pair", target, 0.1)
+    moved = shutil.move(tmp_path / "pair", tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(moved)
+    assert torch.equal(by_string(model, moved), expected(target, 0.1))
+    with pytest.raises(ValueError, match=r"no draft: pass draft_model= or assistant_model=.*not there.*target was lo"):
+        by_string(target, moved)
+
+
+def test_a_draft_is_loaded_once_and_goes_with_its_target(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, loads = publish(tmp_path / "pair", target, 0.1), []
+    load = resolve.load_model
+    monkeypatch.setattr(resolve, "load_model", lambda *args, **kwargs: loads.append(args) or load(*args, **kwargs))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for _ in range(3):
+        hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
+    (found,) = resolve.LOADED[model].values()
+    draft = weakref.ref(found.draft)
+    assert len(loads) == 1
+    del model, found
+    gc.collect()
+    assert draft() is None
+    assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)
+
+
+def test_threads_that_ask_at_once_share_one_draft(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second asks while the first is loading."""
+    folder, loads, asked = publish(tmp_path / "pair", target, 0.1), [], []
+    load, second, waits = resolve.load_model, ThreadPoolExecutor(1), threading.Event()
+    find_source = resolve.find_source
+
+    def slowly(*args, **kwargs) -> PreTrainedModel:
+        loads.append(args)
+        if len(loads) == 1:
+            asked.append(second.submit(resolve.find_draft, model, {}))
+            assert waits.wait(60)
+        return load(*args, **kwargs)
+
+    def noted(*args) -> tuple[str, str | None]:
+        found = find_source(*args)
+        if loads:
+            waits.set()
+        return found
+
+    monkeypatch.setattr(resolve, "load_model", slowly)
+    monkeypatch.setattr(resolve, "find_source", noted)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = resolve.find_draft(model, {})
+    assert asked[0].result().draft is found.draft
+    assert len(loads) == 1
+
+
+def test_a_draft_is_where_the_last_layers_of_its_target_run(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """There is one device here, so another is made up."""
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    monkeypatch.setattr(resolve, "last_device", lambda asked: torch.device("meta" if asked is model else "cpu"))
+    assert resolve.find_draft(model, {}).draft.device == torch.device("meta")
+
+
+def test_another_precision(target: PreTrainedModel, tmp_path: Path):
+    """A draft has that of its target."""
+    folder = publish(tmp_path / "pair", target, 0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
+    (found,) = resolve.LOADED[model].values()
+    assert found.draft.dtype == torch.float64
+    assert not found.draft.training
+
+
+def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):
+    """It is named, and its text is right all the same."""
+    folder = publish(tmp_path / "pair", target, 0.1)
+    other = tiny(seed=3, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="differs in parameters from the one that the pair was measured with"):
+        output = by_string(other, folder, verification="coupled")
+    torch.manual_seed(0)
+    assert torch.equal(output, other.generate(**prompts(3), **SETTINGS))
+
+
+def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    for given in ({"num_assistant_tokens": 2}, {"num_draft_tokens": 2}):
+        output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
+        assert output.speculation_report.num_draft_tokens == 2
+
+
+def test_nothing_is_run_without_trust(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    (folder / "custom_generate" / "generate.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        target.generate(**prompts(1), max_new_tokens=2, custom_generate=str(folder), trust_remote_code=False)
+    DraftTargetPair.from_pretrained(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
+    """Models with one tokenizer of 277 tokens, whose vocabularies are padded to other sizes."""
+    tokenizer = tiny_tokenizer()
+    return DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=draft_tokens, seed=1), tokenizer)
+
+
+def test_vocabularies_that_differ_in_padding(tmp_path: Path):
+    pair = padded_pair()
+    write_repository(pair, tmp_path / "pair")
+    output = by_string(pair.target, tmp_path / "pair", verification="coupled", num_draft_tokens=3)
+    torch.manual_seed(0)
+    assert torch.equal(output, pair.target.generate(**prompts(3), **SETTINGS))
+
+
+def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path):
+    pair = padded_pair()
+    pair.tokenizer = None
+    write_repository(pair, tmp_path / "pair")
+    with pytest.raises(ValueError, match="the target has 288 tokens and the draft 280"):
+        by_string(pair.target, tmp_path / "pair")
+
+
+@pytest.mark.parametrize(
+    ("noted", "other", "message"),
+    [
+        (True, False, None),
+        (False, False, None),
+        (True, True, "the tokenizer of org/draft ha.* its pair was checked with"),
+        (False, True, "the two tokenizers differ, for instance in"),
+    ],
+)
+def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):
+    """Whether the pair has noted what it was checked with or not."""
+    pair, commit = padded_pair(), "d" * 40
+    write_repository(pair, tmp_path / "pair")
+    repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
+    shutil.move(tmp_path / "pair" / "draft", repository)
+    (tiny_tokenizer(["other words altogether"]) if other else tiny_tokenizer()).save_pretrained(repository)
+    config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
+    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
+    config.tokenizers = config.tokenizers if noted else None
+    (tmp_path / "pair" / CONFIG_NAME).write_text(config.to_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair")
+    call = {"model": model, "cache_dir": str(tmp_path / "hub"), "verification": "coupled", "num_draft_tokens": 3}
+    if message is None:
+        torch.manual_seed(0)
+        output = hf_specx.generate(**prompts(3), **SETTINGS, **call)
+        torch.manual_seed(0)
+        assert torch.equal(output, model.generate(**prompts(3), **SETTINGS))
+        return
+    with pytest.raises(ValueError, match=message):
+        hf_specx.generate(**prompts(3), **SETTINGS, **call)
+
+
+FREE_DRAFTS = {"3": {"target": {"1": 1.0, "9": 1.0}, "draft": 0.02}}
+
+
+@pytest.mark.parametrize(("alpha", "number"), [({"block": 0.35}, 3), ({}, 8)])
+def test_what_a_pair_has_measured_is_gone_by(
+    target: PreTrainedModel, tmp_path: Path, alpha: dict[str, float], number: int
+):
+    """By string as by the pair: times, and the acceptance that it has seen. None of our forwards would say so."""
+    pair = DraftTargetPair(target, near(target, 0.1))
+    pair.config.costs = SavedCosts(hardware(torch.device("cpu")), "float32", FREE_DRAFTS, alpha)
+    write_repository(pair, tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    torch.manual_seed(0)
+    expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")
+    assert loaded.report.history[0][1].drafted == number  # then it goes by what it sees
+    output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
+    assert output.speculation_report.history[0][1].drafted == number
+    assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found", "said"), [("1", "2", True), ("1", "1", False), (None, "2", False), ("1", None, False)]
+)
+def test_a_target_at_another_commit_is_named(
+    recorded: str | None, found: str | None, said: bool, recwarn: pytest.WarningsRecorder
+):
+    """Where both are known."""
+    target = tiny()
+    target.config._commit_hash = found and found * 40
+    resolve.warn_of_another_target(PairConfig(ModelSource(revision=recorded and recorded * 40), ModelSource()), target)
+    assert [str(w.message).split(" from the one")[0] for w in recwarn] == ["the target '' differs in revision"] * said

@@ -1,0 +1,175 @@
+"""Loading a pair: where its models go, what is taken in place of them, and whose an argument is."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import Forwards, near, prompts, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import PreTrainedModel
+
+from hf_specx import DraftTargetPair
+from hf_specx.common.devices import execution_device, last_device
+from hf_specx.pairs.pair import loading as pair_loading
+
+
+SETTINGS = {"do_sample": True, "max_new_tokens": 10}
+OURS = {"verification": "coupled", "num_draft_tokens": 3}
+ON_DISK = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.rotary_emb": "cpu"}
+ON_DISK |= {"model.layers.1": "cpu", "model.norm": "disk", "lm_head": "disk"}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def folder(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pairs") / "pair"
+    DraftTargetPair(target, near(target, 0.1)).save_pretrained(path)
+    return path
+
+
+def check_text(pair: DraftTargetPair, target: PreTrainedModel, rows: int = 3) -> None:
+    """Equal to stock's, with fewer forwards of the target than tokens."""
+    torch.manual_seed(0)
+    expected = target.generate(**prompts(rows), **SETTINGS)
+    torch.manual_seed(0)
+    with Forwards(pair.target) as judged:
+        assert torch.equal(pair.generate(**prompts(rows), **SETTINGS, **OURS), expected)
+    assert 0 < len(judged.ids) < 10
+
+
+@pytest.mark.parametrize("device_map", [None, "cpu", "auto", {"": "cpu"}, ON_DISK], ids=str)
+def test_devices_of_the_target(device_map: object, folder: Path, target: PreTrainedModel, tmp_path: Path):
+    pair = DraftTargetPair.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path)
+    assert execution_device(pair.target) == last_device(pair.target) == pair.draft.device == torch.device("cpu")
+    assert any(p.is_meta for p in pair.target.parameters()) == (device_map is ON_DISK)
+    check_text(pair, target)
+
+
+def test_models_that_are_both_on_disk(folder: Path, target: PreTrainedModel, tmp_path: Path):
+    """Each in a folder of its own: their weights have the same names."""
+    maps = {"device_map": ON_DISK, "draft_device_map": ON_DISK}
+    pair = DraftTargetPair.from_pretrained(folder, **maps, offload_folder=tmp_path, offload_buffers=True)
+    assert all(any(p.is_meta for p in model.parameters()) for model in (pair.target, pair.draft))
+    check_text(pair, target)
+
+
+def test_memory_that_is_not_enough(folder: Path, target: PreTrainedModel, tmp_path: Path):
+    """The model's first weight is on disk then, so that its own `device` would be "meta"."""
+    room = {"max_memory": {"cpu": "12KB"}, "cache_tokens": 8}
+    pair = DraftTargetPair.from_pretrained(folder, device_map="auto", **room, offload_folder=tmp_path)
+    assert pair.target.device == torch.device("meta")
+    check_text(pair, target)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("form", ["model", "folder", "text"])
+def test_another_model_in_place_of_one(role: str, form: str, folder: Path, target: PreTrainedModel, tmp_path: Path):
+    other = near(target, 0.15)
+    other.save_pretrained(tmp_path / "other")
+    given = {"model": other, "folder": tmp_path / "other", "text": str(tmp_path / "other")}[form]
+    pair = DraftTargetPair.from_pretrained(folder, **{role: given})
+    assert torch.equal(getattr(pair, role).lm_head.weight, other.lm_head.weight)
+    check_text(pair, other if role == "target" else target)
+
+
+def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """One for quantization is the target's alone; others are both models', but what is given for the draft."""
+    seen, load = [], pair_loading.load_model
+
+    def note(files, subfolder, **kwargs):
+        seen.append((subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
+        return load(files, subfolder, **kwargs)
+
+    monkeypatch.setattr(pair_loading, "load_model", note)
+    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: {"target": {}, "draft": {}})
+    DraftTargetPair.from_pretrained(
+        folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}
+    )
+    assert seen == [("", "of the target", "eager"), ("draft", None, "eager")]
+
+
+def test_precision(folder: Path):
+    pair = DraftTargetPair.from_pretrained(folder, dtype=torch.float64, draft_kwargs={"dtype": torch.bfloat16})
+    assert (pair.target.dtype, pair.draft.dtype) == (torch.float64, torch.bfloat16)
+
+
+def test_inputs_are_moved_to_the_target(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """There is one device here, so what they are asked to move to is looked at."""
+    pair, moved = DraftTargetPair.from_pretrained(folder), []
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **kwargs: moved.append(args) or move(x, *args, **kwargs))
+    pair.generate(**prompts(2), max_new_tokens=2, do_sample=False, num_draft_tokens=1)
+    assert moved[:2] == [(torch.device("cpu"),)] * 2
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, target = tmp_path_factory.mktemp("pairs") / "pair", tiny(vocab_size=280)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(path)
+    return path
+
+
+def elsewhere(folder: Path, model: PreTrainedModel, own: str | None, texts: tuple[str, ...] = ()) -> Path:
+    """A model by itself, perhaps with a tokenizer that can be told from others by its template."""
+    model.save_pretrained(folder)
+    if own is not None:
+        tokenizer = tiny_tokenizer(texts) if texts else tiny_tokenizer()
+        tokenizer.chat_template = own
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("roles", "own", "expected"),
+    [
+        ((), False, (None, None)),
+        (("target",), True, ("target", None)),
+        (("target",), False, (None, None)),
+        (("draft",), True, (None, "draft")),
+        (("draft",), False, (None, None)),
+        (("target", "draft"), True, ("target", "draft")),
+    ],
+)
+def test_whose_tokenizers_there_are(
+    roles: tuple[str, ...],
+    own: bool,
+    expected: tuple[str | None, str | None],
+    with_tokenizer: Path,
+    tmp_path: Path,
+):
+    """A model from elsewhere has its own, if there is one there, and the other keeps that of the pair."""
+    model = tiny(vocab_size=280)
+    others = {role: elsewhere(tmp_path / role, model, role if own else None) for role in roles}
+    pair = DraftTargetPair.from_pretrained(with_tokenizer, **others)
+    assert (pair.tokenizer.chat_template, pair.draft_tokenizer.chat_template) == expected
+    used = (pair.strategy.tokenizer, pair.strategy.draft_tokenizer)
+    assert used == (pair.tokenizer, pair.draft_tokenizer)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_model_from_elsewhere_with_another_tokenizer(role: str, with_tokenizer: Path, tmp_path: Path):
+    """Which is seen when the two are used together, with options for the call and without."""
+    other = elsewhere(tmp_path / role, tiny(vocab_size=280), "own", ("other words altogether",))
+    pair = DraftTargetPair.from_pretrained(with_tokenizer, **{role: other})
+    for options in ({}, {"layout": "padded"}):
+        with pytest.raises(ValueError, match="the two tokenizers differ, for instance in"):
+            pair.generate(**prompts(2), **SETTINGS, **options)
+
+
+@pytest.mark.parametrize("pickled", [(), ("",), ("", "draft")], ids=str)
+def test_pickles_where_they_are_trusted(
+    pickled: tuple[str, ...], folder: Path, target: PreTrainedModel, tmp_path: Path
+):
+    """Or safetensors all the same."""
+    copied = Path(shutil.copytree(folder, tmp_path / "pair"))
+    for part in pickled:
+        weights = copied / part / "model.safetensors"
+        torch.save(load_file(weights), copied / part / "pytorch_model.bin")
+        weights.unlink()
+    check_text(DraftTargetPair.from_pretrained(copied, use_safetensors=False), target)

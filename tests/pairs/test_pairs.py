@@ -1,0 +1,144 @@
+"""Pairs: the embedded one, folders, and the wheel that carries it."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers import GenerationConfig
+
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
+
+
+@pytest.fixture(scope="module")
+def pair() -> DraftTargetPair:
+    return DraftTargetPair.embedded()
+
+
+def test_embedded_is_small_and_speaks_python(pair: DraftTargetPair):
+    folder = Path(sys.modules["hf_specx"].__file__).parent / "embedded"
+    assert sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 34 * 2**20
+    assert pair.target.dtype == pair.draft.dtype == torch.float32
+    assert len(pair.prompts) >= 8
+    text = "def read(self, n=-1):\n    return self.buffer[:n]\n"
+    assert pair.tokenizer.decode(pair.tokenizer(text)["input_ids"]) == text
+    loss = pair.target(**(ids := pair.tokenizer(text, return_tensors="pt")), labels=ids["input_ids"]).loss
+    assert loss < 4
+
+
+def test_embedded_pair_is_worth_its_draft(pair: DraftTargetPair):
+    inputs = pair.tokenizer(pair.prompts[:8], return_tensors="pt", padding=True)
+    torch.manual_seed(0)
+    pair.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=48, num_draft_tokens=4)
+    assert pair.report.alpha > 0.6
+    assert pair.report.mean_acceptance_length > 2
+
+
+def test_coupled_equals_stock_on_real_text(pair: DraftTargetPair):
+    inputs = pair.tokenizer(pair.prompts[:4], return_tensors="pt", padding=True)
+    settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 40}
+    torch.manual_seed(0)
+    expected = pair.target.generate(**inputs, **settings)
+    torch.manual_seed(0)
+    output = pair.generate(**inputs, **settings, verification="coupled", num_draft_tokens=4)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("where", ["argument", "config", "function"])
+def test_stop_strings(pair: DraftTargetPair, where: str):
+    """transformers withholds the tokenizer they need from a callable; it cuts inside an accepted run as well."""
+    inputs = pair.tokenizer(pair.prompts[:3], return_tensors="pt", padding=True)
+    strings = ["self", "return"]
+    settings = {"do_sample": False, "max_new_tokens": 40, "num_draft_tokens": 4}
+    expected = pair.target.generate(
+        **inputs, do_sample=False, max_new_tokens=40, stop_strings=strings, tokenizer=pair.tokenizer
+    )
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 40
+    if where == "argument":
+        output = pair.generate(**inputs, **settings, stop_strings=strings)
+    elif where == "config":
+        config = GenerationConfig(
+            do_sample=False, max_new_tokens=40, stop_strings=strings, pad_token_id=1, eos_token_id=0
+        )
+        output = pair.generate(**inputs, generation_config=config, num_draft_tokens=4)
+    else:
+        both = {"model": pair.target, "draft_model": pair.draft, "tokenizer": pair.tokenizer}
+        output = generate(**inputs, **settings, **both, stop_strings=strings)
+    assert torch.equal(output, expected)
+
+
+def test_other_dtypes_and_the_alias():
+    pair = DraftTargetPair.from_pretrained("embedded", dtype=torch.bfloat16)
+    assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+
+
+def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch):
+    """A local folder named like the alias comes first."""
+    target = tiny(vocab_size=pair.target.config.vocab_size)
+    DraftTargetPair(target, near(target, 0.1), pair.tokenizer).save_pretrained(tmp_path / "embedded")
+    monkeypatch.chdir(tmp_path)
+    loaded = DraftTargetPair.from_pretrained("embedded")
+    assert loaded.target.config.hidden_size == 32
+    output = loaded.generate(**prompts(2), do_sample=False, max_new_tokens=5, num_draft_tokens=2)
+    assert torch.equal(output, target.generate(**prompts(2), do_sample=False, max_new_tokens=5))
+    assert loaded.report.num_draft_tokens == 2
+    assert loaded.strategy.num_draft_tokens == "auto"
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_a_pair_with_another_model_is_another_pair(pair: DraftTargetPair, role: str):
+    with pytest.raises(AttributeError):
+        setattr(pair, role, tiny())
+
+
+def test_a_pair_goes_on_where_it_left_off():
+    """Also with options for one call, and with a strategy that its user has put there."""
+    target = tiny()
+    pair = DraftTargetPair(target, near(target, 0))
+    asked = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic", "do_sample": False}
+    for strategy in (pair.strategy, SpeculativeDecoding(pair.draft, verification="token")):
+        pair.strategy, firsts = strategy, []
+        for options in ({}, {"layout": "padded"}, {}):
+            pair.generate(**prompts(2), **asked, **options, max_new_tokens=20)
+            firsts.append(pair.report.history[0][1].drafted)
+            assert pair.report.layout == options.get("layout", "ragged")
+        assert firsts[0] == 2
+        assert firsts == sorted(set(firsts))
+        assert pair.strategy is strategy
+
+
+def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypatch: pytest.MonkeyPatch):
+    target, measured = tiny(), []
+
+    def measure(costs: Costs, batch: int, *forwards: object) -> None:
+        measured.append(batch)
+        costs.table[batch] = {"target": {1: 1.0, 9: 1.0}, "draft": 0.1}
+
+    monkeypatch.setattr(Costs, "measure", measure)
+    pair, settings = DraftTargetPair(target, near(target, 0.1)), {"do_sample": False, "max_new_tokens": 4}
+    tiny(seed=4).generate(**prompts(2), **settings, custom_generate=pair.strategy)
+    for options in ({}, {}, {"layout": "padded"}):
+        pair.generate(**prompts(2), **settings, **options)
+    assert measured == [2, 2]
+    assert list(pair.strategy.costs.table) == [2]
+
+
+def test_the_wheel_carries_the_pair(tmp_path: Path):
+    """Built, installed beside the packages of this environment, and loaded from there."""
+    root, source, site = Path(__file__).parents[2], tmp_path / "source", tmp_path / "site"
+    shutil.copytree(root / "hf_specx", source / "hf_specx")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
+    assert (site / "hf_specx" / "py.typed").exists()
+    code = (
+        "import hf_specx, sys; assert hf_specx.__file__.startswith(sys.argv[1]); hf_specx.DraftTargetPair.embedded()"
+    )
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1]); {code}", str(site)]
+    subprocess.run(command, check=True, cwd=tmp_path)

@@ -1,0 +1,217 @@
+"""Prompts over processes: two real ones, started by accelerate, get what one gets, in order."""
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from tiny import near, tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+
+from hf_specx import DraftTargetPair
+from hf_specx.engine.ranks import in_group
+from hf_specx.pairs.pair import shares
+from hf_specx.pairs.shares import complete
+
+
+TEXTS = ["def read(", "import os, sys\nfrom pathlib import", "x", "class Path:\n    def", "for line in"]
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "seed": 5}
+CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "greedy, uneven": (TEXTS, GREEDY | {"batch_size": 2}),
+    "block, uneven": (TEXTS, SAMPLED | {"batch_size": 2}),
+    "coupled, uneven": (TEXTS, SAMPLED | {"batch_size": 1, "verification": "coupled"}),
+    "greedy, one prompt": (TEXTS[:1], GREEDY),
+    "block, one prompt": (TEXTS[:1], SAMPLED),
+    "greedy, none": ([], GREEDY),
+    "block, none": ([], SAMPLED),
+}
+
+
+class Failing(LogitsProcessor):
+    """Fails in the process that reads the longest prompt."""
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] > 6:
+            raise ArithmeticError("out of numbers")
+        return scores
+
+
+def load(folder: Path) -> DraftTargetPair:
+    target, draft = (AutoModelForCausalLM.from_pretrained(folder / part) for part in ("target", "draft"))
+    return DraftTargetPair(target, draft, AutoTokenizer.from_pretrained(folder / "target"))
+
+
+def run(folder: Path) -> dict[str, Any]:
+    """The outcome of every case, and of one in which one process fails."""
+    pair, outcomes, rows = load(folder), {}, []
+    generate = pair.generate
+
+    def counting(**inputs: Any) -> torch.Tensor:
+        rows.append(len(inputs["input_ids"]))
+        return generate(**inputs)
+
+    pair.generate = counting
+    for name, (texts, options) in CASES.items():
+        rows.clear()
+        outcomes[name] = {"texts": complete(pair, texts, **options), "rows": list(rows)}
+    try:
+        complete(pair, TEXTS[1:3], max_new_tokens=4, batch_size=1, logits_processor=[Failing()])
+    except Exception as error:
+        outcomes["failing"] = f"{type(error).__name__}: {error}"
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pair that speaks in random tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("pair"), DraftTargetPair.embedded().tokenizer
+    target = tiny(vocab_size=len(tokenizer), eos_token_id=list(range(900, 1000)))
+    for part, model in (("target", target), ("draft", near(target, 0.05))):
+        model.save_pretrained(folder / part)
+    tokenizer.save_pretrained(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    return run(folder)
+
+
+@pytest.fixture(scope="module")
+def together(folder: Path) -> list[dict[str, Any]]:
+    """What each of two processes got."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    # not --cpu, by which accelerate 1.15 starts one process unless there is MPI; the processes find no accelerator
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
+    paths = [str(Path(__file__).parents[2]), str(Path(tiny.__file__).parent), str(Path(__file__).parent)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    subprocess.run([*launch, __file__, str(folder)], check=True, env=environment, timeout=300)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_get_what_one_gets(alone: dict[str, Any], together: list[dict[str, Any]], name: str):
+    for outcomes in together:
+        assert outcomes[name]["texts"] == alone[name]["texts"]
+    assert len(alone[name]["texts"]) == len(CASES[name][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("greedy, uneven", [2, 1], [2]),
+        ("coupled, uneven", [1, 1, 1], [1, 1]),
+        ("block, one prompt", [1], []),
+        ("greedy, none", [], []),
+    ],
+)
+def test_each_takes_its_share(together: list[dict[str, Any]], name: str, first: list[int], second: list[int]):
+    assert [outcomes[name]["rows"] for outcomes in together] == [first, second]
+
+
+def test_an_error_in_one_process_is_raised_in_both(alone: dict[str, Any], together: list[dict[str, Any]]):
+    assert alone["failing"] == "ArithmeticError: out of numbers"
+    assert [outcomes["failing"] for outcomes in together] == [
+        "ArithmeticError: out of numbers",
+        "RuntimeError: process 0 failed with ArithmeticError: out of numbers",
+    ]
+
+
+def test_the_group_ends_before_the_process_does(alone: dict[str, Any], together: list[dict[str, Any]]):
+    """A process that exits with the threads of gloo running aborts, one in five here."""
+    assert [outcomes["in group"] for outcomes in together] == [False, False]
+    assert all(outcomes.keys() == alone.keys() | {"in group"} for outcomes in together)
+
+
+def test_texts_are_those_of_stock(folder: Path, alone: dict[str, Any]):
+    """In the order of the prompts, each under its own seed, and up to its end."""
+    pair = load(folder)
+    for name, settings in (("greedy, uneven", GREEDY), ("coupled, uneven", SAMPLED)):
+        plain = {option: value for option, value in settings.items() if option != "seed"}
+        for place, text in enumerate(TEXTS):
+            inputs = pair.tokenizer([text], return_tensors="pt")
+            torch.manual_seed(SAMPLED["seed"] + place)
+            output = pair.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **plain)
+            new = output[0, inputs["input_ids"].shape[1] :]
+            assert alone[name]["texts"][place] == pair.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]):
+    pair = load(folder)
+    for batch_size in (1, 5):
+        assert complete(pair, TEXTS, **SAMPLED, batch_size=batch_size) == alone["block, uneven"]["texts"]
+    assert complete(pair, TEXTS, **SAMPLED | {"seed": 6})[:4] != alone["block, uneven"]["texts"][:4]
+    assert complete(pair, TEXTS[1:], **SAMPLED | {"seed": 6}) == alone["block, uneven"]["texts"][1:]
+
+
+def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
+    """Its prompts are padded on the right: this one has learned positions, counted from the left."""
+    tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
+    target.resize_token_embeddings(len(tokenizer))
+    pair = DraftTargetPair(target, near(target, 0.1), tokenizer)
+    expected = []
+    for text in TEXTS[:2]:
+        ids = tokenizer([text], return_tensors="pt")["input_ids"]
+        expected.append(tokenizer.decode(target.generate(ids, **GREEDY)[0], skip_special_tokens=True))
+    for batch_size in (1, 2):
+        assert complete(pair, TEXTS[:2], **GREEDY, batch_size=batch_size) == expected
+    assert len(set(expected)) == 2
+
+
+def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
+    assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "message"),
+    [
+        ("def", {}, "texts='def' is not a list of strings"),
+        ([1], {}, "is not a list of strings"),
+        (["a", ""], {}, "prompt 1 is empty"),
+        (["a"], {"batch_size": 0}, "batch_size=0"),
+        (["a"], {"seed": -1}, "seed=-1"),
+        (["a"], {"seed": 2**63}, "for 1 prompts"),
+        (["a"], {"seeds": [1]}, "seeds= belongs to one call"),
+        (["a"], {"num_return_sequences": 2}, "num_return_sequences= belongs to one call"),
+    ],
+)
+def test_misuse(folder: Path, texts: Any, options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        complete(load(folder), texts, **options)
+
+
+def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    pair = load(folder)
+    pair.tokenizer = None
+    with pytest.raises(ValueError, match="no tokenizer"):
+        complete(pair, ["a"])
+    pair = load(folder)
+    monkeypatch.setattr(shares, "synced_by_default", lambda *models: models == (pair.target, pair.draft))
+    with pytest.raises(ValueError, match="spread over processes"):
+        complete(pair, ["a"])
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    outcomes = {}
+
+    def write() -> None:
+        (place / f"{os.environ['RANK']}.json").write_text(json.dumps(outcomes | {"in group": in_group()}))
+
+    atexit.register(write)  # before what the package registers, so that it is called after
+    outcomes |= run(place)

@@ -1,0 +1,78 @@
+"""Randomness: the stream of stock sampling, and three independent ones."""
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.common.batch import Sequences
+from hf_specx.sampling.noise import StockNoise
+from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.verify import race
+
+
+def test_the_race_is_how_torch_draws():
+    """The host fact that coupled verification stands on."""
+    probs = torch.rand(64, 1000).softmax(-1)
+    torch.manual_seed(0)
+    expected = torch.multinomial(probs, 1)[:, 0]
+    torch.manual_seed(0)
+    assert torch.equal(race(probs, torch.empty_like(probs).exponential_()), expected)
+
+
+def test_stock_noise_in_any_order_and_from_saved_states():
+    like = torch.empty(3, 1, 7)
+    torch.manual_seed(0)
+    expected = [torch.empty(3, 7).exponential_() for _ in range(6)]
+    for window in (0, 2, 100):
+        torch.manual_seed(0)
+        noise = StockNoise(3, torch.device("cpu"), window)
+        sequences = Sequences(torch.ones(3, 4, dtype=torch.int64), None, 0)
+        for position in (2, 0, 5, 2, 1, 5, 0):
+            assert torch.equal(noise.at(sequences, like, position)[:, 0], expected[position])
+        noise.finish(4)
+        assert torch.equal(torch.empty(3, 7).exponential_(), expected[4])
+
+
+def test_rows_that_drifted_apart_get_their_own_positions():
+    torch.manual_seed(0)
+    expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])
+    torch.manual_seed(0)
+    noise = StockNoise(3, torch.device("cpu"), window=4)
+    sequences = Sequences(torch.ones(3, 4, dtype=torch.int64), None, 0)
+    sequences.counts = [5, 0, 2]
+    sequences.retire([1])
+    drawn = noise.at(sequences, torch.empty(2, 3, 7), ahead=0)
+    assert torch.equal(drawn[0], expected[5:8, 0])
+    assert torch.equal(drawn[1], expected[2:5, 2])
+
+
+def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
+    """Each position is drawn once while rows stay within the window, and what a row has passed is let go."""
+    positions, draw = [], StockNoise._draw
+    monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
+    noise = StockNoise(2, torch.device("cpu"), window=4)
+    sequences, like = Sequences(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    for sequences.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
+        noise.at(sequences, like, ahead=0)
+    assert positions == list(range(8))
+    assert [sorted(held) for held in noise.held] == [[2, 3, 4], [5, 6, 7]]
+    sequences.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
+    noise.at(sequences, like, ahead=0)
+    assert positions[8:] == [5, 6, 8, 9, 10]
+
+
+def test_the_three_streams_differ():
+    torch.manual_seed(0)
+    rule = RejectionRule(True, torch.device("cpu"))
+    seeds = {g.initial_seed() for g in (s.generators[0] for s in (rule.drafts, rule.uniforms, rule.residuals))}
+    assert len(seeds) == 3
+
+
+def test_greedy_draws_nothing():
+    target = tiny()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="block")
+    target.generate(**prompts(2), do_sample=False, max_new_tokens=9, custom_generate=strategy)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,125 @@
+"""Warpers on the likeliest tokens give what stock's give on all of them."""
+
+import pytest
+import torch
+from transformers.generation import logits_process as host
+
+from hf_specx.sampling.warping import HEAD, HeadWarper, in_runs
+
+
+VOCAB = 3000
+RUNS = {
+    "top-k": [host.TopKLogitsWarper(50)],
+    "top-p": [host.TopPLogitsWarper(0.9)],
+    "top-p that keeps some": [host.TopPLogitsWarper(0.3, min_tokens_to_keep=7)],
+    "top-k, top-p": [host.TopKLogitsWarper(50), host.TopPLogitsWarper(0.9)],
+    "top-p, top-k": [host.TopPLogitsWarper(0.8), host.TopKLogitsWarper(9)],
+    "all": [
+        host.TopKLogitsWarper(100),
+        host.TopPLogitsWarper(0.95),
+        host.MinPLogitsWarper(0.02),
+        host.TypicalLogitsWarper(0.9),
+        host.EpsilonLogitsWarper(1e-3),
+        host.EtaLogitsWarper(1e-3),
+        host.TemperatureLogitsWarper(0.7),
+        host.LogitNormalization(),
+    ],
+}
+
+
+def by_stock(warpers: list, scores: torch.Tensor) -> torch.Tensor:
+    for warper in warpers:
+        scores = warper(torch.zeros(len(scores), 1, dtype=torch.int64), scores)
+    return scores
+
+
+@pytest.fixture
+def widths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tokens each sort looked at."""
+    seen, sort = [], torch.sort
+
+    def noted(scores, *args, **kwargs):
+        seen.append(scores.shape[-1])
+        return sort(scores, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "sort", noted)
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("run", RUNS)
+def test_equals_stock(run: str, dtype: torch.dtype, widths: list[int]):
+    """On 400 laws from peaked to flat; what is kept is the same set, and the values but for rounding."""
+    scale = torch.linspace(3, 8, 400)[:, None]
+    scores = (scale * torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
+    output = HeadWarper(RUNS[run])(scores)
+    assert not [width for width in widths if width == VOCAB]
+    expected = by_stock(RUNS[run], scores)
+    assert torch.equal(output.isinf(), expected.isinf())
+    torch.testing.assert_close(output, expected)
+    assert (output.isfinite().sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_of_tokens_that_tie_as_many_stay_as_in_stock(run: str):
+    """Logits of half precision have many; which of them stay is up to an unstable sort."""
+    scale = torch.linspace(3, 8, 400)[:, None]
+    scores = (scale * torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(0))).bfloat16().float()
+    output, expected = HeadWarper(RUNS[run])(scores), by_stock(RUNS[run], scores)
+    torch.testing.assert_close(output.sort().values, expected.sort().values)
+
+
+def test_a_row_is_the_same_to_the_bit_in_any_company():
+    """Also beside rows for which the head is not enough."""
+    scores = 5 * torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(0))
+    warp = HeadWarper(RUNS["all"])
+    assert torch.equal(warp(torch.cat([scores, torch.zeros(2, VOCAB)]))[:100], warp(scores))
+
+
+def test_a_head_that_is_not_enough_falls_back_to_all(widths: list[int]):
+    flat = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(HeadWarper(RUNS["top-p"])(flat), by_stock(RUNS["top-p"], flat))
+    assert widths == [VOCAB, VOCAB]
+
+
+def test_more_ties_than_the_head_holds():
+    """Stock keeps all tokens that tie with the last of the k."""
+    scores = torch.zeros(2, VOCAB)
+    scores[:, 7] = 1.0
+    scores[1, : 5 * HEAD] = 2.0
+    output = HeadWarper(RUNS["top-k"])(scores)
+    assert torch.equal(output, by_stock(RUNS["top-k"], scores))
+    assert output.isfinite().sum(-1).tolist() == [VOCAB, 5 * HEAD]
+
+
+@pytest.mark.parametrize("run", ["top-k", "top-p"])
+def test_few_tokens_none_and_no_numbers(run: str):
+    """Constraints leave a handful of tokens; a broken model gives NaN, a processor may exclude every token."""
+    scores = torch.full((4, VOCAB), -torch.inf)
+    scores[0, :3] = torch.tensor([1.0, 2.0, -1.0])
+    scores[1] = torch.nan
+    scores[3] = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 8
+    output, expected = HeadWarper(RUNS[run])(scores), by_stock(RUNS[run], scores)
+    assert torch.equal(output.softmax(-1).nan_to_num(7), expected.softmax(-1).nan_to_num(7))
+    alone = HeadWarper(RUNS[run])(scores[:1])
+    assert torch.equal(alone, expected[:1])
+
+
+def test_runs():
+    temperature, k, p = host.TemperatureLogitsWarper(0.7), host.TopKLogitsWarper(5), host.TopPLogitsWarper(0.9)
+    penalty, min_p = host.RepetitionPenaltyLogitsProcessor(1.2), host.MinPLogitsWarper(0.1)
+    visible = host.TopKLogitsWarper(5, filter_value=-9.0)
+    found = in_runs([temperature, k, p, penalty, min_p, p, visible, k, visible])
+    assert [x.warpers if isinstance(x, HeadWarper) else x for x in found] == [
+        temperature,
+        [k, p],
+        penalty,
+        min_p,
+        [p],
+        visible,
+        [k],
+        visible,
+    ]
+    assert in_runs([]) == []
+    many = host.TopPLogitsWarper(0.9, min_tokens_to_keep=HEAD)
+    assert in_runs([many]) == [many]

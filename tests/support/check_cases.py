@@ -1,0 +1,118 @@
+"""What tests of the check share: a tiny pair, quick settings, and faulty variants that must be seen."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import CheckResult, DraftTargetPair, check
+from hf_specx.engine import prefill
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.ragged import Masks
+from hf_specx.sampling import rules, verify
+from hf_specx.sampling.rules import CoupledRule, RejectionRule, law
+from hf_specx.sampling.verify import Verdict, pick, race, verify_match, verify_token
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+QUICK = {"batch_sizes": (32,), "new_tokens": 16, "samples": 64, "num_draft_tokens": 3, "temperature": 0.7}
+PROMPTS = [*TEXTS, "the dog on the mat"]
+
+
+@cache
+def tiny_pair() -> DraftTargetPair:
+    target = tiny(**SIZES)
+    return DraftTargetPair(target, near(target, 0.07), tiny_tokenizer())
+
+
+def quick(**changes) -> CheckResult:
+    """A check of the tiny pair that takes a second or two."""
+    return check(tiny_pair(), PROMPTS, **{"advance": lambda: None} | QUICK | changes)
+
+
+def failed(result: CheckResult) -> set[str]:
+    """The verifications that a check rejects."""
+    return {line.what.split(":")[0].split(",")[0] for line in result.lines if line.verdict == "failed"}
+
+
+def forced(passed: torch.Tensor) -> torch.Tensor:
+    """Uniforms [B, K] by which token verification keeps exactly the candidates that have passed."""
+    return torch.where(passed, 0.0, torch.inf).double()
+
+
+def all_accepted(candidates, q, p, uniforms, choice) -> Verdict:
+    accepted = torch.full((len(candidates),), candidates.shape[1])
+    return Verdict(accepted, pick(p[:, -1], choice), uniforms)
+
+
+def inverted(candidates, q, p, uniforms, choice) -> Verdict:
+    """u < q / p."""
+    p_at, q_at = (x.gather(-1, candidates[..., None])[..., 0] for x in (p[:, :-1], q))
+    return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice)
+
+
+def last_kept(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
+    """One candidate more than agrees with the target."""
+    right = verify_match(candidates, choices)
+    accepted = (right.accepted + 1).clamp(max=candidates.shape[1])
+    return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], right.survival)
+
+
+def colder(rule: RejectionRule, sequences, scores, ahead):
+    """The draft samples at half the temperature that it is judged by."""
+    drawn = pick(law(scores * 2)[0], rule._uniforms(rule.drafts, sequences))
+    return drawn, law(scores)[0]
+
+
+def with_fresh_noise(rule: CoupledRule, sequences, draft, scores):
+    probs, undefined = law(scores)
+    choices = race(probs, rule.noise.at(sequences, probs, 0).flip(-1))  # that of other tokens
+    return rules.Judgement(verify_match(draft.tokens, choices), rules.overlaps(probs, draft), undefined)
+
+
+def between(shift: int) -> Callable:
+    """Masks by which a query sees `shift` keys more than those up to itself."""
+
+    def wrong(masks, queries, keys, known=None, first=0):
+        visible = keys <= queries + shift
+        return masks._as_asked(visible if known is None else known & visible)
+
+    return wrong
+
+
+def positions_behind(decoder, sequences, emitted, longest=None):
+    """Of emitted tokens, one too far."""
+    return RIGHT_POSITIONS(decoder, sequences, emitted + 1, None if longest is None else longest + 1)
+
+
+RIGHT_POSITIONS = Decoder._positions
+LAWFUL, EXACT = {"token", "block"}, {"greedy", "coupled"}
+# what is replaced, by what, which verifications are checked, and which of them must fail
+FAULTS = {
+    "bonus in place of recovered": (verify, "_draw", lambda residual, p, choice: pick(p, choice), LAWFUL, LAWFUL),
+    "everything accepted": (rules, "verify_token", all_accepted, LAWFUL, {"token"}),
+    "ratio upside down": (rules, "verify_token", inverted, LAWFUL, {"token"}),
+    "draft at another temperature": (RejectionRule, "choose", colder, LAWFUL, LAWFUL),
+    "one candidate too many": (rules, "verify_match", last_kept, EXACT, EXACT),
+    "mask that hides the query itself": (Masks, "between", between(-1), EXACT | LAWFUL, EXACT | LAWFUL),
+    "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
+    "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
+    "processor skipped on the target": (
+        prefill,
+        "_target_processors",
+        lambda processors, prompt, layout: list(processors)[:-1],
+        {"coupled"} | LAWFUL,
+        {"coupled"} | LAWFUL,
+    ),
+    "coupled with fresh noise": (CoupledRule, "judge", with_fresh_noise, {"coupled"}, {"coupled"}),
+}
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, fault: str) -> tuple[set[str], set[str]]:
+    """Put a fault in; returns the verifications that are to be checked, and those that must fail."""
+    place, name, wrong, checked, rejected = FAULTS[fault]
+    monkeypatch.setattr(place, name, wrong)
+    return checked, rejected
