@@ -1,24 +1,23 @@
 """The entry as a function: bind what transformers withholds from callables, and call the host."""
 
-import copy
 import functools
 import inspect
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import ModelOutput
 
+from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.schedule import Schedule, given_drafting
+from hf_specx.drafting.schedule import given_drafting
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
-from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.strategy import SpeculativeDecoding, Withheld, ended
 from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name, check_stop_strings
 from hf_specx.validation.models import check_lifted
 
@@ -45,19 +44,13 @@ LOADER_OPTIONS = (
     "repo_type",
     "trust_remote_code",
 )
-# by draft and target: times of forwards, and where a heuristic schedule has got to
-LEARNED: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[PreTrainedModel, tuple[Costs, Schedule]]] = (
-    WeakKeyDictionary()
-)
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """`model.generate` with speculative sampling, for what transformers withholds from a strategy object.
 
-    The times of forwards that a call has measured serve the next one with the same two models. What it has seen of
-    their acceptance does not, so that the same seed gives the same text; a strategy object goes by that as well. But
-    times at a smaller batch size, once a call has measured them, count in larger batches as well when rows have ended:
-    for a text by "token" or "block" that no other call can change give `num_draft_tokens` as an int, or `seeds`.
+    Nothing is remembered from call to call but the times of forwards that a call has measured, by batch size, in the
+    draft's attribute `specx_times`; a strategy object also goes by the acceptance that it has seen.
 
     Args:
         inputs: as in `generate`.
@@ -86,21 +79,26 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         if kwargs.get("assistant_model") is not None and host is not type(model):
             check_lifted(model)
         draft = either(kwargs, "draft_model", "assistant_model")
-        options, measured = take_options(kwargs), Costs()
+        options, costs = take_options(kwargs), Costs()
         if draft is None:
-            draft, recommended, measured = find_draft(model, kwargs)
+            draft, recommended, costs = find_draft(model, kwargs)
             options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
-        learned: MutableMapping[Any, tuple[Costs, Schedule]] = {}
-        if isinstance(strategy.draft_model, PreTrainedModel):  # a generator may have no hash
-            learned = LEARNED.setdefault(strategy.draft_model, WeakKeyDictionary())
-        costs, schedule = learned.setdefault(model, (measured, Schedule()))
-        if "costs" not in options:
+        if "costs" not in options:  # times at other batch sizes must not count, which some calls have and others not
             strategy.costs = costs.apart()
-        strategy.schedule = copy.copy(schedule)  # another thread may use the same models
-        output = run(strategy, host, model, inputs, kwargs, reached)
-        learned[model] = costs, strategy.schedule
-        return output
+            strategy.costs.table = dict(costs.table)
+            strategy.costs.measured = known_times(strategy.draft_model, model)
+        return run(strategy, host, model, inputs, kwargs, reached)
+
+
+def known_times(draft: Any, target: PreTrainedModel) -> dict[int, dict[str, Any]]:
+    """The times of forwards that earlier calls have noted on a draft, beside a target of this kind on this device."""
+    size = sum(weight.numel() for weight in target.parameters())
+    kind = f"{type(target).__name__} of {size} parameters in {target.dtype} on {hardware(execution_device(target))}"
+    if not hasattr(draft, "specx_times"):
+        draft.specx_times = {}
+    times: dict[int, dict[str, Any]] = draft.specx_times.setdefault(kind, {})
+    return times
 
 
 @contextmanager
@@ -172,14 +170,15 @@ def run(
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
     check_arguments(inputs, model, kwargs, (*STRATEGY_OPTIONS, "draft_model", "seeds"))
-    strategy.given_drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    strategy.synced_gpus = kwargs.pop("synced_gpus", None)
-    strategy.report, strategy.adds_reports = None, True
+    drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
+    withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
+    strategy.report = None
 
     @functools.wraps(strategy.__call__)
     def called(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
-        return strategy(model, *args, **kwargs)
+        with ended(strategy.streamer):
+            return strategy.decode(withheld, model, *args, **kwargs)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)

@@ -2,9 +2,12 @@
 
 import copy
 import sys
-import time
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,29 +20,19 @@ from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.cache.export import fill
 from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.drafting.schedule import Auto, Schedule, choose_drafting
+from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.schedule import Schedule, choose_drafting
 from hf_specx.engine.decode import decode
-from hf_specx.engine.plan import Plan, check_plan, make_plan
-from hf_specx.engine.prefill import (
-    begin_schedule,
-    draft_decoder,
-    make_sequences,
-    measure,
-    prefill,
-    stateful_processors,
-)
-from hf_specx.engine.ranks import Peers, synced_by_default
+from hf_specx.engine.in_order import decode_in_order
+from hf_specx.engine.plan import Call, Listener, Plan, make_plan
+from hf_specx.engine.ranks import is_synced
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.settle import Run
-from hf_specx.engine.streaming import Stream
-from hf_specx.layouts.choose import make_decoder
+from hf_specx.engine.start import start, stateful_processors
 from hf_specx.layouts.compiled import compilations
-from hf_specx.layouts.decoder import Prompt, vocabulary
-from hf_specx.layouts.prompts import draft_prompt, prepare
-from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import CoupledRule
+from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.calls import check_call, check_outputs
 from hf_specx.validation.entry import check_withheld
@@ -49,7 +42,6 @@ from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list, check_guidance
 
 
-NOISE_WINDOW = 8  # rounds for which the shared noise of a row is held
 LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
     "has been shown to be exact here; layout='lockstep' says that this is wanted."
@@ -90,10 +82,8 @@ class SpeculativeDecoding:
         report: the `SpeculationReport` of the last call, None before the first.
         costs: what "auto" goes by: times of bare forwards, and of rounds and acceptance in the calls so far. Started
             anew when the strategy is used with another target.
-        schedule: how many candidates the next round drafts; "heuristic" goes on from call to call.
-        adds_reports, given_drafting, synced_gpus: set by `hf_specx.generate`, which has a strategy for each call: if
-            reports add up, since Whisper decodes in windows, and arguments that transformers does not pass on as they
-            were.
+        schedule: how many candidates the rounds of the last call drafted; "heuristic" goes on from call to call.
+        listeners: objects with a method `observe`, which is given the `Round` of each round.
 
     Raises:
         ValueError: for an option that is unknown, unsupported or contradicts another.
@@ -105,7 +95,7 @@ class SpeculativeDecoding:
 
     def __init__(
         self,
-        draft_model: PreTrainedModel | CandidateGenerator,
+        draft_model: PreTrainedModel | CandidateGenerator | Drafter,
         *,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
@@ -136,11 +126,9 @@ class SpeculativeDecoding:
         self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
-        self.schedule = Schedule()
+        self.schedule: Schedule | None = None
         self.report: SpeculationReport | None = None
-        self.adds_reports = False
-        self.given_drafting: dict[str, Any] | None = None
-        self.synced_gpus: bool | None = None
+        self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
 
@@ -159,76 +147,80 @@ class SpeculativeDecoding:
         """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
 
         Returns:
-            [B, L + N] int64, or with `return_dict_in_generate=True` what stock returns, the report being its attribute
-            `speculation_report`; see `Outputs`.
+            [B, L + N] int64, or with `return_dict_in_generate=True` what `generate` returns, the report being its
+            attribute `speculation_report`; see `Outputs`.
 
         Raises:
             ValueError: before any forward, for what cannot be done exactly.
         """
-        stream = Stream(self.streamer, self.stream_by)
-        try:
+        given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
+        with ended(self.streamer):
             check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
-            user_cache = model_kwargs.get("past_key_values")
-            given = getattr(user_cache, "_is_user_defined", False)
-            if given:
-                model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
-            keeps_past = bool(generation_config.return_dict_in_generate or given)
-            stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
-            prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens, keeps_past)
-            sequences, run = self._run(prompt, inputs_tensor, logits_processor, stopping, as_list(seeds), stream)
-        finally:
-            stream.end()
-        past = run.target.past(run.sequences, stopping.columns) if prompt.keeps_past else None
+            return self.decode(Withheld(), model, input_ids, *given, **model_kwargs)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        withheld: "Withheld",
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: torch.Tensor | None = None,
+        seeds: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | ModelOutput:
+        """As `__call__`, with what transformers does not pass on; the streamer is ended by the caller."""
+        user_cache = model_kwargs.get("past_key_values")
+        given = getattr(user_cache, "_is_user_defined", False)
+        if given:
+            model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
+        config, drafter = generation_config, make_drafter(self.draft_model)
+        stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
+        prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
+        prompt.keeps_past, prompt.gives_hidden = bool(config.return_dict_in_generate or given), drafter.needs_hidden
+        self._check(prompt, logits_processor, drafter)
+        call = self._asked(withheld, prompt, drafter, as_list(seeds))
+        prompt.keeps_past &= not call.synced  # what it takes differs between ranks
+        waiting = [type(p).__name__ for p in stateful_processors(logits_processor, prompt)] + stopping.stateful
+        plan = make_plan(call, prompt, drafter, waiting)
+        self.meet(model)
+        self._warn(plan, len(input_ids))
+        costs, earlier = self.costs, self.report if withheld.adds_reports else None
+        given_to_start = inputs_tensor, drafter, logits_processor, stopping, costs, self.schedule
+        run = start(call, plan, prompt, *given_to_start)
+        self.report = run.report
+        text = decode_in_order(run) if plan.in_order else decode(run)
+        run.report.compilations = compilations(run.target, drafter.decoder)
+        costs.remember(plan.verification, run.report.survival_rate, run.report.survival[1])
+        self.report = run.report if earlier is None else earlier + run.report
+        self.schedule = run.schedule
+        past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         if user_cache is not None and given:
             past = fill(user_cache, past)
-        if not generation_config.return_dict_in_generate:
-            return sequences
-        return run.outputs.finish(
-            sequences, stopping.columns, past, model_kwargs, model.config.is_encoder_decoder, run.report
+        if not config.return_dict_in_generate:
+            return text
+        decodes = model.config.is_encoder_decoder
+        return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
+
+    def _asked(self, withheld: "Withheld", prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
+        """What one call asks for."""
+        config = prompt.generation_config
+        models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
+        return Call(
+            verification=self.verification,
+            layout=self.layout,
+            compile=self.compile,
+            streamer=self.streamer,
+            stream_by=self.stream_by,
+            drafting=choose_drafting(self.num_draft_tokens, withheld.drafting, config, drafter.model),
+            seeds=seeds,
+            synced=is_synced(withheld.synced_gpus, *models),
+            listeners=self.listeners,
         )
 
-    def _run(
-        self,
-        prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        processors: LogitsProcessorList,
-        stopping: Stopping,
-        seeds: list[int] | None,
-        stream: Stream,
-    ) -> tuple[torch.Tensor, Run]:
-        self._check(prompt, processors)
-        waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
-        peers = Peers(self._is_synced(prompt.model), prompt.input_ids.device)
-        asked = self.layout, self.verification, waiting, self.compile, peers.synced
-        plan = make_plan(prompt, self.draft_model, *asked)
-        prompt.keeps_past &= not peers.synced  # what it takes differs between ranks
-        fixed = peers.synced or (seeds is not None and plan.verification in ("token", "block"))
-        drafting = choose_drafting(
-            self.num_draft_tokens, self.given_drafting, prompt.generation_config, self.draft_model
-        )
-        check_plan(plan, drafting, seeds, len(prompt.input_ids), fixed, peers.synced)
-        self.meet(prompt.model)
-        costs, schedule = self.costs, copy.copy(self.schedule)  # as other threads may use the strategy
-        self._warn(plan, len(prompt.input_ids))
-        started = time.perf_counter()
-        report = SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs)
-        run = prefill(prompt, inputs_tensor, plan, self.draft_model, processors, stopping, stream, report, seeds)
-        run.fixed = fixed
-        chosen = begin_schedule(schedule, drafting, costs, run)
-        if isinstance(run.rule, CoupledRule) and isinstance(run.rule.noise, StockNoise):
-            run.rule.noise.window = NOISE_WINDOW * (chosen.most + 1)
-        earlier, self.report = self.report if self.adds_reports else None, report
-        text = decode(run, chosen, peers)
-        report.finish(time.perf_counter() - started, stopping.columns)
-        costs.remember(plan.verification, report.survival_rate, report.survival[1])
-        if isinstance(chosen, Auto):
-            chosen.end()
-        report.compilations = compilations(run.target, draft_decoder(run))
-        run.report = report if earlier is None else earlier + report
-        self.report, self.schedule = run.report, schedule
-        return text, run
-
-    def _check(self, prompt: Prompt, processors: LogitsProcessorList) -> None:
+    def _check(self, prompt: Prompt, processors: LogitsProcessorList, drafter: Drafter) -> None:
         model, config = prompt.model, prompt.generation_config
         check_target(model, _width(prompt) + prompt.max_new_tokens)
         asked = self.verification if config.do_sample else "greedy"
@@ -238,19 +230,13 @@ class SpeculativeDecoding:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 check_guidance(processor, model, len(prompt.input_ids))
-        if isinstance(self.draft_model, PreTrainedModel):
-            check_pair(model, self.draft_model, self.tokenizer, self.draft_tokenizer)
-
-    def _is_synced(self, model: PreTrainedModel) -> bool:
-        if self.synced_gpus is not None:
-            return self.synced_gpus
-        drafts = [self.draft_model] if isinstance(self.draft_model, PreTrainedModel) else []
-        return synced_by_default(model, *drafts)
+        if drafter.model is not None:
+            check_pair(model, drafter.model, self.tokenizer, self.draft_tokenizer)
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget what was learned on another target."""
         if self._served is not None and self._served() is not model:
-            self.costs, self.schedule = Costs(), Schedule()
+            self.costs, self.schedule = Costs(), None
         self._served = weakref.ref(model)
 
     def _warn(self, plan: Plan, rows: int) -> None:
@@ -269,21 +255,48 @@ class SpeculativeDecoding:
             input_ids: [B, L] int64, as `generate` takes them; their meaning does not matter.
 
         Raises:
-            ValueError: if the draft is a `CandidateGenerator`.
+            ValueError: if the draft has no forwards to time.
         """
-        check_calibration(self.draft_model)
-        assert isinstance(self.draft_model, PreTrainedModel)
-        model = unwrapped(model)
+        model, drafter = unwrapped(model), make_drafter(self.draft_model)
+        check_calibration(drafter.model)
         self.meet(model)
-        given = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, given)
-        plan = make_plan(prompt, self.draft_model, self.layout, self.verification, [], self.compile)
-        target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
-        own = draft_prompt(self.draft_model, prompt, input_ids)
-        draft = make_decoder(plan.draft_layout, own, vocabulary(own.model), plan.compiled)
-        target.read()
-        draft.read()
-        measure(self.costs, make_sequences(prompt), target, draft)
+        prompt = prepare(
+            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        )
+        call = self._asked(Withheld(), prompt, drafter, None)
+        stopping = Stopping(StoppingCriteriaList(), input_ids.shape[1], input_ids.shape[1] + MAX_DRAFT_TOKENS + 1)
+        plan = make_plan(call, prompt, drafter, [])
+        run = start(call, plan, prompt, input_ids, drafter, [], stopping, self.costs, None)
+        run.target.read()
+        drafter.read(run.reading)
+        step = drafter.cost(run.batch)
+        assert step is not None
+        self.costs.measure(len(input_ids), partial(run.target.rehearse, run.batch), step)
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """What `hf_specx.generate` knows of a call, and transformers does not pass on to a strategy.
+
+    Attributes:
+        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
+        synced_gpus: as it was given.
+        adds_reports: whether reports of earlier calls count, since Whisper decodes in windows.
+    """
+
+    drafting: dict[str, Any] | None = None
+    synced_gpus: bool | None = None
+    adds_reports: bool = False
+
+
+@contextmanager
+def ended(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Tell a streamer at the end, whatever has happened, that nothing follows."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 def _width(prompt: Prompt) -> int:

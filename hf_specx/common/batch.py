@@ -5,10 +5,25 @@ stopping criteria must see exactly that. Ends and lengths are kept as numbers, n
 be the end id, and a model may emit either.
 """
 
+import itertools
+from typing import Protocol
+
 import torch
 
+from .round import Draft, Judgement, Round
 
-class Sequences:
+
+class Stops(Protocol):
+    """What ends rows; see `sampling.stopping`."""
+
+    def cut(self, batch: "Batch", tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many of tokens [R, n] each row emits, [R], and whether the last of these ends it, [R] bool."""
+
+    def update(self, batch: "Batch", new: list[int], ended: list[int]) -> list[int]:
+        """Take in that rows have emitted `new` tokens; returns the rows that leave."""
+
+
+class Batch:
     """B rows of tokens, of which R are still decoding.
 
     Attributes:
@@ -18,11 +33,18 @@ class Sequences:
         counts: tokens emitted so far, per row.
         rows: the rows that still decode.
         together: tokens emitted so far, where no row has left and all have as many; else None.
+        lockstep: whether all rows advance by the least of the batch.
         over: [R] bool, rows that have ended but stay in the batch and are fed pads, as stock does; None if there are
             none.
     """
 
-    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad_token_id: int):
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        pad_token_id: int,
+        lockstep: bool = False,
+    ):
         """
         Args:
             input_ids: [B, L] int64, left-padded.
@@ -30,7 +52,7 @@ class Sequences:
             pad_token_id: what stands behind the end of a row.
         """
         self.ids = input_ids.to(torch.int64, copy=True)
-        self.width, self.pad_token_id = input_ids.shape[1], pad_token_id
+        self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
         rows, device = input_ids.shape[0], input_ids.device
         if attention_mask is None:
             self.starts = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -96,8 +118,44 @@ class Sequences:
         """[R, count], the columns from `first` behind each decoding row's end."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
-    def append(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
-        """Emit the first kept [R] of tokens [R, n]; `kept_list` is the same on the host."""
+    def append(self, draft: Draft, judgement: Judgement, stopping: Stops) -> Round:
+        """Emit the accepted candidates and the token after them, up to a stop; rows that have ended leave.
+
+        This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
+        models are fed by the ends of the rows.
+        """
+        rows, before = self.rows, [self.counts[row] for row in self.rows]
+        accepted, next_token, *figures = judgement
+        tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], next_token[:, None])
+        num_new = accepted + 1
+        if self.lockstep:
+            num_new = num_new.min().expand_as(num_new)
+        kept, ended = stopping.cut(self, tokens, num_new)
+        decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype)], 1)
+        (accepts, gained, keeps, ends), (survival, overlap, undefined) = _on_host(decided, figures)
+        self.emit(tokens, kept, keeps)
+        leaving = stopping.update(self, keeps, ends)
+        lengths = draft.lengths
+        done = Round(
+            batch=self,
+            rows=rows,
+            draft=draft,
+            before=before,
+            emitted=[max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)],
+            accepted=accepts,
+            judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
+            gained=gained,
+            survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
+            overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
+            undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
+            finished=len(leaving) == len(rows),  # the last ones to end stay where they are
+        )
+        if not done.finished:
+            done.stay = self.retire(leaving)
+        return done
+
+    def emit(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
+        """Take the first kept [R] of tokens [R, n] into the text; `kept_list` is the same on the host."""
         if min(kept_list) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = tokens.masked_fill(index >= kept[:, None], self.pad_token_id)
@@ -141,3 +199,11 @@ class Sequences:
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded behind each row's end: [B, L + columns]."""
         return self.prefix(columns).clone()
+
+
+def _on_host(decided: torch.Tensor, figures: list[torch.Tensor]) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Integers [R, n] column by column, and figures [R, ...] row by row, by the round's one synchronisation."""
+    table = torch.cat([decided, *figures], 1).tolist()
+    ends = list(itertools.accumulate(part.shape[1] for part in (decided, *figures)))
+    numbers = [list(map(int, column)) for column in zip(*(row[: ends[0]] for row in table), strict=True)]
+    return numbers, [[row[i:j] for row in table] for i, j in itertools.pairwise(ends)]

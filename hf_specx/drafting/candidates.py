@@ -1,106 +1,147 @@
-"""Who proposes: `CandidateGenerator` subclasses that draft for all rows of a batch at once."""
+"""The drafters that there are: a draft model, sampled from, and any `CandidateGenerator` of transformers."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.choose import layouts_of, make_decoder
 from hf_specx.layouts.decoder import Decoder, vocabulary
 from hf_specx.layouts.prompts import prepare
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import Draft, Rule
+from hf_specx.sampling.rules import GreedyRule, Rule
 
-from .schedule import Confidence
+from .drafter import Drafter, Reading
 
 
-class SampledCandidateGenerator(CandidateGenerator):
-    """Drafts by sampling from the draft model's own processed law, with a cache of its own.
+def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
+    """What proposes in one call: a draft model or a `CandidateGenerator` in a drafter, or the drafter itself."""
+    if isinstance(draft, PreTrainedModel):
+        return SampledCandidateGenerator(draft)
+    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft
 
-    hf_specx drives it for whole batches through `read` and `propose`. It is also a complete `CandidateGenerator`: a
-    model that returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
+
+def no_candidates(batch: Batch) -> Draft:
+    """A draft that proposes nothing."""
+    return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))
+
+
+class SampledCandidateGenerator(CandidateGenerator, Drafter):
+    """Drafts by sampling from the draft model's own processed distribution, with a cache of its own.
+
+    hf_specx drives it for whole batches, as a `Drafter`. It is also a complete `CandidateGenerator`: a model that
+    returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
 
     Args:
         draft_model: the draft; its token ids mean what the target's mean.
         processors: the target's processors, applied to the draft's scores once, as to the target's.
         rule: draws a candidate from scores.
-        vocab_size: of the target; the draft's scores are cut, or filled up with -inf, to this size.
-        num_draft_tokens: K where stock asks through `get_candidates`.
-        decoder: the draft model with the prompts read; None where stock drives.
+        vocab_size: of the target; the draft's scores are cut, or filled up with -inf, to this size. By default the
+            draft's own.
+        num_draft_tokens: K where transformers asks through `get_candidates`.
     """
+
+    has_probs = True
 
     def __init__(
         self,
         draft_model: PreTrainedModel,
-        processors: Processors,
-        rule: Rule,
-        vocab_size: int,
+        processors: Processors | None = None,
+        rule: Rule | None = None,
+        vocab_size: int | None = None,
         num_draft_tokens: int = 5,
-        decoder: Decoder | None = None,
     ):
-        self.draft_model, self.processors, self.rule = draft_model, processors, rule
+        self.model: PreTrainedModel = draft_model
+        self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
-        self.decoder = decoder
-        self.sequences: Sequences | None = None
+        self.decoder: Decoder | None = None
+        self.batch: Batch | None = None
+        self.threshold = 0.0
 
-    def propose(self, sequences: Sequences, num_draft_tokens: int, threshold: float = 0.0) -> Draft:
-        """Draft for every decoding row, writing the candidates behind the rows' ends.
+    def read(self, reading: Reading) -> None:
+        """Read the prompts of all rows."""
+        assert reading.prompt is not None
+        self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
+        self.threshold = reading.threshold
+        self.decoder = make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
+        self.decoder.read()
 
-        Args:
-            sequences: the text so far.
-            num_draft_tokens: K, at most.
-            threshold: of the draft's confidence; see `Drafting`.
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Draft for every decoding row, writing the candidates after the rows' ends.
+
+        A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
+        then depends on those before it alone, and every verification stays exact.
         """
         assert self.decoder is not None
-        tokens, laws, confidence = [], [], Confidence(threshold)
-        for ahead in range(num_draft_tokens):
-            logits = self._sized(self.decoder.step(sequences, ahead))
-            scores = self.processors(sequences, logits, ahead)[:, 0]
-            token, law = self.rule.choose(sequences, scores, ahead)
-            token = sequences.padded(token)
-            sequences.put(token[:, None], ahead)
+        tokens: list[torch.Tensor] = []
+        probs: list[torch.Tensor] = []
+        while len(tokens) < max(lengths):
+            ahead = len(tokens)
+            logits = self._sized(self.decoder.step(batch, ahead))
+            scores = self.processors(batch, None, logits, ahead)[:, 0]
+            token, drawn_from = self.rule.choose(batch, scores, ahead, lengths)
+            token = batch.padded(token)
+            batch.put(token[:, None], ahead)
             tokens.append(token)
-            laws.append(law)
-            live = slice(None) if sequences.over is None else ~sequences.over
-            if threshold and confidence.is_lost(scores[live], token[live]):
-                break
-        known = [law for law in laws if law is not None]
-        return Draft(torch.stack(tokens, 1), torch.stack(known, 1) if known else None)
+            probs += [] if drawn_from is None else [drawn_from]
+            if self.threshold:
+                chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
+                lengths = [
+                    min(length, ahead + 1) if chance < self.threshold else length
+                    for length, chance in zip(lengths, chances, strict=True)
+                ]
+        if not tokens:
+            return no_candidates(batch)
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, "model")
+
+    def observe(self, done: Round) -> None:
+        """Let go of rows that have left; rejected candidates are taken back with the next step."""
+        if self.decoder is not None and done.stay is not None:
+            self.decoder.leave(done.rows, done.stay)
+
+    def pause(self, batch: Batch) -> None:
+        """Take rejected candidates back, in one step, while it is still known which they are.
+
+        From then on the cache holds a prefix of each row's text. One forward feeds it what is missing later.
+        """
+        decoder = self.decoder
+        if decoder is not None and any(decoder.held[row] >= batch.counts[row] for row in batch.rows):
+            decoder.step(batch, 0)
+
+    def cost(self, batch: Batch) -> Callable[[int], object] | None:
+        return None if self.decoder is None else partial(self.decoder.rehearse, batch)
 
     def _sized(self, logits: torch.Tensor) -> torch.Tensor:
-        surplus = self.vocab_size - logits.shape[-1]
+        surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
-
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
-        self.processors.leave(rows, places)
-        if self.decoder is not None:
-            self.decoder.leave(rows, places)
 
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Stock's side of the contract, for unpadded batches of 1.
+        """What transformers asks for, with unpadded batches of 1.
 
         Args:
             input_ids: [1, L], the text so far.
 
         Returns:
-            [1, L + K] ids, and [1, K, V] log-probabilities of the law the candidates were drawn from (None if greedy).
+            [1, L + K] ids, and [1, K, V] log-probabilities of the distribution that the candidates were drawn from
+            (None if greedy).
         """
-        if self.sequences is None:
-            self.sequences = Sequences(input_ids, None, pad_token_id=0)
-            mask = torch.ones_like(input_ids)
-            given = {"input_ids": input_ids, "attention_mask": mask}
-            prompt = prepare(self.draft_model, sys.maxsize, given)
-            layout = layouts_of(self.draft_model, drafts=True)[0]
-            self.decoder = make_decoder(layout, prompt, vocabulary(self.draft_model))
+        if self.batch is None:
+            self.batch = Batch(input_ids, None, pad_token_id=0)
+            self.rule.begin()
+            given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+            layout = layouts_of(self.model, drafts=True)[0]
+            self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
             self.decoder.read()
-        self.sequences.extend(input_ids)
-        draft = self.propose(self.sequences, self.num_draft_tokens)
+        self.batch.extend(input_ids)
+        draft = self.propose(self.batch, [self.num_draft_tokens])
         logits = None if draft.probs is None else draft.probs.log()
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
 
@@ -108,41 +149,44 @@ class SampledCandidateGenerator(CandidateGenerator):
         """Nothing to do: the next text tells what was kept."""
 
 
-class ForeignCandidateGenerator(CandidateGenerator):
-    """Any other `CandidateGenerator`, asked row by row; its candidates are taken as given, not as draws from a law.
+class GeneratorDrafter(Drafter):
+    """Any `CandidateGenerator`, asked row by row for texts without pads, and told what was kept of each.
 
-    Rows that propose less than others are filled up with token 0, which is a candidate like any other: matching
-    verification is exact for whatever is proposed.
+    Its candidates are taken as given, not as draws from a distribution.
 
     Args:
-        generator: gets one row at a time, without pads; it is not told what was kept.
-        vocab_size: of the target.
+        generator: as transformers has it; its own logits are not looked at.
     """
 
-    def __init__(self, generator: CandidateGenerator, vocab_size: int):
-        self.generator, self.vocab_size = generator, vocab_size
+    def __init__(self, generator: CandidateGenerator):
+        self.generator = generator
 
-    def propose(self, sequences: Sequences, num_draft_tokens: int, threshold: float = 0.0) -> Draft:
-        """As in `SampledCandidateGenerator`; K is the longest proposal, at most `num_draft_tokens`."""
-        found = []
-        over = [False] * len(sequences.rows) if sequences.over is None else sequences.over.tolist()
-        for row, is_over in zip(sequences.rows, over, strict=True):
-            prefix = sequences.row(row)[None]
-            candidates = prefix if is_over else self.generator.get_candidates(prefix)[0]  # type: ignore[arg-type]
-            found.append(candidates[0, prefix.shape[1] :][:num_draft_tokens])
-        tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(sequences.ids)
+    def read(self, reading: Reading) -> None:
+        """Note the target's vocabulary."""
+        self.vocab_size, self.asked = reading.vocab_size, [0] * len(reading.batch.rows)
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """What the generator proposes for each row, cut to the row's length."""
+        found, self.asked = [], lengths
+        for row, length in zip(batch.rows, lengths, strict=True):
+            text = batch.row(row)[None]
+            candidates = self.generator.get_candidates(text)[0] if length else text  # type: ignore[arg-type]
+            found.append(candidates[0, text.shape[1] :][:length])
+        tokens = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).to(batch.ids)
         if ((tokens < 0) | (tokens >= self.vocab_size)).any():
             raise ValueError(
                 f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
                 f"{self.vocab_size - 1}; use a generator for this target."
             )
-        if sequences.over is not None:
-            tokens = tokens.masked_fill(sequences.over[:, None], sequences.pad_token_id)
-        sequences.put(tokens)
-        return Draft(tokens, None)
+        if batch.over is not None:
+            tokens = tokens.masked_fill(batch.over[:, None], batch.pad_token_id)
+        batch.put(tokens)
+        return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        pass
-
-
-Drafter = SampledCandidateGenerator | ForeignCandidateGenerator
+    def observe(self, done: Round) -> None:
+        """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
+        for number, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
+            if not self.asked[number]:
+                continue
+            logits = done.forward.logits[number : number + 1, : length + 1]
+            self.generator.update_candidate_strategy(done.batch.row(row)[None], logits, done.accepted[number])

@@ -45,15 +45,13 @@ class Outcome(NamedTuple):
     """What came of a round, as far as the number of the next one goes by it.
 
     Attributes:
-        drafted: candidates a row, K.
-        all_accepted: whether every row kept all of them.
+        drafted: the most candidates of a row, K.
         survival: for each row that took part, the chance that its first i candidates are all kept, i = 1 to K or as
             far as it was judged, given what was drafted: `Verdict.survival`.
         left: tokens that each of them may still have emitted before the round, at least 1.
     """
 
     drafted: int
-    all_accepted: bool
     survival: list[list[float]]
     left: list[int]
 
@@ -83,7 +81,7 @@ class Survival:
             counts[:] = [count * worth for count in counts]
         rows, weights = outcome.survival, [(left / max(outcome.left)) ** HASTE for left in outcome.left]
         if self.together:
-            rows, weights = [[math.prod(column) for column in zip(*rows, strict=True)]], [1.0]
+            rows, weights = [[math.prod(column) for column in zip(*rows, strict=False)]], [1.0]
         scale, tokens = len(rows) / sum(weights), 1.0
         for row, weight in zip(rows, weights, strict=True):
             before = share = weight * scale

@@ -4,18 +4,32 @@ These are a number, its schedule, and a threshold. transformers reads all three 
 call may set them as well.
 """
 
+import statistics
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from transformers import GenerationConfig
 
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
+
 from .costs import Costs, RoundTimes
-from .draft_length import LEARNED_WEIGHT, MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, Chooser, Outcome, Survival
+from .draft_length import (
+    FIXED_DRAFT_TOKENS,
+    LEARNED_WEIGHT,
+    MAX_DRAFT_TOKENS,
+    PRIOR_ALPHA,
+    PRIOR_WEIGHT,
+    Chooser,
+    Outcome,
+    Survival,
+)
 
 
-UNSET = {  # what `generate` fills in before it calls a strategy; there such a value is as good as none
+RESTING_MEMORY = 0.8  # what a row's earlier rounds weigh beside the last one
+WORTHLESS = 0.1  # candidates kept in a round, below which a row rests
+UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
@@ -27,10 +41,10 @@ class Drafting(NamedTuple):
 
     Attributes:
         number: candidates a round, at first; None is "auto".
-        schedule: "constant", or "heuristic": 2 more after a round that kept every candidate of every row, else 1 less;
-            "heuristic_transient" is the same, from `number` again in each call.
-        threshold: a round drafts no further once each row had a candidate that the draft gave less than this
-            probability; 0 is never. It stays as given, where stock adapts it by scikit-learn's ROC curve.
+        schedule: "constant", or "heuristic": for each row 2 more after a round that kept all of its candidates, else
+            1 less; "heuristic_transient" is the same, from `number` again in each call.
+        threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
+            It stays as given, where transformers adapts it by scikit-learn's ROC curve.
     """
 
     number: int | None = None
@@ -73,39 +87,73 @@ def choose_drafting(
 
 
 class Schedule:
-    """How many candidates the next round drafts; a strategy keeps one, as "heuristic" goes on from call to call.
+    """How many candidates each row drafts in the next round: a number, the same for all rows and rounds.
+
+    Args:
+        drafting: what was asked for.
+        number: candidates of a round, at first.
+        room: tokens that a row may have emitted at most. A row that is nearly done drafts no more than it can emit
+            with the token that follows; None where all rows and ranks must draft alike.
 
     Attributes:
-        wanted: that number.
-        most: the largest that is to be reckoned with.
-        threshold: as in `Drafting`.
+        next_call: the number that a call with the same drafting goes on with.
     """
 
-    def __init__(self) -> None:
-        self.drafting, self.wanted = Drafting(), 0
+    def __init__(self, drafting: Drafting, number: int, room: int | None):
+        self.drafting, self.room, self.next_call = drafting, room, number
+
+    def __call__(self, batch: Batch) -> list[int]:
+        """Candidates for each of the R decoding rows."""
+        over = [False] * len(batch.rows) if batch.over is None else batch.over.tolist()
+        wanted = []
+        for row, is_over in zip(batch.rows, over, strict=True):
+            room = None if self.room is None else max(0, self.room - batch.counts[row] - 1)
+            number = 0 if is_over or not batch.counts[row] else self.number(row)
+            wanted.append(number if room is None else min(number, room))
+        return wanted
 
     @property
-    def most(self) -> int:
-        return self.wanted
+    def rests(self) -> bool:
+        """Whether no row is to draft for a while."""
+        return False
 
-    @property
-    def threshold(self) -> float:
-        return self.drafting.threshold
+    def number(self, row: int) -> int:
+        """Candidates of a row, if its text has room for them."""
+        return self.next_call
 
-    def begin(self, drafting: Drafting, number: int) -> None:
-        """Start a call with `number`, or where the last one left off if the same is asked for again."""
-        if drafting != self.drafting or drafting.schedule != "heuristic":
-            self.wanted = number
-        self.drafting = drafting
+    def observe(self, done: Round) -> None:
+        """Take in a round."""
 
-    def update(self, outcome: Outcome, rows: int) -> None:
-        """Take in a round, after which so many rows go on."""
-        if outcome.drafted and self.drafting.schedule != "constant":
-            self.wanted = self.wanted + 2 if outcome.all_accepted else max(1, self.wanted - 1)
+    def end(self) -> None:
+        """The call is over."""
+
+
+class Heuristic(Schedule):
+    """As transformers does it, for each row: 2 more after a round that kept all of its candidates, else 1 less."""
+
+    def __init__(self, drafting: Drafting, number: int, room: int | None):
+        super().__init__(drafting, number, room)
+        self.first, self.numbers = number, dict[int, int]()
+
+    def number(self, row: int) -> int:
+        return self.numbers.get(row, self.first)
+
+    def observe(self, done: Round) -> None:
+        for row, length, accepted in zip(done.rows, done.draft.lengths, done.accepted, strict=True):
+            if length:
+                number = self.number(row)
+                self.numbers[row] = number + 2 if accepted == length else max(1, number - 1)
+
+    def end(self) -> None:
+        if self.numbers and self.drafting.schedule == "heuristic":
+            self.next_call = round(statistics.mean(self.numbers.values()))
 
 
 class Auto(Schedule):
     """What "auto" drafts: the number with the most tokens a second, or none, chosen anew for each round of one call.
+
+    A forward costs what the longest draft of the batch makes it cost, so all rows get the same number. A row whose
+    candidates come to nothing rests while others go on.
 
     Args:
         costs: with times for some batch size; what is learned here is put there by `end`.
@@ -116,51 +164,89 @@ class Auto(Schedule):
         together: whether they advance by the least of the batch.
     """
 
-    most = MAX_DRAFT_TOKENS
-
     def __init__(self, costs: Costs, verification: str, rows: int, room: int, together: bool):
-        super().__init__()
-        self.costs = costs
+        super().__init__(Drafting(), MAX_DRAFT_TOKENS, room)
+        self.costs, self.rows, self.most_emitted = costs, rows, room
         self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
         known = verification in costs.alpha
         alpha, weight = (costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
-        self.wanted, self.rows = self.chooser.first(self.times(rows), room), rows
+        self.wanted = self.chooser.first(self.times(rows), room)
+        self.resting = None if together else Resting()
 
-    def update(self, outcome: Outcome, rows: int) -> None:
-        self.times.observe(self.rows, outcome.drafted)
-        self.rows = rows
-        self.wanted = self.chooser.next(outcome, self.times(self.rows), partial(self.times.catch_up, self.rows))
+    @property
+    def rests(self) -> bool:
+        return not self.wanted
+
+    def number(self, row: int) -> int:
+        return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
+
+    def observe(self, done: Round) -> None:
+        drafted, before = done.draft.tokens.shape[1], self.rows
+        self.rows = len(done.rows) if done.stay is None else len(done.stay)
+        if not any(done.before):
+            return  # the prompts' own step
+        self.times.observe(before, drafted)
+        if self.resting is not None:
+            self.resting.observe(done)
+        left = [max(1, self.most_emitted - count) for count in done.before]
+        # a row that rests is counted as one that keeps nothing
+        survival = [chances or [0.0] * drafted for chances in done.survival]
+        catch_up = partial(self.times.catch_up, self.rows)
+        self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
 
     def end(self) -> None:
-        """The call is over."""
         self.costs.remember_rounds(self.times)
 
 
-class Confidence:
-    """Whether a round should draft further; one for each round.
+class Resting:
+    """Rows whose candidates come to nothing: they rest for 8 rounds, then 16 and so on, if a probe changes nothing."""
 
-    The candidate that falls below the threshold is kept: whether one is judged then depends on those before it alone,
-    and every verification stays exact.
+    def __init__(self) -> None:
+        self.kept: dict[int, float] = {}  # candidates that a round of the row was expected to keep, a moving mean
+        self.waits: dict[int, int] = {}
+        self.left: dict[int, int] = {}  # rounds that it still rests
+
+    def rests(self, row: int) -> bool:
+        return self.left.get(row, 0) > 0
+
+    def observe(self, done: Round) -> None:
+        """Take in a round."""
+        for row, chances in zip(done.rows, done.survival, strict=True):
+            if not chances:
+                self.left[row] = max(0, self.left.get(row, 0) - 1)
+                continue
+            self.kept[row] = self.kept.get(row, 1.0) * RESTING_MEMORY + sum(chances) * (1 - RESTING_MEMORY)
+            if self.kept[row] < WORTHLESS:
+                self.waits[row] = 2 * self.waits.get(row, 4)
+                self.left[row] = self.waits[row]
+
+
+def make_schedule(
+    drafting: Drafting,
+    costs: Costs | None,
+    verification: str,
+    batch: Batch,
+    room: int | None,
+    earlier: Schedule | None,
+) -> Schedule:
+    """What says how many candidates the rounds of a call draft.
 
     Args:
-        threshold: as in `Drafting`.
+        drafting: what was asked for.
+        costs: with times for this batch size; None where "auto" must not go by any.
+        verification: of the call.
+        batch: its prompts.
+        room: as for `Schedule`.
+        earlier: of the call before, where "heuristic" goes on.
     """
-
-    def __init__(self, threshold: float):
-        self.threshold = threshold
-        self.sure: torch.Tensor | None = None
-
-    def is_lost(self, scores: torch.Tensor, tokens: torch.Tensor) -> bool:
-        """Whether every row has drafted below the threshold by now.
-
-        Args:
-            scores: [R, V], the draft's, processed.
-            tokens: [R] int64, the candidates chosen by them.
-        """
-        if not self.threshold:
-            return False
-        probs = scores.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        sure = probs >= self.threshold
-        self.sure = sure if self.sure is None else self.sure & sure
-        return not bool(self.sure.any())
+    rows = len(batch.rows)
+    if drafting == Drafting() and costs is not None and room is not None:
+        return Auto(costs, verification, rows, room, batch.lockstep)
+    number = drafting.number
+    if number is None:
+        number = FIXED_DRAFT_TOKENS if costs is None else costs.best_num_draft_tokens(rows, verification)
+    if drafting.schedule == "constant":
+        return Schedule(drafting, number, room)
+    goes_on = earlier is not None and drafting == earlier.drafting and drafting.schedule == "heuristic"
+    return Heuristic(drafting, earlier.next_call if goes_on and earlier is not None else number, room)

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 
-from hf_specx.layouts.decoder import Decoder
+from hf_specx.common.round import Round
 from hf_specx.layouts.forward_outputs import Extras, Layers, Notes, copies_first, has_copies
 
 
@@ -21,50 +21,32 @@ class Outputs:
     Args:
         generation_config: of the call; without `return_dict_in_generate` nothing is kept.
         rows: B.
+        notes: the target's.
     """
 
-    def __init__(self, generation_config: GenerationConfig, rows: int):
+    def __init__(self, generation_config: GenerationConfig, rows: int, notes: Notes):
         config = generation_config if generation_config.return_dict_in_generate else GenerationConfig()
         self.scores = Steps(rows) if config.output_scores else None
         self.logits = Steps(rows) if config.output_logits else None
         self.shown: list[torch.Tensor] = []
         self.hidden, self.attending = bool(config.output_hidden_states), bool(config.output_attentions)
-        self.layers = LayerOutputs(rows) if self.hidden or self.attending else None
+        self.layers = LayerOutputs(rows, notes) if self.hidden or self.attending else None
 
-    def take(
-        self,
-        target: Decoder,
-        rows: list[int],
-        firsts: list[int],
-        emitted: list[int],
-        logits: torch.Tensor,
-        scores: torch.Tensor,
-        offset: int = 0,
-    ) -> None:
-        """Keep what belongs to the tokens of one round.
-
-        Args:
-            target: after the forward that these tokens were chosen by.
-            rows: the R rows that it was for.
-            firsts: tokens that each of them had emitted before.
-            emitted: tokens that each of them emits now.
-            logits: [R, P, V], the first for the first of these tokens.
-            scores: [R, P, V], the same after all processors.
-            offset: how many of the forward's positions come before these.
-        """
+    def observe(self, done: Round) -> None:
+        """Keep what belongs to the tokens that a round emitted."""
         if self.scores is None and self.logits is None and self.layers is None:
             return
-        cells = [(place, n) for place, number in enumerate(emitted) for n in range(number)]
+        cells = [(place, n) for place, number in enumerate(done.emitted) for n in range(number)]
         if not cells:
             return
         place, position = torch.tensor(cells).unbind(1)  # [N]
-        row = [rows[p] for p, _ in cells]
-        step = [firsts[p] + n for p, n in cells]
-        for steps, values in ((self.scores, scores), (self.logits, logits)):
+        row = [done.rows[p] for p, _ in cells]
+        step = [done.before[p] + n for p, n in cells]
+        for steps, values in ((self.scores, done.scores), (self.logits, done.forward.logits)):
             if steps is not None:
                 steps.put(row, step, values[place, position].float())
         if self.layers is not None:
-            self.layers.put(target, row, step, place, position + offset)
+            self.layers.put(row, step, place, position)
 
     def shown_in_order(self, scores: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
         """What stock shows to criteria after a column: scores [B, V] of each so far, pads' too; None if not wanted."""
@@ -144,22 +126,19 @@ class LayerOutputs:
     """Values of each layer, put together at the end, since layers are many."""
 
     first: Extras
-    notes: Notes
 
-    def __init__(self, rows: int):
-        self.rows = rows
+    def __init__(self, rows: int, notes: Notes):
+        self.rows, self.notes = rows, notes
         self.cells: list[tuple[int, int]] = []  # (step, row)
         self.parts: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and layer; joined, one value a cell
 
-    def put(
-        self, target: Decoder, rows: list[int], steps: list[int], place: torch.Tensor, position: torch.Tensor
-    ) -> None:
-        """Note what `target` gave at positions [N] of the rows at places [N], which are `rows` at their `steps`."""
+    def put(self, rows: list[int], steps: list[int], place: torch.Tensor, position: torch.Tensor) -> None:
+        """Note what the last forward gave at positions [N] of the rows at indices [N], which are `rows` at `steps`."""
         if steps[0] == 0:  # the first tokens, of all rows at once
-            assert target.notes.first is not None
-            self.notes, self.first = target.notes, target.notes.first
+            assert self.notes.first is not None
+            self.first = self.notes.first
             return
-        seen = target.notes.seen
+        seen = self.notes.seen
         assert seen is not None
         self.cells += zip(steps, rows, strict=True)
         for kind, layers in seen.extras._asdict().items():

@@ -1,18 +1,50 @@
-"""How one call is decoded: its verification, its layouts, and whether positions have to be judged one by one."""
+"""What one call asks for, and how it is decoded: its verification, its layouts, and whether position by position."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator
+from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
+from hf_specx.common.round import Round
+from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
-from hf_specx.layouts.decoder import Prompt
+from hf_specx.layouts.prompts import Prompt
 from hf_specx.validation.calls import check_past
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_fixed, check_in_order, check_seeds, check_synced
+
+
+class Listener(Protocol):
+    """Whoever wants to know what became of each round."""
+
+    def observe(self, done: Round) -> None:
+        """A round is over, and the text has grown."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call was asked for, by the options of its strategy and by its own arguments.
+
+    Attributes:
+        verification, layout, compile, streamer, stream_by: options of `SpeculativeDecoding`.
+        drafting: how many candidates a round.
+        seeds: one for each row; None for the default generator.
+        synced: whether other ranks have to run the same forwards.
+        listeners: told of each round.
+    """
+
+    verification: str | None
+    layout: str
+    compile: bool
+    streamer: BaseStreamer | None
+    stream_by: str
+    drafting: Drafting
+    seeds: list[int] | None = None
+    synced: bool = False
+    listeners: tuple[Listener, ...] = ()
 
 
 class Plan(NamedTuple):
@@ -46,50 +78,40 @@ class Plan(NamedTuple):
         return self.in_order or "lockstep" in (self.layout, self.draft_layout)
 
 
-def make_plan(
-    prompt: Prompt,
-    draft_model: PreTrainedModel | CandidateGenerator,
-    layout: str,
-    verification: str | None,
-    stateful: list[str],
-    compiled: bool = False,
-    synced: bool = False,
-) -> Plan:
+def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str]) -> Plan:
     """
     Args:
+        call: what was asked for.
         prompt: the target's.
-        draft_model: as the strategy has it.
-        layout, verification: as they were asked for.
+        drafter: who proposes.
         stateful: names of processors and criteria that cannot look ahead.
-        compiled: whether forwards are to be compiled.
-        synced: whether other ranks have to run the same forwards.
 
     Raises:
         ValueError: for what was asked for and cannot be done exactly.
     """
-    sampled = isinstance(draft_model, PreTrainedModel)
-    able = layouts_of(prompt.model)
+    able, sampled = layouts_of(prompt.model), prompt.generation_config.do_sample
     if stateful:
-        check_in_order(stateful, layout, verification if prompt.generation_config.do_sample else None)
+        check_in_order(stateful, call.layout, call.verification if sampled else None)
         chosen = "lockstep" if "lockstep" in able else able[0]
         reason = f"needed: {', '.join(stateful)} must be shown each token once, in order"
     else:
-        chosen, reason = _layout(prompt, layout)
-    if not prompt.generation_config.do_sample:
-        verification = "greedy"
-    elif verification is None:
-        verification = "coupled" if not sampled else "token" if stateful else "block"
+        chosen, reason = _layout(prompt, call.layout)
+    verification = call.verification if sampled else "greedy"
+    if verification is None:
+        verification = "coupled" if not drafter.has_probs else "token" if stateful else "block"
     draft_layout, states = chosen, able[0] == "lockstep"
-    if isinstance(draft_model, PreTrainedModel):
-        draft_able = layouts_of(draft_model, drafts=True)
+    if drafter.model is not None:
+        draft_able = layouts_of(drafter.model, drafts=True)
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
-    if compiled:
-        check_compile(prompt.model, chosen, reason, prompt.generation_config, synced)
-        if isinstance(draft_model, PreTrainedModel):
+    if call.compile:
+        check_compile(prompt.model, chosen, reason, prompt.generation_config, call.synced)
+        if drafter.model is not None:
             why = "its best for a draft"
-            check_compile(draft_model, draft_layout, why, prompt.generation_config, synced)
-    return Plan(verification, chosen, reason, draft_layout, stateful, states, compiled)
+            check_compile(drafter.model, draft_layout, why, prompt.generation_config, call.synced)
+    plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
+    _check(plan, call, len(prompt.input_ids))
+    return plan
 
 
 def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
@@ -101,19 +123,12 @@ def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
     return "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
 
 
-def check_plan(plan: Plan, drafting: Drafting, seeds: list[int] | None, rows: int, fixed: bool, synced: bool) -> None:
-    """Whether what else a call asks for goes with its plan.
-
-    Args:
-        drafting: how many candidates it wants.
-        seeds: one for each of the rows.
-        fixed: whether every round has to draft the same number.
-        synced: whether other ranks have to run the same forwards.
-    """
+def _check(plan: Plan, call: Call, rows: int) -> None:
+    """Whether what else a call asks for goes with its plan."""
+    drafting = call.drafting
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
-    if seeds is not None:
-        check_seeds(seeds, rows, plan.verification, "lockstep" if plan.lockstep else plan.layout)
-    if fixed:
+    if call.seeds is not None:
+        check_seeds(call.seeds, rows, plan.verification, "lockstep" if plan.lockstep else plan.layout)
+    if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
-    if synced:
         check_synced(plan.states, plan.stateful)

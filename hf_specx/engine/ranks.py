@@ -12,24 +12,25 @@ from transformers import PreTrainedModel
 from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hf_specx.common.batch import Sequences
-from hf_specx.drafting.candidates import Drafter
+from hf_specx.common.batch import Batch
+from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.sampling.processors import Processors
 
 
-class Peers:
+class Ranks:
     """The ranks that a call of `generate` keeps step with.
 
     All of them must draft the same number of candidates each round and use the same kind of draft.
 
     Args:
-        synced: whether there may be others, as `synced_gpus`; alone in the world there are none.
+        synced: whether there are others to keep step with.
         device: of `input_ids`, where a flag is reduced.
     """
 
     def __init__(self, synced: bool, device: torch.device):
-        self.synced, self.device = synced and world_size() > 1, device
+        self.synced, self.device = synced, device
 
     def all_finished(self, finished: bool) -> bool:
         """Whether every rank is finished; each must ask equally often."""
@@ -40,14 +41,19 @@ class Peers:
         return going.item() == 0
 
     def idle(
-        self, target: Decoder, drafter: Drafter, processors: Processors, sequences: Sequences, num_draft_tokens: int
+        self, target: Decoder, drafter: Drafter, processors: Processors, batch: Batch, schedule: Schedule
     ) -> None:
         """The forwards of a round, on a copy of a finished text whose last rows are still in the caches."""
-        idle = copy.copy(sequences)
-        idle.ids, counts = sequences.ids.clone(), [sequences.counts[row] for row in sequences.rows]
-        idle.ends = sequences.width + torch.tensor(counts, device=sequences.ids.device)  # rows may have been cut
-        drafted = drafter.propose(idle, num_draft_tokens).tokens.shape[1]
-        processors(idle, target(idle, 1 + drafted, drafted, 1 + drafted))  # guidance has a forward as well
+        idle = copy.copy(batch)
+        idle.ids, counts = batch.ids.clone(), [batch.counts[row] for row in batch.rows]
+        idle.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
+        draft = drafter.propose(idle, [schedule.number(row) for row in idle.rows])
+        processors(idle, draft, target(idle, draft).logits)  # guidance has a forward as well
+
+
+def is_synced(asked: bool | None, *models: PreTrainedModel) -> bool:
+    """Whether the ranks of this process's group keep step, where `synced_gpus` was asked for or not given (None)."""
+    return world_size() > 1 and (synced_by_default(*models) if asked is None else asked)
 
 
 def synced_by_default(*models: PreTrainedModel) -> bool:

@@ -1,18 +1,14 @@
 """What a call did: counters kept round by round, ratios computed when read."""
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-import torch
-
+from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
 
 
-Result = TypeVar("Result")
 REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
 REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
 REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
@@ -24,7 +20,7 @@ class RoundRecord(NamedTuple):
     """One row's part in one round.
 
     Attributes:
-        drafted: candidates, K.
+        drafted: candidates of the row.
         accepted: candidates that the verifier kept, before any cut at a stop.
         emitted: tokens that entered the text, after such a cut.
         judged: candidates whose predecessors were all kept, as far as the round went.
@@ -48,7 +44,7 @@ class SpeculationReport:
         history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
         overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
         seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
-        laps: those of each phase, step by step, in the last call; "verify" begins with that of the prompts' own step.
+        laps: those of each phase, round by round, in the last call; the first is of the prompts' own step.
         costs: the strategy's cost table, if it has a row for this batch.
         plain_steps: other target forwards, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
@@ -62,7 +58,7 @@ class SpeculationReport:
     layout_reason: str
     rows: int
     history: list[list[RoundRecord]] = field(default_factory=list)
-    overlap: torch.Tensor | float = 0.0
+    overlap: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     laps: dict[str, list[float]] = field(default_factory=dict, repr=False)
     costs: Costs | None = None
@@ -75,54 +71,32 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
 
-    def timed(self, phase: str, function: Callable[..., Result]) -> Callable[..., Result]:
-        """The function, its times noted in `seconds` and `laps` under the name of the phase."""
-        self.seconds[phase], laps = 0.0, self.laps.setdefault(phase, [])
+    def note_time(self, phase: str, seconds: float) -> None:
+        """Note that a phase of a round took so long."""
+        self.laps.setdefault(phase, []).append(seconds)
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-        def call(*args: Any) -> Result:
-            started = time.perf_counter()
-            result = function(*args)
-            laps.append(time.perf_counter() - started)
-            self.seconds[phase] += laps[-1]
-            return result
-
-        return call
-
-    def observe(
-        self,
-        rows: list[int],
-        drafted: int,
-        accepted: list[int],
-        emitted: list[int],
-        overlap: torch.Tensor | float,
-        gained: list[int] | None = None,
-        judged: list[int] | None = None,
-        survival: list[list[float]] | None = None,
-    ) -> None:
-        """Note a round of `rows`.
-
-        Each gains one more than it accepted and judged as many, if there were so many, unless it is said otherwise.
-        Its survival is that of `Verdict`.
-        """
-        gained = [a + 1 for a in accepted] if gained is None else gained
-        judged = [min(a + 1, drafted) for a in accepted] if judged is None else judged
-        self.overlap = self.overlap + overlap
+    def observe(self, done: Round) -> None:
+        """Count a round; a row that was finished before gained nothing, and has no part in it."""
+        drafted = max(done.draft.lengths)
         self.rounds += drafted > 0
         self.plain_steps += drafted == 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
+        self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
         kept, tried = self.survival
-        for chances in survival or ():
+        for chances in done.survival:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
-        for row, *counts in zip(rows, accepted, emitted, judged, gained, strict=True):
-            self.history[row].append(RoundRecord(drafted, *counts))
+        counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
+        for row, record in zip(done.rows, counts, strict=True):
+            if record[-1]:
+                self.history[row].append(RoundRecord(*record))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Close the counters after `seconds` in all.
 
         A row may have run ahead of the last one to stop; of its tokens the first `columns` are in the text.
         """
-        self.overlap = float(self.overlap)
         self.seconds["total"] = seconds
         for row, records in enumerate(self.history):
             room = columns
@@ -132,7 +106,7 @@ class SpeculationReport:
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one: the rounds of each row, by its place in the batch, one after another."""
-        both = replace(self, rows=max(self.rows, other.rows), overlap=float(self.overlap) + float(other.overlap))
+        both = replace(self, rows=max(self.rows, other.rows), overlap=self.overlap + other.overlap)
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
@@ -221,7 +195,7 @@ class SpeculationReport:
     @property
     def alpha(self) -> float:
         """α of the paper: the mean of sum_x min(p, q) over judged positions."""
-        return float(self.overlap) / self.judged if self.judged else 0.0
+        return self.overlap / self.judged if self.judged else 0.0
 
     @property
     def survival_rate(self) -> float:

@@ -7,7 +7,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -20,32 +21,35 @@ class Stream:
     Args:
         streamer: None if nobody listens.
         by: "token" hands over one token at a time, as stock does; "run" all that a round has emitted.
+        stopping: says how much of the text is sure.
     """
 
-    def __init__(self, streamer: BaseStreamer | None, by: str = "token"):
+    def __init__(self, streamer: BaseStreamer | None, by: str, stopping: Stopping):
+        self.stopping = stopping
         self.streamer: Any = streamer
         self.by, self.tags_rows = by, hasattr(streamer, "put_row")
         self.given: list[int] = []  # emitted tokens of each row that were handed over
         self.ended: set[int] = set()
 
-    def prompt(self, sequences: Sequences) -> None:
+    def prompt(self, batch: Batch) -> None:
         """Hand over the prompts: [1, L] with its pads, as stock does, or each row [l] without them."""
         if self.streamer is None:
             return
-        self.given = [0] * len(sequences.counts)
+        self.given = [0] * len(batch.counts)
         if not self.tags_rows:
-            self.streamer.put(sequences.prefix(0).cpu())
+            self.streamer.put(batch.prefix(0).cpu())
             return
         for row in range(len(self.given)):
-            self.streamer.put_row(row, sequences.row(row).cpu())
+            self.streamer.put_row(row, batch.row(row).cpu())
 
-    def put(self, sequences: Sequences, stopping: Stopping) -> None:
+    def observe(self, done: Round) -> None:
         """Hand over what was emitted since the last time."""
         if self.streamer is None:
             return
-        settled = stopping.settled(sequences)
-        columns = [(sequences.width + a, sequences.width + b) for a, b in zip(self.given, settled, strict=True)]
-        new = [sequences.ids[row, first:end] for row, (first, end) in enumerate(columns)]
+        batch, stopping = done.batch, self.stopping
+        settled = stopping.settled(batch)
+        columns = [(batch.width + a, batch.width + b) for a, b in zip(self.given, settled, strict=True)]
+        new = [batch.ids[row, first:end] for row, (first, end) in enumerate(columns)]
         runs = torch.cat(new).cpu().split([len(tokens) for tokens in new])
         for row, run in enumerate(runs):
             for tokens in run.split(1 if self.by == "token" else max(1, len(run))):
@@ -58,12 +62,6 @@ class Stream:
             for row in stopping.stopped_at.keys() - self.ended:
                 self.streamer.end_row(row)
             self.ended |= stopping.stopped_at.keys()
-
-    def end(self) -> None:
-        """Say that nothing follows, whatever has happened; the second time does nothing."""
-        streamer, self.streamer = self.streamer, None
-        if streamer is not None:
-            streamer.end()
 
 
 class BatchStreamer(BaseStreamer):

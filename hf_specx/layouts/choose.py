@@ -7,11 +7,12 @@ from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, M
 from hf_specx.common.errors import refusal
 
 from .compiled import CompiledDecoder
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
 from .lockstep import LockstepDecoder
 from .no_cache import WholeDecoder
 from .packed import PackedDecoder
 from .padded import PaddedDecoder
+from .prompts import Prompt
 from .ragged import RaggedDecoder
 
 

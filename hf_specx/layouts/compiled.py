@@ -14,11 +14,12 @@ from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN
 from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move, row_bucket
 from hf_specx.common.architectures import WHOLE
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
 from .forward_outputs import EXTRAS
+from .prompts import Prompt
 from .ragged import RaggedDecoder
 from .regions import regions_of
 
@@ -162,15 +163,15 @@ class CompiledDecoder(RaggedDecoder):
         shape[dim] = len(self.buffers[0][0])
         return values.new_zeros(shape).index_copy_(dim, places, values)
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
-        length = self._length(sequences, count, ahead)
-        counts = [sequences.counts[row] for row in sequences.rows]
+        length = self._length(batch, count, ahead)
+        counts = [batch.counts[row] for row in batch.rows]
         rows, _, capacity, _ = self.buffers[0][0].shape
         end = self.width + max(counts) + ahead + length - count
         if end > capacity:
             self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
-        starts = sequences.ends + (self.width - sequences.width + ahead - count)
+        starts = batch.ends + (self.width - batch.width + ahead - count)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
         kept = keep
         if length > count:
@@ -190,14 +191,14 @@ class CompiledDecoder(RaggedDecoder):
             logits = logits[: len(counts)] if self.places is None else logits[self.places]
         return logits if length == count else logits[:, count - keep : count]
 
-    def _length(self, sequences: Sequences, count: int, ahead: int) -> int:
+    def _length(self, batch: Batch, count: int, ahead: int) -> int:
         """Tokens to feed a row, where `count` are needed; those behind mean nothing, and nothing before sees them.
 
         A round that the end of the text cuts short is filled up to the usual length, so that it is not compiled anew.
         """
         if ahead != count - 1:
             return length_bucket(count)
-        shortest = min(sequences.counts[row] for row in sequences.rows)
+        shortest = min(batch.counts[row] for row in batch.rows)
         if ahead < self.prompt.max_new_tokens - shortest - 1:
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))

@@ -1,53 +1,33 @@
 """What all layouts share: a model with its cache reads the prompts as stock does, then is fed the tails of rows."""
 
 import inspect
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils
 
 from hf_specx.cache.export import Columns, assemble, columns_of
 from hf_specx.cache.slots import select_rows, self_attention
 from hf_specx.common.architectures import BLIND_STEPS
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, last_device, synchronize
+from hf_specx.common.round import Draft, Round
 
-from .forward_outputs import EXTRAS, Notes
+from .forward_outputs import EXTRAS, Forward, Notes
 from .inputs import has_rows, select
 from .position_tables import PositionTables
+from .prompts import Prompt
 
 
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # stock feeds these with the prompt
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
-@dataclass
-class Prompt:
-    """What `generate` has prepared for one model.
-
-    Attributes:
-        model: the model that it was prepared for.
-        input_ids: [B, L] int64, as the model's own prompt; for an encoder-decoder what its decoder starts with.
-        generation_config: with the lengths and special tokens of this call.
-        kwargs: inputs of the model's forward, the cache among them.
-        keeps_past: whether the cache is wanted at the end.
-        max_new_tokens: no token of a text is emitted behind so many.
-    """
-
-    model: PreTrainedModel
-    input_ids: torch.Tensor
-    generation_config: GenerationConfig
-    kwargs: dict[str, Any]
-    max_new_tokens: int
-    keeps_past: bool = False
-
-
 class Decoder:
-    """A model with its cache, fed the last tokens of each row of a `Sequences`.
+    """A model with its cache, fed the last tokens of each row of a `Batch`.
 
     Attributes:
         width: slots that the prompt takes in the cache, pads among them; known once it is read.
@@ -70,7 +50,7 @@ class Decoder:
         self.cache = self.kwargs.pop(self.cache_name, None)
         asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
         asked = asked if prompt.generation_config.return_dict_in_generate else {}
-        self.notes = Notes(self.model.config, asked, self.cache)
+        self.notes = Notes(self.model.config, asked, self.cache, prompt.gives_hidden)
         self.max_positions = None if known_ids is None else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
@@ -136,11 +116,21 @@ class Decoder:
         """The prompts are read, and take so many slots."""
         self.width = width
 
-    def __call__(self, sequences: Sequences, count: int, ahead: int, keep: int) -> torch.Tensor:
+    def __call__(self, batch: Batch, draft: Draft) -> Forward:
+        """The forward of a round: logits after the last emitted token and after each candidate.
+
+        The very first one has been made when the prompts were read.
+        """
+        most = draft.tokens.shape[1]
+        if not most and not any(batch.counts):
+            return Forward(self.after_prompt, self.notes.last_hidden(first=True))
+        return Forward(self.feed(batch, 1 + most, most, 1 + most), self.notes.last_hidden())
+
+    def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last tokens of each row.
 
         Args:
-            sequences: the text, with candidates behind the ends of its R decoding rows.
+            batch: the text, with candidates behind the ends of its R decoding rows.
             count: q, tokens fed a row; a token that was fed before is fed again in its place.
             ahead: how many of them are candidates.
             keep: logits wanted for this many last tokens.
@@ -148,31 +138,31 @@ class Decoder:
         Returns:
             logits [R, keep, V] in the model's dtype.
         """
-        tokens = self._known(sequences.last(count, ahead))
+        tokens = self._known(batch.last(count, ahead))
         self.notes.seen = None  # before the next is made
-        logits = self._forward(sequences, tokens, ahead, keep)
-        for row in sequences.rows:
-            self.held[row] = sequences.counts[row] + ahead
+        logits = self._forward(batch, tokens, ahead, keep)
+        for row in batch.rows:
+            self.held[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
 
-    def step(self, sequences: Sequences, ahead: int) -> torch.Tensor:
+    def step(self, batch: Batch, ahead: int) -> torch.Tensor:
         """Logits [R, 1, V] after the last of the `ahead` candidates, or of the emitted tokens; feeds what it takes."""
         if ahead:
-            return self(sequences, 1, ahead, keep=1)
-        if not any(sequences.counts):
+            return self.feed(batch, 1, ahead, keep=1)
+        if not any(batch.counts):
             return self.after_prompt
-        return self(sequences, self.missing(sequences), 0, keep=1)
+        return self.feed(batch, self.missing(batch), 0, keep=1)
 
-    def rehearse(self, sequences: Sequences, count: int) -> None:
+    def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` meaningless tokens behind the prompts and wait for it; the next call takes them back."""
-        tokens = sequences.index.new_zeros(len(sequences.rows), count)
-        self._forward(sequences, tokens, count, count)
+        tokens = batch.index.new_zeros(len(batch.rows), count)
+        self._forward(batch, tokens, count, count)
         self.notes.seen = None
         self.held = [count] * len(self.held)
         for device in {self.device, self.last_device}:
             synchronize(device)
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         """Logits [R, keep, V] of tokens [R, q] that end `ahead` behind the ends of the rows."""
         raise NotImplementedError
 
@@ -180,10 +170,15 @@ class Decoder:
         """Keys and values [H, n, D] of a row, layer by layer, in stock's columns: pads, prompt, what was fed of it."""
         raise NotImplementedError
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
-        if places is None:
-            return
+    def observe(self, done: Round) -> None:
+        """Let go of rows that have left; when all rows have ended, their columns are noted if the call wants them."""
+        if done.finished:
+            self.leave(done.rows, done.batch.index[:0])
+        elif done.stay is not None:
+            self.leave(done.rows, done.stay)
+
+    def leave(self, rows: list[int], places: torch.Tensor) -> None:
+        """Keep only those of the decoding rows that are at places [R']."""
         if self.prompt.keeps_past:
             self._keep_columns(rows, places)
         if len(places):
@@ -194,16 +189,16 @@ class Decoder:
         gone = set(range(len(rows))) - set(places.tolist())
         self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
 
-    def past(self, sequences: Sequences, emitted: int) -> Cache | None:
+    def past(self, batch: Batch, emitted: int) -> Cache | None:
         """What the host's cache would hold when all rows have left: all but the last of the emitted columns."""
-        for count in set(sequences.counts) - {emitted}:
-            self._feed_ends(sequences, [row for row, own in enumerate(sequences.counts) if own == count], count)
-        ends = [self.width + min(count, emitted - 1) for count in sequences.counts]
+        for count in set(batch.counts) - {emitted}:
+            self._feed_ends(batch, [row for row, own in enumerate(batch.counts) if own == count], count)
+        ends = [self.width + min(count, emitted - 1) for count in batch.counts]
         return assemble(self.left, ends, self.width + emitted - 1, self.crossed)
 
-    def _feed_ends(self, sequences: Sequences, rows: list[int], count: int) -> None:
+    def _feed_ends(self, batch: Batch, rows: list[int], count: int) -> None:
         """The step by which stock feeds rows their last of `count` tokens, while others go on; it completes `left`."""
-        end, places = self.width + count, torch.tensor(rows, device=sequences.ids.device)
+        end, places = self.width + count, torch.tensor(rows, device=batch.ids.device)
         crossed = [(keys[places.to(keys.device)], values[places.to(values.device)]) for keys, values in self.crossed]
         cache = assemble({n: self.left[row] for n, row in enumerate(rows)}, [end - 1] * len(rows), end - 1, crossed)
         total = len(self.held)
@@ -214,7 +209,7 @@ class Decoder:
         given[self.mask_name] = given[self.mask_name].long()
         if self.first_position is not None:
             given[self.position_name] = self.first_position.index_select(-2, places) + count - 1
-        tokens = sequences.ids[places, sequences.width + count - 1][:, None]
+        tokens = batch.ids[places, batch.width + count - 1][:, None]
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             torch.nn.functional.pad(tokens, (end - 1, 0)),
             next_sequence_length=1,
@@ -236,9 +231,9 @@ class Decoder:
     def tables(self) -> PositionTables:
         return PositionTables(self.model, self.position_name in self.parameters, self.even)
 
-    def missing(self, sequences: Sequences) -> int:
+    def missing(self, batch: Batch) -> int:
         """How many of its last tokens some row has to be fed; its last one always is the target's own, never fed."""
-        return max(sequences.counts[r] - min(self.held[r], sequences.counts[r] - 1) for r in sequences.rows)
+        return max(batch.counts[r] - min(self.held[r], batch.counts[r] - 1) for r in batch.rows)
 
     def select(self, places: torch.Tensor) -> None:
         """Keep only the rows at places [R'] in the cache and in the inputs."""
@@ -260,9 +255,7 @@ class Decoder:
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
 
-    def _positions(
-        self, sequences: Sequences, emitted: torch.Tensor, longest: int | None = None
-    ) -> torch.Tensor | None:
+    def _positions(self, batch: Batch, emitted: torch.Tensor, longest: int | None = None) -> torch.Tensor | None:
         """Positions [..., R, q] of emitted tokens, None where the model is given none.
 
         Args:
@@ -276,8 +269,8 @@ class Decoder:
             # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
             emitted = emitted.clamp(max=last)
         first = self.first_position
-        if len(sequences.rows) < first.shape[-2]:
-            first = first.index_select(-2, sequences.index)
+        if len(batch.rows) < first.shape[-2]:
+            first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
 

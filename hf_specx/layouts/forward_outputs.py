@@ -15,6 +15,18 @@ Layers = tuple[torch.Tensor | None, ...] | None
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
+class Forward(NamedTuple):
+    """What a target forward gave.
+
+    Attributes:
+        logits: [R, K + 1, V], after the last emitted token and after each candidate.
+        hidden: [R, K + 1, H], the last layer's states at the same positions; None unless the drafter reads them.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+
+
 class Extras(NamedTuple):
     """A kind is None where the call does not want it or the model does not give it; so is a layer that gives none.
 
@@ -99,14 +111,18 @@ class Notes:
         reads_all: whether stock feeds this model the whole text at each step.
     """
 
-    def __init__(self, config: PreTrainedConfig, asked: dict[str, Any], cache: Cache | None):
+    def __init__(
+        self, config: PreTrainedConfig, asked: dict[str, Any], cache: Cache | None, gives_hidden: bool = False
+    ):
         """
         Args:
             config: the model's.
             asked: those of `EXTRAS` that the call has.
             cache: as `generate` made it.
+            gives_hidden: whether `last_hidden` will be asked for.
         """
-        self.config, self.asked, self.reads_all = config, asked, False
+        self.config, self.reads_all, self.gives_hidden = config, False, gives_hidden
+        self.asked = asked | {"output_hidden_states": True} if gives_hidden else asked
         self.first: Extras | None = None
         self.seen: Seen | None = None
         kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
@@ -140,6 +156,22 @@ class Notes:
         """Keep what a later forward gave; see `Seen` for the arguments."""
         if self.asked:
             self.seen = Seen(self.of(output), own, extent, fed)
+
+    def last_hidden(self, first: bool = False) -> torch.Tensor | None:
+        """The last layer's states at the positions whose logits were kept: [R, P, H]; None unless they are wanted.
+
+        Args:
+            first: whether of the prompts, whose last token alone counts.
+        """
+        given = self.first if first else None if self.seen is None else self.seen.extras
+        layers = given.hidden_states if self.gives_hidden and given is not None else None
+        if layers is None or layers[-1] is None:
+            return None
+        if first or self.seen is None:
+            return layers[-1][:, -1:]
+        rows, positions = self.seen.own.shape
+        row, position = torch.arange(rows).repeat_interleave(positions), torch.arange(positions).repeat(rows)
+        return self.seen.states(layers[-1], row, position, 1).unflatten(0, (rows, positions))[:, :, 0]
 
     def visible(self, layer: int, layers: int, columns: int, queries: int = 1) -> int:
         """How many columns of a text stock's cache shows to an attention layer; 0 if that sees no text.

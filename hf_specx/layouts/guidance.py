@@ -12,11 +12,12 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.sampling.processors import Processor, RoundProcessor
 
 from .choose import make_decoder
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
+from .prompts import Prompt
 
 
 # Stock gives no positions here. These number tokens by the mask then, which matters where prompts are padded
@@ -39,17 +40,17 @@ class Guidance(RoundProcessor):
         self.scale, self.decoder = scale, decoder
         decoder.read()
 
-    def __call__(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+    def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         positions = scores.shape[1]
         if positions == 1:
-            logits = self.decoder.step(sequences, ahead)
+            logits = self.decoder.step(batch, ahead)
         else:
-            logits = self.decoder(sequences, positions, ahead + positions - 1, keep=positions)
+            logits = self.decoder.feed(batch, positions, ahead + positions - 1, keep=positions)
         conditional, unconditional = scores.log_softmax(-1), logits.log_softmax(-1)
         return self.scale * (conditional - unconditional) + unconditional
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        self.decoder.leave(rows, places)
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        self.decoder.leave(rows, stay)
 
 
 def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:

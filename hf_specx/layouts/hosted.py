@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 from .attention import grouped_queries
 from .decoder import Decoder
@@ -21,25 +21,25 @@ class HostedDecoder(Decoder):
 
     length = 0
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
-        wanted = [sequences.counts[row] + ahead - count for row in sequences.rows]
-        if ahead < count or wanted != [self.held[row] for row in sequences.rows]:
-            self._rewind(sequences, wanted)
-        return self._fed(sequences, tokens, wanted, ahead, keep)
+        wanted = [batch.counts[row] + ahead - count for row in batch.rows]
+        if ahead < count or wanted != [self.held[row] for row in batch.rows]:
+            self._rewind(batch, wanted)
+        return self._fed(batch, tokens, wanted, ahead, keep)
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row.
 
         They end `ahead` behind the ends of the rows, or before them where it is negative.
         """
         count = tokens.shape[1]
-        ends = sequences.ends - sequences.width + ahead  # [R], the same as held and count, on the device
-        given = self._inputs(sequences, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
+        ends = batch.ends - batch.width + ahead  # [R], the same as held and count, on the device
+        given = self._inputs(batch, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
         total = self.length + count
-        reals = [self.width - self.padding[row] + n + count for row, n in zip(sequences.rows, held, strict=True)]
+        reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
         if min(reals) < total or self.holes is not None:
-            given[self.mask_name] = self._mask(sequences, ends, total)
+            given[self.mask_name] = self._mask(batch, ends, total)
         # the host looks at the last `count` columns only
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
@@ -54,32 +54,32 @@ class HostedDecoder(Decoder):
         self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
         return output.logits[:, -keep:]
 
-    def _mask(self, sequences: Sequences, ends: torch.Tensor, total: int) -> torch.Tensor:
+    def _mask(self, batch: Batch, ends: torch.Tensor, total: int) -> torch.Tensor:
         """[R, total] int64, which slots hold a token that is seen, where rows have `ends` [R] emitted tokens."""
         columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # stock's, of each slot
-        seen = columns >= self.pads[sequences.index, None]
+        seen = columns >= self.pads[batch.index, None]
         if self.holes is not None:
-            hidden = self.holes[sequences.index].gather(1, columns.clamp(0, self.width - 1))
+            hidden = self.holes[batch.index].gather(1, columns.clamp(0, self.width - 1))
             seen &= ~hidden | (columns >= self.width)
         return seen.long()
 
-    def _inputs(self, sequences: Sequences, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
+    def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
         given = self.kwargs | self.notes.asked
-        positions = self._positions(sequences, emitted)
+        positions = self._positions(batch, emitted)
         if positions is not None:
             given[self.position_name] = positions
         elif self._counts_slots:
             # stock gives none, so that models count columns; only Whisper's own preparation leaves out pads
             config = self.model.config
             real = config.is_encoder_decoder and config.model_type == "whisper"
-            first = self.width - self.absent[sequences.index, None] * real
+            first = self.width - self.absent[batch.index, None] * real
             given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
         given |= self._token_types(tokens.shape[1])
         if "cross_attention_mask" in given:
             given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, tokens.shape[1], -1, -1)
         return given
 
-    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
+    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         """Make the cache hold the first wanted emitted tokens of each decoding row."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from hf_specx.cache.export import Columns, columns_of
 from hf_specx.cache.recurrent_state import states_of, unlimited
 from hf_specx.cache.slots import has_columns, self_attention
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 from .forward_outputs import image_layers
 from .hosted import HostedDecoder
@@ -22,26 +22,24 @@ class LockstepDecoder(HostedDecoder):
         self.length, self.states = width, states_of(self.cache)
         self.limited = [module for module in self.model.modules() if hasattr(module, "time_step_limit")]
 
-    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
-        held, target = self.held[sequences.rows[0]], wanted[0]
+    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
+        held, target = self.held[batch.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
         self.states.crop(held - reached, image_layers(self.model.config))
         self.length -= held - reached
         if reached < target:  # the state of an earlier moment: feed again what was accepted since
-            behind = target - sequences.counts[sequences.rows[0]]
-            missing = self._known(sequences.last(target - reached, behind))
-            self._fed(sequences, missing, [reached] * len(wanted), behind, 1)
-        for row in sequences.rows:
+            behind = target - batch.counts[batch.rows[0]]
+            missing = self._known(batch.last(target - reached, behind))
+            self._fed(batch, missing, [reached] * len(wanted), behind, 1)
+        for row in batch.rows:
             self.held[row] = target
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.states.save(held[0])
         with unlimited(self.limited):
-            return super()._fed(sequences, tokens, held, ahead, keep)
+            return super()._fed(batch, tokens, held, ahead, keep)
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        if places is None:
-            return
+    def leave(self, rows: list[int], places: torch.Tensor) -> None:
         together = not len(places) and len(rows) == len(self.held)  # then the host's own cache may be returned
         if self.prompt.keeps_past and not together:
             self._keep_columns(rows, places)
@@ -60,17 +58,17 @@ class LockstepDecoder(HostedDecoder):
         every = columns_of(self_attention(self.cache))
         return [(keys[place, :, :end].clone(), values[place, :, :end].clone()) for keys, values in every]
 
-    def past(self, sequences: Sequences, emitted: int) -> Cache | None:
+    def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The host's own cache where all rows ended together; else it is put together from keys, if there are all."""
-        rows = len(sequences.counts)
-        if self.rows == rows and len(set(sequences.counts)) > 1:
-            self._keep_columns(list(range(rows)), sequences.index[:0])
+        rows = len(batch.counts)
+        if self.rows == rows and len(set(batch.counts)) > 1:
+            self._keep_columns(list(range(rows)), batch.index[:0])
         if self.left:
-            return super().past(sequences, emitted) if len(self.left) == rows else None
-        if self.rows < rows or len(set(sequences.counts)) > 1:
+            return super().past(batch, emitted) if len(self.left) == rows else None
+        if self.rows < rows or len(set(batch.counts)) > 1:
             return None
-        sequences.revive()
-        self._rewind(sequences, [emitted - 1] * self.rows)
+        batch.revive()
+        self._rewind(batch, [emitted - 1] * self.rows)
         return self.cache
 
     def select(self, places: torch.Tensor) -> None:

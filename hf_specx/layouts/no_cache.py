@@ -7,10 +7,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
+from .prompts import Prompt
 
 
 @refusal
@@ -66,27 +67,27 @@ class WholeDecoder(Decoder):
     def _unmasked_width(self) -> int:
         return self.prompt.input_ids.shape[1]
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        emitted = sequences.ends - sequences.width + ahead  # [R]
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        emitted = batch.ends - batch.width + ahead  # [R]
         last = self.prompt.max_new_tokens - 1  # emitted tokens that stock feeds; a table may have no more
-        prompt = self.prompt.input_ids[sequences.index]
-        most = min(last, max(sequences.counts[row] for row in sequences.rows) + ahead)
-        columns = torch.arange(sequences.width, sequences.width + most, device=tokens.device)
-        sequences.reserve(ahead)
-        text = self._known(torch.cat([prompt, sequences.ids[sequences.index[:, None], columns]], -1))
-        mask = torch.arange(text.shape[1], device=tokens.device) >= self.pads[sequences.index][:, None]
+        prompt = self.prompt.input_ids[batch.index]
+        most = min(last, max(batch.counts[row] for row in batch.rows) + ahead)
+        columns = torch.arange(batch.width, batch.width + most, device=tokens.device)
+        batch.reserve(ahead)
+        text = self._known(torch.cat([prompt, batch.ids[batch.index[:, None], columns]], -1))
+        mask = torch.arange(text.shape[1], device=tokens.device) >= self.pads[batch.index][:, None]
         if self.holes is not None:
-            mask &= ~torch.nn.functional.pad(self.holes[sequences.index], (0, most))
-        return self._picked(text, mask.long(), sequences.index, self.width + emitted, keep)[0]
+            mask &= ~torch.nn.functional.pad(self.holes[batch.index], (0, most))
+        return self._picked(text, mask.long(), batch.index, self.width + emitted, keep)[0]
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        if places is not None and len(places):
+    def leave(self, rows: list[int], places: torch.Tensor) -> None:
+        if len(places):
             self.select(places)
 
     def select(self, places: torch.Tensor) -> None:
         self._select_inputs(places)
 
-    def past(self, sequences: Sequences, emitted: int) -> None:
+    def past(self, batch: Batch, emitted: int) -> None:
         return None
 
     def _picked(

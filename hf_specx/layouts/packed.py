@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN, SlotCache
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
 from .attention import grouped_queries
-from .decoder import Decoder, Prompt
+from .decoder import Decoder
 from .forward_outputs import Extras, Seen
+from .prompts import Prompt
 from .ragged import Masks
 
 
@@ -116,12 +117,12 @@ class PackedDecoder(Decoder):
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         rows, count = tokens.shape
-        counts = [sequences.counts[row] for row in sequences.rows]
-        ends = sequences.ends - sequences.width + ahead  # [R], emitted tokens with the candidates
+        counts = [batch.counts[row] for row in batch.rows]
+        ends = batch.ends - batch.width + ahead  # [R], emitted tokens with the candidates
         emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
-        positions = self._positions(sequences, emitted)
+        positions = self._positions(batch, emitted)
         assert positions is not None
         start = sum(self.lengths)
         extent = start + (max(counts) + ahead) * rows

@@ -4,10 +4,10 @@ import torch
 
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import SlotCache, self_attention, with_slots
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
-from .decoder import Prompt
 from .hosted import HostedDecoder
+from .prompts import Prompt
 
 
 class PaddedDecoder(HostedDecoder):
@@ -32,9 +32,9 @@ class PaddedDecoder(HostedDecoder):
         super()._note_width(width)
         self.length = width
 
-    def _rewind(self, sequences: Sequences, wanted: list[int]) -> None:
-        gone = [self.held[row] - number for row, number in zip(sequences.rows, wanted, strict=True)]
-        kept = [self.width - self.padding[row] + n for row, n in zip(sequences.rows, wanted, strict=True)]
+    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
+        gone = [self.held[row] - number for row, number in zip(batch.rows, wanted, strict=True)]
+        kept = [self.width - self.padding[row] + n for row, n in zip(batch.rows, wanted, strict=True)]
         if len(set(gone)) == 1:
             self.length -= gone[0]
         else:
@@ -45,6 +45,6 @@ class PaddedDecoder(HostedDecoder):
             self.text.roll(source)
             self.length = cut
 
-    def _fed(self, sequences: Sequences, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.text.slots.aim(None, self.length)
-        return super()._fed(sequences, tokens, held, ahead, keep)
+        return super()._fed(batch, tokens, held, ahead, keep)

@@ -1,6 +1,7 @@
-"""What a draft model reads: the target's own inputs, prepared for the draft by its own `generate`."""
+"""What a model reads: inputs that `generate` has prepared; for a draft, those of its target, prepared once more."""
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,8 +9,6 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_specx.common.errors import refusal
-
-from .decoder import Prompt
 
 
 NOT_SHARED = {
@@ -23,6 +22,29 @@ NOT_SHARED = {
 }
 NOT_SHARED |= {"decoder_attention_mask", "decoder_position_ids", "decoder_input_ids", "input_ids"}
 NOT_SHARED |= {"output_attentions", "output_hidden_states"}
+
+
+@dataclass
+class Prompt:
+    """What `generate` has prepared for one model.
+
+    Attributes:
+        model: the model that it was prepared for.
+        input_ids: [B, L] int64, as the model's own prompt; for an encoder-decoder what its decoder starts with.
+        generation_config: with the lengths and special tokens of this call.
+        kwargs: inputs of the model's forward, the cache among them.
+        keeps_past: whether the cache is wanted at the end.
+        max_new_tokens: no text gets more new tokens.
+        gives_hidden: whether forwards hand over their last hidden states.
+    """
+
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    generation_config: GenerationConfig
+    kwargs: dict[str, Any]
+    max_new_tokens: int
+    keeps_past: bool = False
+    gives_hidden: bool = False
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:

@@ -9,10 +9,11 @@ from transformers import PreTrainedModel
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import SlotCache, with_slots
 from hf_specx.common.architectures import ASK_FOR_MASKS
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 from .attention import grouped_queries
-from .decoder import DROPPED, Decoder, Prompt
+from .decoder import DROPPED, Decoder
+from .prompts import Prompt
 
 
 class RaggedDecoder(Decoder):
@@ -24,25 +25,25 @@ class RaggedDecoder(Decoder):
         assert isinstance(self.cache, SlotCache)
         self.masks = Masks(self.model)
 
-    def _forward(self, sequences: Sequences, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count, first = tokens.shape[1], ahead - tokens.shape[1]
-        if sequences.together is None:
-            counts = [sequences.counts[row] for row in sequences.rows]
+        if batch.together is None:
+            counts = [batch.counts[row] for row in batch.rows]
             last = torch.arange(first, ahead, device=tokens.device)
-            emitted = (sequences.ends - sequences.width)[:, None] + last  # [R, q], with the candidates
+            emitted = (batch.ends - batch.width)[:, None] + last  # [R, q], with the candidates
             longest, even = max(counts), len(set(counts)) == 1
         else:
-            longest, even = sequences.together, True
+            longest, even = batch.together, True
             emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
         given = self._others(count) | self.notes.asked
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = keep
-        positions = self._positions(sequences, emitted, longest + ahead)
+        positions = self._positions(batch, emitted, longest + ahead)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
-        mask = self._mask(sequences, slots, extent)
+        mask = self._mask(batch, slots, extent)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             output = self.model(
                 input_ids=tokens.to(self.device),
@@ -56,24 +57,22 @@ class RaggedDecoder(Decoder):
             self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
 
-    def _mask(
-        self, sequences: Sequences, slots: torch.Tensor, extent: int
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+    def _mask(self, batch: Batch, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """None where one token a row sees all that the cache holds."""
         if self.holes is None and not any(self.padding):
-            if sequences.together is None:
+            if batch.together is None:
                 return self.masks(slots, None, extent)
             if slots.shape[1] == 1 and self.masks.only_causal:
                 return None
-            return self.masks.expand(self.masks(slots, None, extent), len(sequences.rows))
-        pads = self.pads[sequences.index].to(self.device)
-        return self.masks(slots, pads, extent, self._holes(sequences, extent))
+            return self.masks.expand(self.masks(slots, None, extent), len(batch.rows))
+        pads = self.pads[batch.index].to(self.device)
+        return self.masks(slots, pads, extent, self._holes(batch, extent))
 
-    def _holes(self, sequences: Sequences, extent: int) -> torch.Tensor | None:
+    def _holes(self, batch: Batch, extent: int) -> torch.Tensor | None:
         """[R, extent] bool, slots of the prompts that are hidden behind the pads."""
         if self.holes is None:
             return None
-        return torch.nn.functional.pad(self.holes[sequences.index], (0, extent - self.width)).to(self.device)
+        return torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
 
     def _others(self, count: int) -> dict[str, Any]:
         """What else the forward is given for each row, as stock gives it to the next tokens."""

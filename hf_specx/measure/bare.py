@@ -123,7 +123,7 @@ def replay(
         staying = [row for row in rows if len(history[row]) > step]
         places = None if staying == rows else [rows.index(row) for row in staying]
         rows = staying
-        drafted, longest = history[rows[0]][step].drafted, max(counts[row] for row in rows)
+        drafted, longest = max(history[row][step].drafted for row in rows), max(counts[row] for row in rows)
         missing = max(counts[row] - min(fed[row], counts[row] - 1) for row in rows)
         models[0].cut(width + longest - 1, places)
         for model in models[1:]:

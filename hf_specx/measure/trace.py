@@ -1,81 +1,59 @@
 """How one text came about: each round's candidates with p and q, what was kept of them, and the token after them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.batch import Sequences
-from hf_specx.common.patching import in_this_thread, usually
-from hf_specx.engine.prefill import prefill
-from hf_specx.engine.report import SpeculationReport
-from hf_specx.sampling.rules import Draft, Judgement, Rule, law
+from hf_specx.common.round import Round
+from hf_specx.sampling.rules import distribution
 from hf_specx.strategy import SpeculativeDecoding
 
 
 class Recorder:
-    """Notes what a call's rule judges, for one row; the rule and the call are as they would be without it.
+    """Listens to the rounds of a call for one row.
 
     Attributes:
-        judged: {"candidates": [...], "accepted": number, "next": id, "p" and "q" of that id} for each judgement; q is
-            None where the draft has no law there.
+        rounds: as `trace` gives them.
     """
 
     def __init__(self) -> None:
-        self.judged: list[dict[str, Any]] = []
+        self.rounds: list[dict[str, Any]] = []
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Note the calls of this thread."""
-        place = prefill.__globals__  # where it looks for what makes a rule
-        usual = usually(place["_rule"])
-
-        def make(*args: Any) -> Rule:
-            return self.attach(usual(*args))
-
-        with in_this_thread(place, "_rule", usual, make):
-            yield
-
-    def attach(self, rule: Rule) -> Rule:
-        """The same rule, whose judgements are noted."""
-        judge = rule.judge
-
-        def noted(sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
-            found = judge(sequences, draft, scores)
-            self.note(draft, scores, found)
-            return found
-
-        vars(rule)["judge"] = noted
-        return rule
-
-    def note(self, draft: Draft, scores: torch.Tensor, found: Judgement) -> None:
-        """Take in one judgement on K candidates of one row, by the target's scores [1, K + 1, V]."""
-        tokens, accepted = draft.tokens[0], int(found.verdict.accepted[0])
-        at, follower = tokens[:, None], int(found.verdict.next_token[0])
-        probs = law(scores[:1])[0][0]  # [K + 1, V]
-        p = probs[:-1].gather(-1, at)[:, 0].tolist()
-        q = [None] * len(p) if draft.probs is None else draft.probs[0].gather(-1, at)[:, 0].tolist()
-        overlap = found.overlap[0].tolist()
+    def observe(self, done: Round) -> None:
+        """Take in one round of one row."""
+        accepted, emitted, row = done.accepted[0], done.emitted[0], done.rows[0]
+        first = done.batch.width + done.before[0]
+        tokens, new = done.draft.tokens[0].tolist(), done.batch.ids[row, first : first + emitted].tolist()
+        p = distribution(done.scores[0])[0]  # [P, V]
+        q = None if done.draft.probs is None else done.draft.probs[0]
         candidates = [
             {
                 "token": token,
-                "p": p[place],
-                "q": q[place],
-                # a greedy candidate is no draw: it is kept if it is the target's own choice
-                "acceptance": overlap[place] if q[place] is None else min(1.0, p[place] / q[place]),
-                "overlap": overlap[place],
+                "p": float(p[place, token]),
+                "q": None if q is None else float(q[place, token]),
+                "overlap": done.overlap[0][place] if place < len(done.overlap[0]) else 0.0,
                 "accepted": place < accepted,
             }
-            for place, token in enumerate(tokens.tolist())
+            for place, token in enumerate(tokens[: min(done.draft.lengths[0], len(p))])
         ]
-        last = {
-            "next": follower,
-            "p": float(probs[accepted, follower]),
-            "q": None if draft.probs is None or accepted == len(p) else float(draft.probs[0, accepted, follower]),
-        }
-        self.judged.append({"candidates": candidates, "accepted": accepted} | last)
+        for candidate in candidates:
+            # a greedy candidate is no draw: it is kept if it is the target's own choice
+            sure = candidate["overlap"] if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
+            candidate["acceptance"] = sure
+        all_kept = accepted == done.draft.lengths[0]
+        follower = "bonus" if all_kept else "recovered"
+        emits = [
+            {
+                "token": token,
+                "p": float(p[place, token]),
+                "q": None if q is None or place >= len(tokens) else float(q[place, token]),
+                "origin": "accepted" if place < accepted else follower,
+            }
+            for place, token in enumerate(new)
+        ]
+        self.rounds.append({"candidates": candidates, "rejected": None if all_kept else accepted, "tokens": emits})
 
 
 def trace(
@@ -103,17 +81,15 @@ def trace(
         text, each with its "token", "p", "q" (None also behind the last candidate, where the draft was not asked) and
         "origin": "accepted", "recovered" or "bonus".
     """
-    recorder = Recorder()
-    with recorder.listening():
-        output = target.generate(**inputs, **options, custom_generate=strategy)  # type: ignore[operator]
-    report, width = strategy.report, inputs["input_ids"].shape[1]
+    recorder, listened = Recorder(), copy.copy(strategy)
+    listened.listeners = (*strategy.listeners, recorder)
+    target.generate(**inputs, **options, custom_generate=listened)  # type: ignore[operator]
+    strategy.report = report = listened.report
     assert report is not None
-    emitted = output[0, width : width + report.emitted_per_row[0]].tolist()
-    rounds = list(_rounds(recorder.judged, report, emitted))
     prompt = inputs["input_ids"][0].tolist()
     if tokenizer is not None:
-        add_texts(tokenizer, prompt, rounds)
-    return {"verification": report.verification, "prompt": prompt, "rounds": rounds}
+        add_texts(tokenizer, prompt, recorder.rounds)
+    return {"verification": report.verification, "prompt": prompt, "rounds": recorder.rounds}
 
 
 def add_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], rounds: list[dict[str, Any]]) -> None:
@@ -133,23 +109,3 @@ def added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> 
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
     first, both, alone = map(str, texts)
     return both.removeprefix(first) if both.startswith(first) and both != first else alone  # else part of a character
-
-
-def _rounds(judged: list[dict[str, Any]], report: SpeculationReport, emitted: list[int]) -> Iterator[dict[str, Any]]:
-    """Rounds with the tokens that they brought, which a stop may have cut."""
-    one_by_one = len(judged) != len(report.history[0])  # each judgement then emits the one token that was looked at
-    place = 0
-    for each in judged:
-        candidates, kept = each["candidates"], each["accepted"]
-        all_kept = kept == len(candidates)
-        tokens = [
-            {name: candidate[name] for name in ("token", "p", "q")} | {"origin": "accepted"}
-            for candidate in candidates[:kept]
-        ]
-        if not (one_by_one and kept):
-            origin = "bonus" if all_kept else "recovered"
-            tokens.append({"token": each["next"], "p": each["p"], "q": each["q"], "origin": origin})
-        tokens = tokens[: len(emitted) - place]
-        assert [token["token"] for token in tokens] == emitted[place : place + len(tokens)]
-        place += len(tokens)
-        yield {"candidates": candidates, "rejected": None if all_kept else kept, "tokens": tokens}

@@ -131,7 +131,7 @@ class Turns:
 def round_seconds(report: SpeculationReport) -> list[float]:
     """Of each step behind the prompts'."""
     laps = report.laps
-    return [sum(phases) for phases in zip(laps["draft"], laps["target"], laps["verify"][1:], strict=True)]
+    return [sum(phases) for phases in zip(*(laps[phase][1:] for phase in ("draft", "target", "verify")), strict=True)]
 
 
 def counts(report: SpeculationReport) -> dict[str, Any]:

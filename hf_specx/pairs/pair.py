@@ -179,7 +179,7 @@ class DraftTargetPair:
             own, options = self.strategy, take_options(kwargs)
             own.meet(self.target)
             strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
-            strategy.schedule = copy.copy(own.schedule)
+            strategy.schedule = own.schedule
             output = run(strategy, host, self.target, kwargs.pop("inputs"), kwargs, reached)
         own.schedule, self.report = strategy.schedule, strategy.report
         return output

@@ -7,7 +7,7 @@ from itertools import islice
 
 import torch
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -30,20 +30,24 @@ class StockNoise:
     def __init__(self, rows: int, device: torch.device, window: int):
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
-        self.states = [default_generator(device).get_state()]  # states[t] is the one before position t
+        self.states: list[torch.Tensor] = []  # states[t] is the one before position t
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by position
 
-    def at(self, sequences: Sequences, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+    def begin(self) -> None:
+        """Start from the default generator as it is now."""
+        self.states.append(default_generator(self.device).get_state())
+
+    def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` behind each decoding row's end, like probs [R, P, V]."""
-        wanted = [(row, sequences.counts[row] + ahead + i) for row in sequences.rows for i in range(probs.shape[1])]
+        wanted = [(row, batch.counts[row] + ahead + i) for row in batch.rows for i in range(probs.shape[1])]
         for position in sorted({position for row, position in wanted if position not in self.held[row]}):
             drawn = self._draw(position, probs)
-            for row in sequences.rows:
-                if 0 <= position - sequences.counts[row] < max(self.window, ahead + probs.shape[1]):
+            for row in batch.rows:
+                if 0 <= position - batch.counts[row] < max(self.window, ahead + probs.shape[1]):
                     self.held[row][position] = drawn[row].clone()  # without those that are ahead
         noise = torch.stack([self.held[row][position] for row, position in wanted]).view_as(probs)
-        for row in sequences.rows:
-            for position in [position for position in self.held[row] if position < sequences.counts[row]]:
+        for row in batch.rows:
+            for position in [position for position in self.held[row] if position < batch.counts[row]]:
                 del self.held[row][position]
         return noise
 
@@ -86,18 +90,19 @@ class SeededNoise:
         self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # [1, V] each
         self.first = [0] * len(seeds)  # the position of a row's first held vector
 
-    def at(self, sequences: Sequences, probs: torch.Tensor, ahead: int) -> torch.Tensor:
+    def begin(self) -> None:
+        """Nothing to do: seeds are known."""
+
+    def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """As `StockNoise.at`."""
         end = ahead + probs.shape[1]
-        noise = [
-            torch.cat(list(islice(self._from_end(sequences, row, end, probs), ahead, end))) for row in sequences.rows
-        ]
+        noise = [torch.cat(list(islice(self._from_end(batch, row, end, probs), ahead, end))) for row in batch.rows]
         return torch.stack(noise)
 
-    def _from_end(self, sequences: Sequences, row: int, number: int, like: torch.Tensor) -> deque[torch.Tensor]:
+    def _from_end(self, batch: Batch, row: int, number: int, like: torch.Tensor) -> deque[torch.Tensor]:
         """The noise of at least `number` positions from a row's end."""
         held = self.held[row]
-        count = max(self.first[row], sequences.counts[row])  # a text that was cut back is finished: any noise will do
+        count = max(self.first[row], batch.counts[row])  # a text that was cut back is finished: any noise will do
         for _ in range(self.first[row] + len(held), count + number):
             held.append(like.new_empty(1, like.shape[-1]).exponential_(generator=self.generators[row]))
         for _ in range(self.first[row], count):
@@ -121,13 +126,20 @@ class NoiseStream:
     def __init__(self, generators: list[torch.Generator]):
         self.generators = generators
 
-    def uniforms(self, sequences: Sequences, noise: torch.Tensor) -> torch.Tensor:
-        """Fill noise [R, ...] of the decoding rows with numbers from [0, 1)."""
+    def uniforms(self, batch: Batch, most: int, wanted: list[int]) -> torch.Tensor:
+        """Numbers from [0, 1) for the decoding rows: [R, most] float64.
+
+        Args:
+            batch: says which rows these are.
+            most: columns.
+            wanted: [R], how many of them each row needs; where each row has a generator it draws no more.
+        """
+        noise = torch.empty(len(batch.rows), most, dtype=torch.float64, device=batch.index.device)
         if len(self.generators) == 1:
-            noise.uniform_(generator=self.generators[0])
-        else:
-            for place, row in enumerate(sequences.rows):
-                noise[place].uniform_(generator=self.generators[row])
+            return noise.uniform_(generator=self.generators[0])
+        for row_noise, row, number in zip(noise, batch.rows, wanted, strict=True):
+            row_noise[:number].uniform_(generator=self.generators[row])
+            row_noise[number:] = 0
         return noise
 
 

@@ -12,7 +12,8 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
 
 from .warping import HeadWarper, in_runs
 
@@ -56,12 +57,12 @@ STATELESS = frozenset(
 class RoundProcessor:
     """One of our own, which follows the rows of a call and takes all positions of a round at once."""
 
-    def __call__(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+    def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Scores [R, P, V] of the decoding rows at the positions from `ahead` tokens behind their ends."""
         raise NotImplementedError
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        """Keep only those of the decoding rows whose indices are in stay [R']."""
 
 
 Processor = LogitsProcessor | RoundProcessor
@@ -97,11 +98,12 @@ class Processors:
         self.in_order = LogitsProcessorList(processors[first:])
         self.barred: dict[tuple[int, int], Exception] = {}
 
-    def __call__(self, sequences: Sequences, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
+    def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """
         Args:
-            sequences: the text so far; candidates are written behind each row's end.
-            logits: [R, P, V] of the decoding rows, at P positions in a row from `ahead` tokens behind the end.
+            batch: the text so far; candidates are written after each row's end.
+            draft: which of these are candidates; None if all are.
+            logits: [R, P, V] of the decoding rows, at P positions in a row from `ahead` tokens after the end.
 
         Returns:
             [R, P, V] float32 scores, as stock's at each of these prefixes, up to the first that is called in order.
@@ -110,36 +112,41 @@ class Processors:
         self.barred.clear()
         for processor in self.at_once:
             if isinstance(processor, RoundProcessor):
-                scores = processor(sequences, scores, ahead)
+                scores = processor(batch, scores, ahead)
             elif isinstance(processor, HeadWarper):
                 scores = processor(scores.flatten(0, 1)).view_as(scores)
             elif type(processor) in WARPERS:
                 flat = scores.flatten(0, 1)  # [R * P, V]
                 scores = processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)
             else:
-                cells = self._cells(sequences, scores.shape[1], ahead) if cells is None else cells
-                scores = self._by_length(processor, sequences, scores, cells)
+                if cells is None:
+                    cells = self._cells(batch, draft, scores.shape[1], ahead)
+                scores = self._by_length(processor, batch, scores, cells)
         return scores
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        """Keep only those of the decoding rows that are at places [R']; all of them where None."""
-        for processor in self.at_once:
-            if isinstance(processor, RoundProcessor):
-                processor.leave(rows, places)
+    def observe(self, done: Round) -> None:
+        """Let go of rows that have left."""
+        if done.stay is not None:
+            for processor in self.at_once:
+                if isinstance(processor, RoundProcessor):
+                    processor.leave(done.rows, done.stay)
 
-    def _cells(self, sequences: Sequences, positions: int, ahead: int) -> dict[int, list[tuple[int, int]]]:
+    def _cells(
+        self, batch: Batch, draft: Draft | None, positions: int, ahead: int
+    ) -> dict[int, list[tuple[int, int]]]:
         """The (place, position) pairs that stock could reach, by the number of tokens emitted before them."""
-        drafted = sequences.last(ahead + positions - 1, ahead + positions - 1)  # [R, ahead + P - 1]
+        drafted = batch.last(ahead + positions - 1, ahead + positions - 1)  # [R, ahead + P - 1]
         ends = torch.zeros_like(drafted)
         if self.eos_token_id is not None:
             ends = torch.isin(drafted, self.eos_token_id.to(drafted.device)).cumsum(-1)
-        if sequences.over is not None:
-            ends = ends.masked_fill(sequences.over[:, None], 0)
+        if batch.over is not None:
+            ends = ends.masked_fill(batch.over[:, None], 0)
         reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
-        for place, row in enumerate(sequences.rows):
-            for position in range(positions):
-                emitted = sequences.counts[row] + ahead + position
+        for place, row in enumerate(batch.rows):
+            last = positions - 1 if draft is None else draft.lengths[place]
+            for position in range(last + 1):
+                emitted = batch.counts[row] + ahead + position
                 if reached[place][position] and not 0 < self.max_new_tokens <= emitted:
                     cells.setdefault(emitted, []).append((place, position))
         return cells
@@ -147,7 +154,7 @@ class Processors:
     def _by_length(
         self,
         processor: LogitsProcessor,
-        sequences: Sequences,
+        batch: Batch,
         scores: torch.Tensor,
         cells: dict[int, list[tuple[int, int]]],
     ) -> torch.Tensor:
@@ -155,14 +162,14 @@ class Processors:
         result = scores.clone()
         for emitted, members in cells.items():
             place, position = torch.tensor(members, device=scores.device).unbind(-1)
-            row = sequences.index[place]
-            batch = scores.new_zeros(len(sequences.ids), scores.shape[2])  # [B, V], 0 in rows that are elsewhere
-            batch[row] = scores[place, position]
-            prefix = sequences.prefix(emitted)
+            row = batch.index[place]
+            every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows that are elsewhere
+            every[row] = scores[place, position]
+            prefix = batch.prefix(emitted)
             if type(processor) is logits_process.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
-                result[place, position] = self._constrained(processor, prefix, batch, row.tolist(), emitted)
+                result[place, position] = self._constrained(processor, prefix, every, row.tolist(), emitted)
             else:
-                found = processor(prefix, batch)[row]
+                found = processor(prefix, every)[row]
                 result = result.to(found.dtype)  # what follows is as precise as in stock
                 result[place, position] = found
         return result
@@ -171,12 +178,12 @@ class Processors:
         self,
         processor: logits_process.PrefixConstrainedLogitsProcessor,
         prefix: torch.Tensor,
-        batch: torch.Tensor,
+        every: torch.Tensor,
         rows: list[int],
         emitted: int,
     ) -> torch.Tensor:
         """The scores of `rows` only: the user's function may know no answer for the texts of the others."""
-        result = torch.full_like(batch[rows], -torch.inf)
+        result = torch.full_like(every[rows], -torch.inf)
         for place, row in enumerate(rows):
             text = prefix[row : row + 1]
             try:
@@ -184,7 +191,7 @@ class Processors:
                 if not len(allowed):
                     raise ValueError(f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones")
                 alone = logits_process.PrefixConstrainedLogitsProcessor(partial(_answer, allowed), 1)
-                result[place] = alone(text, batch[row : row + 1])[0]
+                result[place] = alone(text, every[row : row + 1])[0]
             except Exception as error:  # stock would not have asked for a candidate that is rejected
                 self.barred[row, emitted] = error
         return result

@@ -4,52 +4,40 @@ A rule draws the candidates from the draft's scores and judges them by the targe
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Judgement
 
-from .noise import NoiseStream, SeededNoise, StockNoise, independent_streams
-from .verify import Verdict, pick, race, verify_block, verify_match, verify_token
+from .noise import SeededNoise, StockNoise, independent_streams
+from .verify import pick, race, verify_block, verify_match, verify_token
 
 
 Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Draft(NamedTuple):
-    """Candidates and the law they were drawn from.
-
-    Attributes:
-        tokens: [R, K] int64.
-        probs: [R, K, V] float32, q; None where K is 0 or the candidates are no draw from a law.
-    """
-
-    tokens: torch.Tensor
-    probs: torch.Tensor | None
-
-
-class Judgement(NamedTuple):
-    """What a rule says of a draft.
-
-    Attributes:
-        verdict: accepted [R] and next_token [R].
-        overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
-        undefined: [R, K + 1] bool, positions that have no law, where stock raises an error if the row gets there.
-    """
-
-    verdict: Verdict
-    overlap: torch.Tensor
-    undefined: torch.Tensor
-
-
 class Rule(Protocol):
     """The decisions of one call; it keeps the state of its noise."""
 
-    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
-        """The candidate [R] for the position `ahead` behind each row's end, by scores [R, V], and its law [R, V]."""
+    def begin(self) -> None:
+        """Take up the noise where `generate` would: after the target has read the prompts."""
 
-    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+        """A candidate for each row, from the draft's scores.
+
+        Args:
+            batch: the text so far.
+            scores: [R, V], processed.
+            ahead: candidates that each row has already.
+            lengths: [R], how many it is to have; what is chosen for a row beyond that means nothing.
+
+        Returns:
+            [R] int64, and the distribution that they were drawn from, [R, V]; None where they were not drawn.
+        """
+
+    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
 
     def alone(self) -> AbstractContextManager[None]:
@@ -62,14 +50,17 @@ class Rule(Protocol):
 class GreedyRule:
     """Both models take their argmax."""
 
-    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
+    def begin(self) -> None:
+        pass
+
+    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
 
-    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
+    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         choices = scores.argmax(-1)
-        verdict = verify_match(draft.tokens, choices)
         overlap = (draft.tokens == choices[:, :-1]).float()
-        return Judgement(verdict, overlap, torch.zeros_like(choices, dtype=torch.bool))
+        undefined = torch.zeros_like(choices, dtype=torch.bool)
+        return Judgement(*verify_match(draft.tokens, choices, draft.proposed), overlap, undefined)
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -87,28 +78,29 @@ class RejectionRule:
         block: whether by block rather than by token.
         device: of `input_ids`.
         seeds: one a row of the batch, which then has streams of its own; the default generator is not read. A row's
-            tokens depend on nothing of its mates' as long as K is the same each round and rows advance alone.
+            tokens depend on nothing of its mates' as long as its numbers of candidates do not and rows advance alone.
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
         self.verify = verify_block if block else verify_token
-        self.drafts, self.uniforms, self.residuals = independent_streams(3, device, seeds)
+        self.device, self.seeds = device, seeds
 
-    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
-        probs, _ = law(scores)
-        return pick(probs, self._uniforms(self.drafts, sequences)), probs
+    def begin(self) -> None:
+        self.drafts, self.uniforms, self.residuals = independent_streams(3, self.device, self.seeds)
 
-    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
-        probs, undefined = law(scores)
+    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+        probs, _ = distribution(scores)
+        wanted = [int(ahead < length) for length in lengths]
+        return pick(probs, self.drafts.uniforms(batch, 1, wanted)[:, 0]), probs
+
+    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
+        probs, undefined = distribution(scores)
+        rows, most = draft.tokens.shape
         draft_probs = probs[:, :0] if draft.probs is None else draft.probs
-        uniforms = self._uniforms(self.uniforms, sequences, draft.tokens.shape[1])
-        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, self._uniforms(self.residuals, sequences))
-        return Judgement(verdict, overlaps(probs, draft), undefined)
-
-    def _uniforms(self, stream: NoiseStream, sequences: Sequences, *shape: int) -> torch.Tensor:
-        """Uniforms [R, ...] of the decoding rows."""
-        index = sequences.index
-        return stream.uniforms(sequences, torch.empty(len(index), *shape, dtype=torch.float64, device=index.device))
+        uniforms = self.uniforms.uniforms(batch, most, draft.lengths)
+        choice = self.residuals.uniforms(batch, 1, [1] * rows)[:, 0]
+        verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
+        return Judgement(*verdict, overlaps(probs, draft), undefined)
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -130,14 +122,17 @@ class CoupledRule:
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
         self.noise = StockNoise(rows, device, window) if seeds is None else SeededNoise(seeds, device)
 
-    def choose(self, sequences: Sequences, scores: torch.Tensor, ahead: int) -> Choice:
-        probs, _ = law(scores)
-        return race(probs, self.noise.at(sequences, probs[:, None], ahead)[:, 0]), probs
+    def begin(self) -> None:
+        self.noise.begin()
 
-    def judge(self, sequences: Sequences, draft: Draft, scores: torch.Tensor) -> Judgement:
-        probs, undefined = law(scores)
-        verdict = verify_match(draft.tokens, race(probs, self.noise.at(sequences, probs, 0)))
-        return Judgement(verdict, overlaps(probs, draft), undefined)
+    def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
+        probs, _ = distribution(scores)
+        return race(probs, self.noise.at(batch, probs[:, None], ahead)[:, 0]), probs
+
+    def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
+        probs, undefined = distribution(scores)
+        verdict = verify_match(draft.tokens, race(probs, self.noise.at(batch, probs, 0)), draft.proposed)
+        return Judgement(*verdict, overlaps(probs, draft), undefined)
 
     def alone(self) -> AbstractContextManager[None]:
         return self.noise.alone()
@@ -146,11 +141,27 @@ class CoupledRule:
         self.noise.finish(columns)
 
 
-def law(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
+    """The rule of a call that samples [B, L] prompts, or decodes them greedily.
+
+    Args:
+        verification: "greedy", "token", "block" or "coupled".
+        input_ids: the prompts; noise is drawn on their device.
+        window: as in `CoupledRule`.
+        seeds: one a row, or None for the default generator.
+    """
+    if verification == "greedy":
+        return GreedyRule()
+    if verification == "coupled":
+        return CoupledRule(len(input_ids), input_ids.device, window, seeds)
+    return RejectionRule(verification == "block", input_ids.device, seeds)
+
+
+def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities [..., V], and where there are none [...]: scores that are NaN, or that exclude every token.
 
-    There the law is taken as uniform. For a draft any law is right as long as it is the one that is drawn from and
-    judged by; for a target the row is undefined if it gets there.
+    There the distribution is taken as uniform. For a draft any is right as long as it is the one that is drawn from
+    and judged by; for a target the row is undefined if it gets there.
     """
     probs = scores.softmax(-1)
     undefined = probs[..., 0].isnan()  # one NaN makes the whole softmax NaN

@@ -9,7 +9,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 
 PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
@@ -54,9 +54,7 @@ class Stopping:
         self.max_new_tokens = max(min(lengths, default=max_length), width + 1) - width
         self.stopped_at: dict[int, int] = {}
 
-    def cut(
-        self, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the length or an end token ends a row among its new tokens.
 
         Args:
@@ -65,7 +63,7 @@ class Stopping:
         Returns:
             kept [R], how many of them the row emits, and ended [R] bool, whether the last of these ends it.
         """
-        room = self.max_new_tokens + sequences.width - sequences.ends
+        room = self.max_new_tokens + batch.width - batch.ends
         kept = torch.minimum(num_new, room)
         if self.eos_token_id is None:
             return kept, kept == room
@@ -73,56 +71,56 @@ class Stopping:
         first = torch.where(hit.any(-1), hit.int().argmax(-1) + 1, tokens.shape[1] + 1)
         return torch.minimum(kept, first), (first <= kept) | (kept == room)
 
-    def update(self, sequences: Sequences, new: list[int], ended: list[int]) -> list[int]:
+    def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
         """Note which rows stopped within their last `new` tokens; returns the rows that leave the batch."""
-        for row, end in zip(sequences.rows, ended, strict=True):
+        for row, end in zip(batch.rows, ended, strict=True):
             if end:
-                self.stopped_at.setdefault(row, sequences.counts[row])
+                self.stopped_at.setdefault(row, batch.counts[row])
         if self.criteria:
-            self._update_prefix_criteria(sequences, new)
+            self._update_prefix_criteria(batch, new)
         if self.pads_finished_rows:
             ends = self.stopped_at
-        elif len(self.stopped_at) == len(sequences.counts):
-            ends = dict.fromkeys(sequences.rows, self.columns)
+        elif len(self.stopped_at) == len(batch.counts):
+            ends = dict.fromkeys(batch.rows, self.columns)
         else:
-            ends = dict.fromkeys(sequences.rows, self.max_new_tokens)
-        leaving = [row for row in sequences.rows if sequences.counts[row] >= ends.get(row, sequences.counts[row] + 1)]
+            ends = dict.fromkeys(batch.rows, self.max_new_tokens)
+        leaving = [row for row in batch.rows if batch.counts[row] >= ends.get(row, batch.counts[row] + 1)]
         for row in leaving:
-            sequences.truncate(row, ends[row])
+            batch.truncate(row, ends[row])
         return leaving
 
-    def update_in_order(self, sequences: Sequences, scores: tuple[torch.Tensor, ...] | None) -> bool:
+    def update_in_order(self, batch: Batch, scores: tuple[torch.Tensor, ...] | None) -> bool:
         """Call every criterion once, as stock does after each column; returns whether all rows have stopped.
 
         Args:
-            sequences: all B rows, with equally many tokens.
+            batch: all B rows, with equally many tokens.
             scores: [B, V] of each column so far, where they are kept.
         """
-        emitted = sequences.counts[0]
-        stops = self.all(sequences.prefix(emitted), scores).tolist()
+        emitted = batch.counts[0]
+        stops = self.all(batch.prefix(emitted), scores).tolist()
         for row, stop in enumerate(stops):
             if stop:
                 self.stopped_at.setdefault(row, emitted)
         if self.pads_finished_rows and self.stopped_at:
-            over = [row in self.stopped_at for row in sequences.rows]
-            sequences.over = torch.tensor(over, device=sequences.ids.device)
+            over = [row in self.stopped_at for row in batch.rows]
+            batch.over = torch.tensor(over, device=batch.ids.device)
         return len(self.stopped_at) == len(stops)
 
-    def settled(self, sequences: Sequences) -> list[int]:
+    def settled(self, batch: Batch) -> list[int]:
         """How many tokens of each row are in the text for sure; without an end token a row may run ahead of it."""
         if self.pads_finished_rows:
-            return [self.stopped_at.get(row, count) for row, count in enumerate(sequences.counts)]
-        going = [count + 1 for row, count in enumerate(sequences.counts) if row not in self.stopped_at]
+            return [self.stopped_at.get(row, count) for row, count in enumerate(batch.counts)]
+        going = [count + 1 for row, count in enumerate(batch.counts) if row not in self.stopped_at]
         columns = max([*going, *self.stopped_at.values()])
-        return [min(count, columns) for count in sequences.counts]
+        return [min(count, columns) for count in batch.counts]
 
-    def _update_prefix_criteria(self, sequences: Sequences, new: list[int]) -> None:
+    def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         """Call each criterion with the whole batch at every length that some row has just passed."""
         passed = {}
-        for row, number in zip(sequences.rows, new, strict=True):
-            passed[row] = range(sequences.counts[row] - number + 1, sequences.counts[row] + 1)
+        for row, number in zip(batch.rows, new, strict=True):
+            passed[row] = range(batch.counts[row] - number + 1, batch.counts[row] + 1)
         for emitted in sorted({n for lengths in passed.values() for n in lengths}):
-            prefix = sequences.prefix(emitted)
+            prefix = batch.prefix(emitted)
             stops = self.criteria(prefix, None).tolist()
             for row, lengths in passed.items():
                 if emitted in lengths and stops[row]:

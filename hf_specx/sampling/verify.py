@@ -24,8 +24,7 @@ class Verdict(NamedTuple):
     Attributes:
         accepted: [B] int64, how many leading candidates are kept, 0 to K.
         next_token: [B] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
-        survival: [B, K], the chance that at least i candidates are kept, i = 1 to K, given the candidates. Its mean is
-            P(accepted >= i) whatever came of this round: nothing is censored by a rejection.
+        survival: [B, K], the chance that at least i candidates are kept, i = 1 to the row's length, given these.
     """
 
     accepted: torch.Tensor
@@ -39,6 +38,7 @@ def verify_token(
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
     choice: torch.Tensor,
+    proposed: torch.Tensor | None = None,
 ) -> Verdict:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
@@ -50,14 +50,18 @@ def verify_token(
         target_probs: [B, K + 1, V], p; the last position is the one after all candidates.
         uniforms: [B, K] float64 in [0, 1), independent of everything that the draft used.
         choice: [B] float64 in [0, 1), independent of the two above; picks the next token.
+        proposed: [B, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
+            the next token of a row that keeps them all is drawn from p, at the row's own length.
     """
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [B, K]
-    accepted = _leading(uniforms * q < p).sum(-1)  # strict: u may be 0, and a token with p = 0 must never pass
+    passed = uniforms * q < p  # strict: u may be 0, and a token with p = 0 must never pass
+    accepted = _leading(passed if proposed is None else passed & proposed).sum(-1)
     target = _row(target_probs, accepted)  # [B, V]
     residual = target
-    if drafted := candidates.shape[1]:
-        draft = _row(draft_probs, accepted.clamp(max=drafted - 1))
-        residual = (target - draft.masked_fill_(accepted[:, None] == drafted, 0)).clamp_(min=0)
+    if most := candidates.shape[1]:
+        all_kept = accepted == (most if proposed is None else proposed.sum(-1))
+        draft = _row(draft_probs, accepted.clamp(max=most - 1))
+        residual = (target - draft.masked_fill_(all_kept[:, None], 0)).clamp_(min=0)
     survival = (p.double() / q).clamp(max=1).cumprod(-1)
     return Verdict(accepted, _draw(residual, target, choice), survival)
 
@@ -68,6 +72,7 @@ def verify_block(
     target_probs: torch.Tensor,
     uniforms: torch.Tensor,
     choice: torch.Tensor,
+    proposed: torch.Tensor | None = None,
 ) -> Verdict:
     """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444), never shorter on average than token.
 
@@ -75,6 +80,8 @@ def verify_block(
     behind the last candidate, the position there is an ordinary one: Z = h = p_K, and the residual is p.
     Arguments as in `verify_token`.
     """
+    if proposed is not None:
+        draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
     sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [B, K + 1], from 0
     reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
@@ -84,17 +91,20 @@ def verify_block(
     # h is 0 / 0 only where the two laws are the same; then a later index passes for sure, and NaN need not
     keep = mass / (mass + 1 - reach)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
+    if proposed is not None:
+        passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
     return Verdict(accepted, _draw(_row(excess, accepted), _row(target_probs, accepted), choice), reach[:, 1:])
 
 
-def verify_match(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
+def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
     """Keep candidates while they are what the target itself chose; exact for any candidates whatever.
 
     Greedy and coupled verification both end here: `choices` [B, K + 1] is the target's argmax, or its argmax of p / E.
     """
-    alike = _leading(candidates == choices[:, :-1])
+    alike = candidates == choices[:, :-1]
+    alike = _leading(alike if proposed is None else alike & proposed)
     accepted = alike.sum(-1)
     return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], alike)
 

@@ -10,7 +10,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.architectures import INEXACT
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.layouts.choose import layouts_of
 from hf_specx.layouts.lockstep import LockstepDecoder
 from hf_specx.layouts.prompts import prepare
@@ -52,13 +52,13 @@ def test_equals_stock(model_type: str, mode: str, rows: int):
     assert strategy.report.accepted < strategy.report.drafted
 
 
-def decoder(model_type: str) -> tuple[LockstepDecoder, Sequences]:
+def decoder(model_type: str) -> tuple[LockstepDecoder, Batch]:
     model = zoo.build("causal", model_type)
     prompt = prepare(model, NEW_TOKENS, zoo.inputs(model))
-    return LockstepDecoder(prompt), Sequences(prompt.input_ids, prompt.kwargs["attention_mask"], 0)
+    return LockstepDecoder(prompt), Batch(prompt.input_ids, prompt.kwargs["attention_mask"], 0)
 
 
-def emit(sequences: Sequences, tokens: torch.Tensor) -> None:
+def emit(sequences: Batch, tokens: torch.Tensor) -> None:
     sequences.append(tokens, torch.full((len(tokens),), tokens.shape[1]), [tokens.shape[1]] * len(tokens))
 
 

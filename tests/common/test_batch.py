@@ -2,11 +2,11 @@
 
 import torch
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 
 
-def two_rows() -> Sequences:
-    return Sequences(torch.tensor([[9, 9, 5], [1, 2, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]]), pad_token_id=9)
+def two_rows() -> Batch:
+    return Batch(torch.tensor([[9, 9, 5], [1, 2, 3]]), torch.tensor([[0, 0, 1], [1, 1, 1]]), pad_token_id=9)
 
 
 def test_a_row_leaves_pads_out():

@@ -13,7 +13,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx import BatchStreamer, SpeculativeDecoding
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.engine.streaming import Stream
 from hf_specx.sampling.stopping import Stopping
 
@@ -23,15 +23,15 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 TIMEOUT = 60
 
 
-def emitted(count: int, rows: int = 1) -> tuple[Sequences, Stopping]:
+def emitted(count: int, rows: int = 1) -> tuple[Batch, Stopping]:
     """Prompts of which every row has emitted the tokens 1, 2, ..."""
     inputs = prompts(rows)
-    sequences = Sequences(inputs["input_ids"], inputs["attention_mask"], 0)
+    sequences = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
     append(sequences, torch.arange(1, count + 1).expand(rows, -1))
     return sequences, Stopping(StoppingCriteriaList(), sequences.width, sequences.width + 30)
 
 
-def append(sequences: Sequences, tokens: torch.Tensor) -> None:
+def append(sequences: Batch, tokens: torch.Tensor) -> None:
     counts = [tokens.shape[1]] * len(tokens)
     sequences.append(tokens, torch.tensor(counts), counts)
 

@@ -13,7 +13,7 @@ from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.layouts.ragged import Masks, RaggedDecoder
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.stopping import Stopping
@@ -149,16 +149,16 @@ def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
     return MASK(self, slots - 1, *others)
 
 
-def positions_off_by_one(self: RaggedDecoder, sequences: Sequences, emitted: torch.Tensor, *others):
+def positions_off_by_one(self: RaggedDecoder, sequences: Batch, emitted: torch.Tensor, *others):
     return POSITIONS(self, sequences, emitted + 1, *others)
 
 
-def cut_one_late(self: Stopping, sequences: Sequences, tokens: torch.Tensor, num_new: torch.Tensor):
+def cut_one_late(self: Stopping, sequences: Batch, tokens: torch.Tensor, num_new: torch.Tensor):
     kept, ended = CUT(self, sequences, tokens, num_new)
     return torch.minimum(kept + 1, num_new), ended
 
 
-def noise_of_another_row(self: StockNoise, sequences: Sequences, probs: torch.Tensor, ahead: int):
+def noise_of_another_row(self: StockNoise, sequences: Batch, probs: torch.Tensor, ahead: int):
     return NOISE(self, sequences, probs, ahead).roll(1, 0)
 
 

@@ -12,7 +12,7 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.sampling.noise import NoiseStream, SeededNoise
 from hf_specx.sampling.rules import Draft, Judgement, RejectionRule
 
@@ -22,8 +22,8 @@ SEEDS = [7, 0, 2**40 + 3, 7]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 
 
-def text(rows: int) -> Sequences:
-    return Sequences(torch.ones(rows, 4, dtype=torch.int64), None, 0)
+def text(rows: int) -> Batch:
+    return Batch(torch.ones(rows, 4, dtype=torch.int64), None, 0)
 
 
 def stock_noise(seed: int, positions: int) -> torch.Tensor:

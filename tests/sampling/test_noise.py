@@ -5,7 +5,7 @@ import torch
 from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.rules import RejectionRule
 from hf_specx.sampling.verify import race
@@ -27,7 +27,7 @@ def test_stock_noise_in_any_order_and_from_saved_states():
     for window in (0, 2, 100):
         torch.manual_seed(0)
         noise = StockNoise(3, torch.device("cpu"), window)
-        sequences = Sequences(torch.ones(3, 4, dtype=torch.int64), None, 0)
+        sequences = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(sequences, like, position)[:, 0], expected[position])
         noise.finish(4)
@@ -39,7 +39,7 @@ def test_rows_that_drifted_apart_get_their_own_positions():
     expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])
     torch.manual_seed(0)
     noise = StockNoise(3, torch.device("cpu"), window=4)
-    sequences = Sequences(torch.ones(3, 4, dtype=torch.int64), None, 0)
+    sequences = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
     sequences.counts = [5, 0, 2]
     sequences.retire([1])
     drawn = noise.at(sequences, torch.empty(2, 3, 7), ahead=0)
@@ -52,7 +52,7 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     positions, draw = [], StockNoise._draw
     monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
     noise = StockNoise(2, torch.device("cpu"), window=4)
-    sequences, like = Sequences(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    sequences, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
     for sequences.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
         noise.at(sequences, like, ahead=0)
     assert positions == list(range(8))

@@ -1,0 +1,93 @@
+"""What passes through one round: a draft, and then the record of what became of it."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Draft(NamedTuple):
+    """Candidates of the R decoding rows, each row with its own number of them.
+
+    Attributes:
+        tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
+        lengths: [R], candidates of each row, 0 to K.
+        probs: [R, K, V], the distribution q that each candidate was drawn from; None if candidates are no draws.
+        source: who proposed them.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    probs: torch.Tensor | None = None
+    source: str = "none"
+
+    @property
+    def proposed(self) -> torch.Tensor | None:
+        """[R, K] bool, which tokens are candidates; None where all are."""
+        rows, most = self.tokens.shape
+        if sum(self.lengths) == rows * most:
+            return None
+        device = self.tokens.device
+        return torch.arange(most, device=device) < torch.tensor(self.lengths, device=device)[:, None]
+
+    def at(self, position: int) -> "Draft":
+        """The candidates at one position as a draft of their own; an empty one after the last position."""
+        here = slice(position, position + 1)
+        lengths = [int(length > position) for length in self.lengths]
+        return Draft(self.tokens[:, here], lengths, None if self.probs is None else self.probs[:, here], self.source)
+
+
+class Judgement(NamedTuple):
+    """What a verification rule says of a draft, for each of the R rows.
+
+    Attributes:
+        accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
+        next_token: [R] int64, the recovered token, or the bonus token where all candidates are kept.
+        survival: [R, K], the chance that the first i candidates are all kept, i = 1 to K, given the candidates. Its
+            mean is P(accepted >= i) whatever came of this round: nothing is censored by a rejection.
+        overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
+        undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
+    """
+
+    accepted: torch.Tensor
+    next_token: torch.Tensor
+    survival: torch.Tensor
+    overlap: torch.Tensor
+    undefined: torch.Tensor
+
+
+@dataclass
+class Round:
+    """What a round did, on the host; every listener gets it once the text has grown.
+
+    Attributes:
+        batch: the text after the round.
+        rows: the R rows of the batch that took part.
+        draft: what was judged.
+        before: [R], tokens that each row had emitted before.
+        emitted: [R], tokens that entered the text, after any cut at a stop.
+        accepted: [R], candidates that the rule kept, before a cut.
+        judged: [R], candidates whose predecessors were all kept.
+        gained: [R], tokens by which the row went on, before a cut; in lockstep the least of the batch.
+        survival, overlap: of `Judgement`, for the candidates of each row.
+        undefined: [R], the first position of each row without a distribution; K + 1 if there is none.
+        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
+        finished: whether all rows have ended.
+        forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
+    """
+
+    batch: Any
+    rows: list[int]
+    draft: Draft
+    before: list[int]
+    emitted: list[int]
+    accepted: list[int]
+    judged: list[int]
+    gained: list[int]
+    survival: list[list[float]]
+    overlap: list[list[float]]
+    undefined: list[int]
+    stay: torch.Tensor | None = None
+    finished: bool = False
+    forward: Any = None
+    scores: torch.Tensor = field(default_factory=lambda: torch.empty(0))

@@ -1,0 +1,84 @@
+"""Who proposes candidates: the one interface of all drafts, and what a call hands to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.prompts import Prompt
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rules import Rule
+
+
+@dataclass
+class Reading:
+    """What a drafter may take from a call whose target has read its prompts.
+
+    Attributes:
+        batch: the prompts, as the target has them.
+        vocab_size: of the target; candidates are ids below it.
+        rule: draws candidates from scores.
+        processors: of the call, for the draft's scores; those that keep state are left out.
+        threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
+        prompt: prepared for the drafter's own model; None if it has none.
+        layout: of that model.
+        compiled: whether its forwards after the prompt are compiled.
+    """
+
+    batch: Batch
+    vocab_size: int
+    rule: Rule
+    processors: Processors
+    threshold: float = 0.0
+    prompt: Prompt | None = None
+    layout: str = "ragged"
+    compiled: bool = False
+
+
+class Drafter(Protocol):
+    """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
+
+    A call drives it in this order: `read`, then in each round `propose` and `observe`. One object serves one call at a
+    time.
+
+    Attributes:
+        model: the draft model, if there is one; it is checked against the target before anything is read.
+        decoder: that model with its cache, once it has read.
+        has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
+            by what the target itself chooses.
+        needs_hidden: whether it reads `Round.forward.hidden`.
+    """
+
+    model: PreTrainedModel | None = None
+    decoder: Decoder | None = None
+    has_probs: bool = False
+    needs_hidden: bool = False
+
+    def read(self, reading: Reading) -> None:
+        """A call begins."""
+        return
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Candidates for the R decoding rows.
+
+        Args:
+            batch: the text so far; `batch.row(row)` for each of `batch.rows`.
+            lengths: [R], how many each row is to have at most, all 0 where nothing is wanted.
+        """
+        ...
+
+    def observe(self, done: Round) -> None:
+        """A round is over: what was kept of the draft, and which rows go on."""
+        return
+
+    def pause(self, batch: Batch) -> None:
+        """No candidates will be wanted for a while; what was rejected may still be known now, and not later."""
+        return
+
+    def cost(self, batch: Batch) -> Callable[[int], object] | None:
+        """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
+        return None

@@ -1,0 +1,68 @@
+"""Rows with no token to choose: `generate` raises an error there, and so does this once a text surely gets there."""
+
+from operator import itemgetter
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.stopping import Stopping
+
+
+class DeadEnds:
+    """Watches the rounds of one call.
+
+    A candidate that is rejected may lie after such a position, and without an end token a row may run ahead of the
+    text; neither is an error.
+
+    Args:
+        processors: the target's; they know of prefixes after which the user's function allows nothing.
+        stopping: says how much of each row is in the text for sure.
+    """
+
+    def __init__(self, processors: Processors, stopping: Stopping):
+        self.processors, self.stopping = processors, stopping
+        self.found: dict[int, tuple[int, Exception]] = {}  # row: tokens that it has emitted there, and the error
+
+    def observe(self, done: Round) -> None:
+        """Raise the error of a row that has emitted a token where there is none to choose."""
+        self.found = self._look(done.rows, done.before, done.emitted, done.undefined) | self.found
+        if self.found:
+            settled = self.stopping.settled(done.batch)
+            for row, (count, error) in self.found.items():
+                if count < settled[row]:
+                    raise error
+
+    def refuse(self, batch: Batch, undefined: list[bool], over: list[bool]) -> None:
+        """Raise the error of a row that is about to emit a token where there is none.
+
+        Args:
+            batch: all B rows, with equally many tokens.
+            undefined: whether each row has no distribution.
+            over: whether it is finished, so that it emits pads.
+        """
+        before, emitted = [batch.counts[0]] * len(batch.rows), [int(not is_over) for is_over in over]
+        for _, error in self._look(batch.rows, before, emitted, [int(not nowhere) for nowhere in undefined]).values():
+            raise error
+
+    def _look(
+        self, rows: list[int], before: list[int], emitted: list[int], undefined: list[int]
+    ) -> dict[int, tuple[int, Exception]]:
+        """The dead ends among the tokens that rows emit now.
+
+        Args:
+            rows: [R].
+            before: [R], tokens that they had emitted before.
+            emitted: [R], tokens that they emit now.
+            undefined: [R], the first of the round's positions without a distribution.
+        """
+        found: dict[int, tuple[int, Exception]] = {}
+        barred = self.processors.barred
+        for row, first, number, position in zip(rows, before, emitted, undefined, strict=True):
+            ends = [(count, barred[row, count]) for count in range(first, first + number) if (row, count) in barred]
+            if position < number:
+                why = "the target's logits are not finite, or the logits processors exclude every token"
+                error = RuntimeError(f"row {row} has no next token after {first + position} new ones: {why}")
+                ends.append((first + position, error))
+            if ends:
+                found[row] = min(ends, key=itemgetter(0))
+        return found

@@ -1,0 +1,97 @@
+"""The loop for processors and criteria that keep state: each emitted token is shown to them once, in order.
+
+`generate` shows them one column of all rows at a time. So all rows stay together to the end, those that are finished
+with pads, and the candidates of a round are judged position by position.
+"""
+
+import torch
+
+from hf_specx.common.round import Draft, Round
+from hf_specx.layouts.forward_outputs import Forward
+
+from .run import Run
+
+
+def decode_in_order(run: Run) -> torch.Tensor:
+    """As `decode`, with the positions of a round judged one by one."""
+    run.admit()
+    while run.active():
+        draft = run.drafter.propose(run.batch, run.schedule(run.batch))
+        run.lap("draft")
+        forward = run.target(run.batch, draft)
+        run.lap("target")
+        run.publish(*judge_in_order(run, draft, forward))
+        run.lap("verify")
+    return run.finish()
+
+
+def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, Forward, torch.Tensor]:
+    """Judge and emit position by position, until a row emits another token than the target was fed, or stops.
+
+    Returns:
+        The round of all B rows, the forward, and scores [B, n, V] of the n positions. A row that was finished before
+        drafts, judges and gains nothing in it.
+    """
+    batch, most, first = run.batch, draft.tokens.shape[1], run.batch.counts[0]
+    early = run.processors(batch, draft, forward.logits)  # by those before the first that has to wait
+    over, live = _over(run), ~_over(run)
+    shown: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []  # [B, 2] a candidate: whether it is what the row emits, and its overlap
+    alike, finished = True, False
+    while alike and not finished and len(shown) <= most:
+        length, one = len(shown), draft.at(len(shown))
+        with run.rule.alone():
+            scores = run.processors.in_order(batch.prefix(first + length), early[:, length])  # type: ignore[arg-type]
+        judgement = run.rule.judge(batch, one, scores[:, None].expand(-1, 1 + one.tokens.shape[1], -1))
+        run.dead_ends.refuse(batch, judgement.undefined[:, 0].tolist(), over.tolist())
+        token = judgement.next_token
+        if length < most:
+            token = batch.padded(torch.where(judgement.accepted > 0, draft.tokens[:, length], token))
+            same = token == draft.tokens[:, length]
+            kept.append(torch.stack([same.float(), judgement.overlap[:, 0]], 1))
+            alike = bool(same.all())
+        batch.emit(batch.padded(token)[:, None], torch.ones_like(token), [1] * len(batch.rows))
+        shown.append(scores)
+        with run.rule.alone():
+            finished = run.stopping.update_in_order(batch, run.outputs.shown_in_order(scores))
+        before, over = over, _over(run)
+        alike = alike and bool((before == over).all())
+    figures = torch.stack(kept, 1).tolist() if kept else [[]] * len(batch.rows)
+    return _round(run, draft, live.tolist(), figures, len(shown), finished), forward, torch.stack(shown, 1)
+
+
+def _round(
+    run: Run, draft: Draft, live: list[bool], kept: list[list[list[float]]], gained: int, finished: bool
+) -> Round:
+    """The record of a round in which rows were judged up to where the first of them was rejected.
+
+    Args:
+        draft: what was judged.
+        live: [B], whether each row was going on.
+        kept: [B, n, 2], for each position whether the row emitted what was drafted, and the overlap.
+        gained: tokens by which each row went on.
+        finished: whether all rows have stopped by now.
+    """
+    lengths = [length if is_live else 0 for length, is_live in zip(draft.lengths, live, strict=True)]
+    judged = [min(length, len(row)) for length, row in zip(lengths, kept, strict=True)]
+    accepted = [int(sum(same for same, _ in row[:number])) for row, number in zip(kept, judged, strict=True)]
+    tokens = [gained if is_live else 0 for is_live in live]
+    return Round(
+        batch=run.batch,
+        rows=run.batch.rows,
+        draft=draft._replace(lengths=lengths),
+        before=[run.batch.counts[0] - gained] * len(live),
+        emitted=tokens,
+        accepted=accepted,
+        judged=judged,
+        gained=tokens,
+        survival=[[float(i < count) for i in range(number)] for count, number in zip(accepted, judged, strict=True)],
+        overlap=[[overlap for _, overlap in row[:number]] for row, number in zip(kept, judged, strict=True)],
+        undefined=[gained] * len(live),  # refused one by one
+        finished=finished,
+    )
+
+
+def _over(run: Run) -> torch.Tensor:
+    over = run.batch.over
+    return torch.zeros_like(run.batch.index, dtype=torch.bool) if over is None else over

@@ -1,0 +1,103 @@
+"""What one call of `generate` works with, and what it does around each round."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
+from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.forward_outputs import Forward
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rules import Rule
+from hf_specx.sampling.stopping import Stopping
+
+from .dead_ends import DeadEnds
+from .outputs import Outputs
+from .plan import Listener
+from .ranks import Ranks
+from .report import SpeculationReport
+from .streaming import Stream
+
+
+@dataclass
+class Run:
+    """One call; `admit` reads the prompts, and what the models give is known from then on.
+
+    Attributes:
+        target, drafter, rule, processors, stopping, batch: see their rooms.
+        report, outputs, stream: what the caller gets.
+        ranks: processes that hold parts of the models.
+        dead_ends: raises the error of a row that has no token to choose.
+        reading: what the drafter is told of the call; its vocabulary is that of the logits, once there are any.
+        make_schedule: the schedule of the call, when both models have read; it may time their forwards.
+        listeners: others who are told of each round.
+    """
+
+    target: Decoder
+    drafter: Drafter
+    rule: Rule
+    processors: Processors
+    stopping: Stopping
+    batch: Batch
+    report: SpeculationReport
+    outputs: Outputs
+    stream: Stream
+    ranks: Ranks
+    dead_ends: DeadEnds
+    reading: Reading
+    make_schedule: Callable[["Run"], Schedule]
+    listeners: tuple[Listener, ...] = ()
+    finished: bool = False
+    schedule: Schedule = field(init=False)
+    started: float = field(default_factory=time.perf_counter)
+
+    def admit(self) -> None:
+        """Read the prompts with both models."""
+        self.stream.prompt(self.batch)
+        self.target.read()
+        self.rule.begin()  # noise is taken up where `generate` has it here
+        self.reading.vocab_size = self.target.after_prompt.shape[-1]
+        self.drafter.read(self.reading)
+        self.schedule = self.make_schedule(self)
+        self.lapped = time.perf_counter()
+
+    def active(self) -> bool:
+        """Whether some row goes on; while that is so on other ranks alone, their forwards are run here as well."""
+        while not self.ranks.all_finished(self.finished):
+            if not self.finished:
+                return True
+            self.ranks.idle(self.target, self.drafter, self.processors, self.batch, self.schedule)
+        return False
+
+    def publish(self, done: Round, forward: Forward, scores: torch.Tensor) -> None:
+        """Tell everyone of a round; the models come last, since rows leave them.
+
+        Args:
+            done: the round.
+            forward: the target's, and `scores` [R, P, V] after all processors.
+        """
+        done.forward, done.scores, self.finished = forward, scores, done.finished
+        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
+        for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
+            listener.observe(done)
+        if self.schedule.rests and not done.finished:
+            self.drafter.pause(self.batch)
+
+    def lap(self, phase: str) -> None:
+        """Note the time since the last lap in the report."""
+        now = time.perf_counter()
+        self.report.note_time(phase, now - self.lapped)
+        self.lapped = now
+
+    def finish(self) -> torch.Tensor:
+        """Close all books; returns the text, [B, L + N]."""
+        columns = self.stopping.columns
+        self.rule.finish(columns)
+        self.schedule.end()
+        self.report.finish(time.perf_counter() - self.started, columns)
+        return self.batch.output(columns)
