@@ -15,9 +15,11 @@ from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.schedule import given_drafting
+from hf_specx.engine.plan import Withheld
+from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
-from hf_specx.strategy import SpeculativeDecoding, Withheld, ended
+from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name, check_stop_strings
 from hf_specx.validation.models import check_lifted
 

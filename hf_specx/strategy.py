@@ -4,9 +4,6 @@ import copy
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,10 +24,11 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule, choose_drafting
 from hf_specx.engine.decode import decode
 from hf_specx.engine.in_order import decode_in_order
-from hf_specx.engine.plan import Call, Listener, Plan, make_plan
+from hf_specx.engine.plan import Call, Listener, Plan, Withheld, make_plan
 from hf_specx.engine.ranks import is_synced
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.start import start, stateful_processors
+from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
@@ -161,7 +159,7 @@ class SpeculativeDecoding:
     @torch.no_grad()
     def decode(
         self,
-        withheld: "Withheld",
+        withheld: Withheld,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
@@ -204,7 +202,7 @@ class SpeculativeDecoding:
         decodes = model.config.is_encoder_decoder
         return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
 
-    def _asked(self, withheld: "Withheld", prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
+    def _asked(self, withheld: Withheld, prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
         """What one call asks for."""
         config = prompt.generation_config
         models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
@@ -272,31 +270,6 @@ class SpeculativeDecoding:
         step = drafter.cost(run.batch)
         assert step is not None
         self.costs.measure(len(input_ids), partial(run.target.rehearse, run.batch), step)
-
-
-@dataclass(frozen=True)
-class Withheld:
-    """What `hf_specx.generate` knows of a call, and transformers does not pass on to a strategy.
-
-    Attributes:
-        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
-        synced_gpus: as it was given.
-        adds_reports: whether reports of earlier calls count, since Whisper decodes in windows.
-    """
-
-    drafting: dict[str, Any] | None = None
-    synced_gpus: bool | None = None
-    adds_reports: bool = False
-
-
-@contextmanager
-def ended(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Tell a streamer at the end, whatever has happened, that nothing follows."""
-    try:
-        yield
-    finally:
-        if streamer is not None:
-            streamer.end()
 
 
 def _width(prompt: Prompt) -> int:

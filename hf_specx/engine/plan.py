@@ -47,6 +47,21 @@ class Call:
     listeners: tuple[Listener, ...] = ()
 
 
+@dataclass(frozen=True)
+class Withheld:
+    """What `hf_specx.generate` knows of a call, and transformers does not pass on to a strategy.
+
+    Attributes:
+        drafting: arguments of the call that say how many candidates to draft; None if that is not known.
+        synced_gpus: as it was given.
+        adds_reports: whether reports of earlier calls count, since Whisper decodes in windows.
+    """
+
+    drafting: dict[str, Any] | None = None
+    synced_gpus: bool | None = None
+    adds_reports: bool = False
+
+
 class Plan(NamedTuple):
     """What was chosen for a call.
 

@@ -1,5 +1,7 @@
 """Text while it is written: what a streamer gets of one row, token by token or by run, and of many rows."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from queue import Queue
 from typing import Any
 
@@ -62,6 +64,16 @@ class Stream:
             for row in stopping.stopped_at.keys() - self.ended:
                 self.streamer.end_row(row)
             self.ended |= stopping.stopped_at.keys()
+
+
+@contextmanager
+def ended(streamer: BaseStreamer | None) -> Iterator[None]:
+    """Tell a streamer at the end, whatever has happened, that nothing follows."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 class BatchStreamer(BaseStreamer):

@@ -1,0 +1,102 @@
+"""Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT`, on an idle machine.
+
+Two processes, one in each tree, generate in turns: the pair in the package and a grafted one of 30M parameters, at
+batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto", and with "auto" at batch 8 on prompts of
+which half are noise. Each figure is the median of the turns' ratios, with the quartiles beside it.
+"""
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from trees import ROOT, laid_out, worker
+
+
+TURNS, NEW_TOKENS, PROMPT_TOKENS = 15, 64, 32
+CASES = [
+    {"pair": pair, "rows": rows, "compile": compile, "number": number, "mixed": False}
+    for pair, rows, compile, number in itertools.product(("embedded", "30M"), (1, 8), (False, True), (5, "auto"))
+] + [{"pair": pair, "rows": 8, "compile": False, "number": "auto", "mixed": True} for pair in ("embedded", "30M")]
+
+
+def load(name: str) -> tuple[Any, Any]:
+    """Target and draft."""
+    if name == "embedded":
+        from hf_specx import DraftTargetPair
+
+        pair = DraftTargetPair.embedded()
+        return pair.target, pair.draft
+    try:
+        from hf_specx.measure.grafted import RECIPES, graft
+    except ImportError:  # before there were rooms
+        from hf_specx.grafted import RECIPES, graft  # type: ignore[import-not-found, no-redef]
+    grafted = graft(RECIPES[name])
+    return grafted[0], grafted[1]
+
+
+def work() -> None:
+    """Answer each case on a line of standard input with its seconds."""
+    import torch
+
+    from hf_specx import SpeculativeDecoding
+
+    torch.set_num_threads(1)
+    pairs: dict[str, tuple[Any, Any]] = {}
+    strategies: dict[str, Any] = {}
+    for line in sys.stdin:
+        case = json.loads(line)
+        if case["pair"] not in pairs:
+            pairs[case["pair"]] = load(case["pair"])
+        target, draft = pairs[case["pair"]]
+        key = json.dumps({name: value for name, value in case.items() if name != "seed"})
+        if key not in strategies:
+            options = {"num_draft_tokens": case["number"], "compile": case["compile"]}
+            strategies[key] = SpeculativeDecoding(draft, **options)
+        made = torch.Generator().manual_seed(7)
+        ids = torch.randint(3, target.config.vocab_size, (case["rows"], PROMPT_TOKENS), generator=made)
+        if not case["mixed"]:
+            ids = ids[:1].expand(case["rows"], -1).clone()
+        else:
+            ids[::2] = ids[:1, :4].repeat(1, PROMPT_TOKENS // 4)  # every other row repeats itself
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+        torch.manual_seed(case["seed"])
+        started = time.perf_counter()
+        target.generate(**given, do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS, custom_generate=strategies[key])
+        print(json.dumps(time.perf_counter() - started), flush=True)
+
+
+def seconds(process: "subprocess.Popen[str]", case: dict[str, Any]) -> float:
+    """What a worker takes for a case."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(json.dumps(case), file=process.stdin, flush=True)
+    return float(json.loads(process.stdout.readline()))
+
+
+def main() -> None:
+    """Compare, case by case."""
+    if sys.argv[1:2] == ["worker"]:
+        work()
+        return
+    with laid_out(sys.argv[1]) as tree:
+        old, new = worker(__file__, tree), worker(__file__, ROOT)
+        for case in CASES:
+            ratios = []
+            for turn in range(-2, TURNS):
+                asked = case | {"seed": max(turn, 0)}
+                order = (old, new) if turn % 2 else (new, old)
+                found = {process.pid: seconds(process, asked) for process in order}
+                if turn >= 0:
+                    ratios.append(found[new.pid] / found[old.pid])
+            low, median, high = statistics.quantiles(ratios, n=4)
+            print(f"{median:.3f} ({low:.3f} to {high:.3f}) of the time before: {json.dumps(case)}", flush=True)
+        for process in (old, new):
+            process.communicate()
+
+
+if __name__ == "__main__":
+    main()
