@@ -16,7 +16,7 @@ from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
 from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
-from hf_specx.sampling.rules import make_rule
+from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
 
 from .dead_ends import DeadEnds
@@ -54,29 +54,26 @@ def start(
         costs: what "auto" goes by; times are measured if there are none for this batch size.
         earlier: of the call before.
     """
-    batch = make_batch(prompt, plan.lockstep)
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
-    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
-    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
-    window = NOISE_WINDOW * (1 + (call.drafting.number or MAX_DRAFT_TOKENS))
-    rule = make_rule(plan.verification, prompt.input_ids, window, call.seeds)
     reading = Reading(
-        batch=batch,
+        batch=make_batch(prompt, plan.lockstep),
         vocab_size=vocabulary(prompt.model),
-        rule=rule,
+        rule=_rule(call, plan, prompt),
         processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
         threshold=call.drafting.threshold,
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
     )
+    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
+    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
         target=target,
         drafter=drafter,
-        rule=rule,
+        rule=reading.rule,
         processors=of_target,
         stopping=stopping,
-        batch=batch,
+        batch=reading.batch,
         report=SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids), target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
@@ -86,6 +83,11 @@ def start(
         make_schedule=partial(_schedule, call, plan, costs, earlier),
         listeners=call.listeners,
     )
+
+
+def _rule(call: Call, plan: Plan, prompt: Prompt) -> Rule:
+    window = NOISE_WINDOW * (1 + (call.drafting.number or MAX_DRAFT_TOKENS))
+    return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
 
 
 def stateful_processors(processors: Sequence[LogitsProcessor], prompt: Prompt) -> list[LogitsProcessor]:
