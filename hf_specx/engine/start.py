@@ -45,12 +45,10 @@ def start(
     """Everything up to the first forward.
 
     Args:
-        call: what was asked for.
-        plan: how it is decoded.
+        call, plan: what was asked for, and how it is decoded.
         prompt: the target's.
         inputs_tensor: what the target's encoder has read, before rows were repeated.
-        drafter: who proposes.
-        processors, stopping: of the call, as `generate` prepared them.
+        drafter, processors, stopping: of the call, as `generate` prepared them.
         costs: what "auto" goes by; times are measured if there are none for this batch size.
         earlier: of the call before.
     """
