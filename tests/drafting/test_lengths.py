@@ -1,0 +1,140 @@
+"""Each row its own number of candidates: what is proposed is what is counted, and the text is that of `generate`."""
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
+
+from hf_specx import SpeculativeDecoding
+
+
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+
+
+class Noted(CandidateGenerator):
+    """Proposes the right text to rows of one length and nothing to others, and notes what it is told."""
+
+    def __init__(self, texts: torch.Tensor, helped: list[int], number: int = 4):
+        self.texts, self.helped, self.number = texts, helped, number
+        self.asked: list[int] = []
+        self.told: list[tuple[int, int, int]] = []  # length of the text, logits and matches
+
+    def row(self, input_ids: torch.Tensor) -> int:
+        width = self.texts.shape[1] - 24
+        starts = [width - int((text[:width] == 0).sum()) for text in self.texts]
+        return next(n for n, start in enumerate(starts) if torch.equal(self.prompt(n), input_ids[0, :start]))
+
+    def prompt(self, row: int) -> torch.Tensor:
+        prompt = self.texts[row, : self.texts.shape[1] - 24]
+        return prompt[prompt != 0]
+
+    def get_candidates(self, input_ids, **kwargs):
+        row, length = self.row(input_ids), input_ids.shape[1]
+        self.asked.append(row)
+        if row not in self.helped:
+            return input_ids, None
+        text = self.texts[row][self.texts.shape[1] - 24 - len(self.prompt(row)) :]
+        return text[None, : length + self.number], None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.told.append((input_ids.shape[1], scores.shape[1], num_matches))
+
+
+def unpadded(rows: int) -> dict[str, torch.Tensor]:
+    """Prompts without the token 0, so that pads can be told from tokens."""
+    inputs = prompts(rows)
+    inputs["input_ids"] = inputs["input_ids"].clamp(min=1) * inputs["attention_mask"]
+    return inputs
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_with_nothing_to_propose_cost_the_others_nothing(layout: str):
+    target, inputs = tiny(), unpadded(4)
+    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "suppress_tokens": [0]}
+    expected = target.generate(**inputs, **settings)
+    generator = Noted(expected, helped=[1, 3])
+    strategy = SpeculativeDecoding(generator, layout=layout, num_draft_tokens=4)
+    output = target.generate(**inputs, **settings, custom_generate=strategy)
+    assert torch.equal(output, expected)
+    report = strategy.report
+    assert [bool(number) for number in report.drafted_per_row] == [False, True, False, True]
+    if layout != "lockstep":
+        assert report.acceptance_rate == 1
+        assert report.emitted_per_row == [24] * 4
+        steps = [len(row) for row in report.history]
+        assert max(steps[1], steps[3]) < min(steps[0], steps[2]) == 24
+
+
+def test_a_generator_is_told_what_was_kept():
+    target, inputs = tiny(), unpadded(3)
+    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "suppress_tokens": [0]}
+    generator = Noted(target.generate(**inputs, **settings), helped=[0, 2], number=3)
+    strategy = SpeculativeDecoding(generator, num_draft_tokens=3)
+    target.generate(**inputs, **settings, custom_generate=strategy)
+    assert len(generator.told) == len(generator.asked)
+    assert sum(matches for _, _, matches in generator.told) == strategy.report.accepted
+    assert {(logits, matches) for _, logits, matches in generator.told} >= {(4, 3), (1, 0)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
+    """A row that proposed less was filled up once, and its acceptance reported far too low."""
+    target, inputs = tiny("llama", vocab_size=8), prompts(8)
+    inputs["input_ids"] %= 8
+    settings = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+
+    def report(given: dict[str, torch.Tensor]):
+        lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=2, max_length=400)
+        strategy = SpeculativeDecoding(lookup, layout=layout, num_draft_tokens=4)
+        target.generate(**given, **settings, custom_generate=strategy)
+        return strategy.report
+
+    together = report(inputs)
+    for row in range(8):
+        real = inputs["attention_mask"][row].bool()
+        alone = report({name: value[row : row + 1, real] for name, value in inputs.items()})
+        counts = (together.drafted_per_row[row], together.accepted_per_row[row])
+        assert counts == (alone.drafted, alone.accepted)
+    assert len(set(together.drafted_per_row)) > 2
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_a_row_that_is_nearly_done_drafts_no_more_than_it_can_emit(verification: str):
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=5, verification=verification)
+    torch.manual_seed(0)
+    target.generate(**prompts(6), do_sample=True, max_new_tokens=20, custom_generate=strategy)
+    histories = strategy.report.history
+    for records in histories:
+        emitted = 0
+        for record in records:
+            assert record.drafted <= max(0, 20 - emitted - 1)
+            emitted += record.emitted
+    # some row drafts less than its mates in one round
+    rounds = zip(*(records + [records[-1]] * (30 - len(records)) for records in histories), strict=True)
+    assert any(len({record.drafted for record in records}) > 1 for records in rounds)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
+def test_seeds_go_with_numbers_that_each_row_finds_for_itself(verification: str, schedule: str):
+    """A row's text under its seed is the same alone and among mates that draft more or less, or end sooner."""
+    target = tiny()
+    draft, inputs = near(target, 0.1), prompts(4)
+    settings = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": [3, 9], "pad_token_id": 0}
+    settings |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": schedule}
+    settings |= {"assistant_confidence_threshold": 0.05}
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        strategy = SpeculativeDecoding(draft, verification=verification)
+        given = {name: value[rows] for name, value in inputs.items()}
+        output = target.generate(**given, **settings, seeds=[7 + row for row in rows], custom_generate=strategy)
+        return output[:, inputs["input_ids"].shape[1] :].tolist()
+
+    def real(text: list[int]) -> list[int]:
+        return text[: next((n + 1 for n, token in enumerate(text) if token in (3, 9)), len(text))]
+
+    together = [real(text) for text in texts([0, 1, 2, 3])]
+    assert together == [real(texts([row])[0]) for row in range(4)]
+    assert len({len(text) for text in together}) > 1
