@@ -37,7 +37,7 @@ from .options import (
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest size one per prompt."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest one per prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
 HELP_REPORT = "Page (.html) for people, with its figures in a folder next to it; measures speed too."
 

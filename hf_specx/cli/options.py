@@ -34,9 +34,7 @@ Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the
 Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")
-]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
 
