@@ -93,7 +93,7 @@ def together(folder: Path) -> list[dict[str, Any]]:
     # not --cpu, by which accelerate 1.15 starts one process unless there is MPI; the processes find no accelerator
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    paths = [str(Path(__file__).parents[2]), str(Path(tiny.__file__).parent), str(Path(__file__).parent)]
+    paths = [str(Path(__file__).parents[2]), str(Path(zoo.__file__).parent), str(Path(__file__).parent)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
