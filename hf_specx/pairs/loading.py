@@ -69,13 +69,12 @@ def load_pair(
         name_or_path: a folder, or an id on the Hub.
         device_map, draft_device_map, max_memory, cache_tokens: where the models go, see `plan`.
         dtype: of both models; "auto" is as they were saved.
-        target, draft: a model, or a folder or id of one, to use instead of the pair's own; None for the pair's own.
+        target, draft: a model, or a folder or id of one, to use instead of the pair's own.
         revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
         trust_remote_code: whether the code of models and tokenizers may run, False unless given.
         use_safetensors: False also loads pickles, which may run code.
         draft_kwargs: for the draft's `from_pretrained` only.
-        **kwargs: `HUB_OPTIONS`, and arguments of `from_pretrained` of both models; those in `FOR_TARGET` are for the
-            target's only.
+        **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
 
     Raises:
         ValueError: the pair's files are incomplete, wrong or unsafe.

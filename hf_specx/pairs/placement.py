@@ -142,25 +142,22 @@ def plan(
 ) -> Placement:
     """Choose the devices of the two models of a pair; it reads the configs only, and allocates no memory.
 
-    The draft goes to one device, and the target gets what is left, so that each device has room for its weights and
-    for the cache of the layers that run there. For the draft the device is chosen with which a round reads least from
-    slower memory (offloaded layers are read from there), and among equals the one where the target's last layers run.
-    A `UserWarning` says if the draft is elsewhere, or if anything is in slower memory.
+    The target gets what the draft leaves, with room on each device for weights and for the cache of what runs there.
+    The draft goes to the device by which a round reads least from slower memory, and among equals to that of the
+    target's last layers. A `UserWarning` says if it is elsewhere, or anything is in slower memory.
 
     Args:
         target, draft: configs; a `quantization_config` in them is taken into account.
         device_map: the target's, as for `from_pretrained`: "auto", "balanced", "balanced_low_0" or "sequential"; a
             device, which is the draft's too; a dict, which is left as it is; or None for no plan.
-        max_memory: bytes, or text like "10GB", by device: numbers of accelerators, and "cpu". It is not compared with
-            this machine. None is the free memory, on accelerators less a tenth.
-        dtype: of both; "auto" is as they were saved.
+        max_memory: bytes, or text like "10GB", by number of accelerator and for "cpu", whether this machine has them
+            or not. None is the free memory, on accelerators less a tenth.
+        dtype, trust_remote_code, quantization_config: as for `from_pretrained`; the last is for the target only.
         draft_device_map: a device or a dict; None or "auto" lets this function choose.
-        cache_tokens: rows times tokens for which both caches get room, 8192 unless given.
-        quantization_config: for a target that is quantised when it is loaded.
-        trust_remote_code: whether the code of the models may run.
+        cache_tokens: rows times tokens for which both caches get room.
 
     Raises:
-        ValueError: an argument has an unusable value, or no placement is possible.
+        ValueError: an argument has an unusable value.
     """
     draft_over_several_devices(draft_device_map)
     room_for_no_tokens(cache_tokens)
