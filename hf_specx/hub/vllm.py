@@ -82,11 +82,11 @@ def server_without_encoder_decoders(model: ModelSource, role: str) -> str | None
 
 
 @refusal
-def draft_called_like_another_method(place: str) -> str | None:
-    word = next((word for word in OTHER_METHODS if word in place.lower()), None)
+def draft_called_like_another_method(location: str) -> str | None:
+    word = next((word for word in OTHER_METHODS if word in location.lower()), None)
     if word is None:
         return None
-    return f"the draft {place!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
+    return f"the draft {location!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
 
 
 @refusal
@@ -182,7 +182,7 @@ def _differ_in_size(config: PairConfig) -> bool:
 def _remarks(config: PairConfig) -> list[str]:
     remarks = []
     if config.verification == "coupled":
-        remarks.append("vLLM has no coupled mode; rejection sampling takes its place.")
+        remarks.append("vLLM has no coupled mode; rejection sampling is used instead.")
     if _differ_in_size(config):
         remarks.append(
             "The models score different numbers of tokens: vLLM then drafts greedily, so acceptance is not what was "

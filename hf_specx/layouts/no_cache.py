@@ -79,9 +79,9 @@ class WholeDecoder(Decoder):
             mask &= ~torch.nn.functional.pad(self.holes[sequences.index], (0, most))
         return self._picked(text, mask.long(), sequences.index, self.width + emitted, keep)[0]
 
-    def leave(self, rows: list[int], places: torch.Tensor | None) -> None:
-        if places is not None and len(places):
-            self.select(places)
+    def leave(self, rows: list[int], stay: torch.Tensor | None) -> None:
+        if stay is not None and len(stay):
+            self.select(stay)
 
     def select(self, places: torch.Tensor) -> None:
         self._select_inputs(places)

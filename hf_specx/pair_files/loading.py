@@ -28,9 +28,9 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
     Raises:
         ValueError: it cannot be read.
     """
-    place = files.loading(subfolder)
+    where = files.loading(subfolder)
     with _reading(files.root / subfolder):
-        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **place)
+        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **where)
     assert isinstance(config, transformers.PreTrainedConfig)
     return config
 
