@@ -1,6 +1,6 @@
-"""Walk every architecture that transformers registers; write the table of what happened to each.
+"""Test every architecture that transformers registers, and write the results into ARCHITECTURES.md.
 
-`--discover` tries every layout on every architecture instead, and prints `GROUPS` for hf_specx/abilities.py.
+`--discover` instead tries every layout on every architecture, and prints `GROUPS` of hf_specx/common/architectures.py.
 """
 
 import sys
@@ -15,16 +15,16 @@ from rich.progress import track
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 TABLE = ROOT / ".github" / "ARCHITECTURES.md"
 HEAD = """# Architectures
 
 Every type that transformers {version} lists for causal, sequence-to-sequence and speech-to-text generation, as a tiny
 random model in float32, three rows of unequal length; `python scripts/architectures.py` writes this table and
-`tests/test_sweep.py` checks every row of it. *exact* means: in each layout named (the first is what `layout="auto"`
-takes), the tokens of stock `generate`, greedily and sampled under one seed, with drafts that are rejected, accepted in
-full and accepted unequally, and with the fewest forwards possible when draft and target are equal. A model that stock
-itself does not batch consistently (a row alone gives another text) has nothing to be compared with.
+`tests/generate/test_sweep.py` checks every row of it. *exact* means: in each layout named (`layout="auto"` takes the
+first), the tokens of plain `generate`, greedily and sampled under one seed, with drafts that are rejected, accepted in
+full and accepted unequally, and with the fewest forwards possible when draft and target are equal. A model for which
+plain `generate` itself gives a row another text in a batch than alone has nothing to be compared with.
 
 {counts}
 

@@ -1,4 +1,4 @@
-"""Markdown of a file of results: one table for each experiment, then the verdicts."""
+"""Print a file of results of `specx bench --grid` as markdown: a table for each experiment, then the verdicts."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FIGURES = {
     "Theorem 3.8": "expected_speedup",
 }
 HEADINGS = ("pair", "dtype", "batch", "prompt + new", "T", "contender", *FIGURES)
-WORDS = {True: "holds", False: "**fails**", None: "not told"}
+OUTCOMES = {True: "holds", False: "**fails**", None: "not told"}
 
 
 def main(file: Path) -> None:
@@ -36,7 +36,7 @@ def main(file: Path) -> None:
             print(f"### {experiment}\n")
             table(HEADINGS, rows)
     print("### What it must show\n")
-    claims = [(str(v.point), v.what, v.wanted, number(v.found), WORDS[v.holds], v.note) for v in verdicts(cells)]
+    claims = [(str(v.point), v.what, v.wanted, number(v.found), OUTCOMES[v.holds], v.note) for v in verdicts(cells)]
     table(("point", "claim", "wanted", "found", "", ""), claims)
 
 
@@ -46,9 +46,9 @@ def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:
     pair = f"{own['pair']} (synthetic)" if cell["pair"]["synthetic"] else own["pair"]
     lengths = f"{own['prompt_tokens']} + {own['new_tokens']}"
     dtype = cell["provenance"].get("dtype", own["dtype"])  # "auto" is asked for, not measured
-    place = (pair, dtype, str(own["batch"]), lengths, f"{own['temperature']:g}")
+    cells = (pair, dtype, str(own["batch"]), lengths, f"{own['temperature']:g}")
     return [
-        (*place, name, *(number(noted.get(key)) for key in FIGURES.values()))
+        (*cells, name, *(number(noted.get(key)) for key in FIGURES.values()))
         for name, noted in cell["contenders"].items()
         if "tokens_per_second" in noted
     ]

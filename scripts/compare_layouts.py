@@ -1,7 +1,7 @@
 """Time the layouts against each other, on batches of equal and of unequal prompts.
 
-A random llama and a draft made of its first layer; greedy, so that all texts are equal. Each figure is a median over
-runs in turns.
+The target is a random llama, the draft its first layer, and decoding is greedy, so all texts are equal. Each figure is
+a median over runs in turns.
 """
 
 import copy
@@ -33,7 +33,7 @@ BATCHES = {
 
 
 def pair() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target of four layers, of which the first decides most, and a draft that has only this one."""
+    """A target of four layers of which the first matters most, and a draft that has only this one."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
     special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}

@@ -1,4 +1,4 @@
-"""Prompts that the pair in the package was not trained on: what functions of held-out files begin with."""
+"""Prompts that the pair in the package was not trained on: the first tokens of functions in held-out files."""
 
 import ast
 import sysconfig
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 
 class Prompt(NamedTuple):
-    """The first tokens of a function, some of those that really follow, and its file and line."""
+    """The first tokens of a function, the tokens that really follow, and its file and line."""
 
     text: str
     follows: str
@@ -20,7 +20,7 @@ class Prompt(NamedTuple):
 
 
 def functions(path: Path) -> Iterator[tuple[int, str]]:
-    """The line and the source of each function of a file, but for those inside of another one."""
+    """The line and source of each function of a file, without functions inside of others."""
     (text,) = read([path])
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
@@ -34,15 +34,15 @@ def functions(path: Path) -> Iterator[tuple[int, str]]:
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, prompt_tokens: int, new_tokens: int
 ) -> list[Prompt]:
-    """From the held-out files by turns, in the order of each; none that stands in a file of the others as well.
+    """Prompts from the held-out files in turns; none of them also occurs in a file that the pair was trained on.
 
     Args:
         tokenizer: of the pair.
-        count: of prompts.
-        prompt_tokens, new_tokens: of the prompt, and of what follows in the same function.
+        count: how many prompts.
+        prompt_tokens, new_tokens: lengths of the prompt, and of what follows it in the same function.
 
     Raises:
-        ValueError: there are not so many.
+        ValueError: there are not that many.
     """
     root, total = Path(sysconfig.get_path("stdlib")), prompt_tokens + new_tokens
     trained_on, held_out = source_files()

@@ -1,6 +1,6 @@
 """Measure the pair in the package on its own prompts, and write the figures into its config and its model card.
 
-It keeps no table of costs: that of another machine is of no use, and everybody's first call makes one.
+No cost table is saved: it would hold for this machine only, and the first call on any machine makes one.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of `quality_table.py` as Markdown, and its place in a page. It measures nothing."""
+"""The table of `quality_table.py` as markdown, and its insertion into a page."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +10,12 @@ from hf_specx.measure.contenders import PLAIN
 
 
 BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
-MEASURES = {"perplexity": ("perplexity", 2), "rougeL": ("ROUGE-L", 3), "distinct_2": ("distinct-2", 3)}  # and digits
+MEASURES = {"perplexity": ("perplexity", 2), "rougeL": ("ROUGE-L", 3), "distinct_2": ("distinct-2", 3)}  # digits
 HEADINGS = [heading for heading, _ in MEASURES.values()]
 
 
 def caption(found: dict[str, Any]) -> str:
-    """How the figures were made."""
+    """A paragraph on how the figures were made."""
     made, files, settings = found["made"], found["files"], found["settings"]
     return (
         f"{settings['prompts']} prompts, the first {settings['prompt_tokens']} tokens of functions in {files['used']} "
@@ -33,36 +33,36 @@ def shown(value: float, interval: Sequence[float], form: str) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Quality and speed of each way at each batch size, and by how much speculative text differs from plain."""
+    """Tables of quality and speed, and of the differences between speculative and plain text, by batch size."""
     lines, differences = [], []
     for each in found["rows"]:
-        place = [each["way"], str(each["batch"])]
+        first = [each["way"], str(each["batch"])]
         measured = [(each["quality"][name], digits) for name, (_, digits) in MEASURES.items()]
         means = [shown(m["prediction"], m["prediction_interval"], f".{digits}f") for m, digits in measured]
         equal, faster = "", "1"
         if each["contender"] != PLAIN:
             equal, faster = shown(**each["equal"], form=".0%"), shown(**each["speedup"], form=".2f")
             apart = [shown(m["difference"], m["interval"], f"+.{digits}f") for m, digits in measured]
-            differences.append(row([*place, *apart]))
-        lines.append(row([*place, *means, equal, shown(**each["milliseconds"], form=".2f"), faster]))
+            differences.append(row([*first, *apart]))
+        lines.append(row([*first, *means, equal, shown(**each["milliseconds"], form=".2f"), faster]))
     above = headed("text", "batch", *HEADINGS, "equal to plain", "ms a token", "speed-up")
     below = headed("minus plain", "batch", *HEADINGS)
     return "\n".join([caption(found), "", *above, *lines, "", *below, *differences])
 
 
 def headed(*names: str) -> list[str]:
-    """The first two lines of a table; all columns but the first have numbers."""
+    """The first two lines of a table; all columns except the first hold numbers."""
     return [row(names), row(["---"] + ["---:"] * (len(names) - 1))]
 
 
 def replaced(page: str, text: str) -> str:
-    """The page with a text between its two markers, and all else as it was.
+    """The page with its text between the two markers replaced.
 
     Raises:
-        ValueError: it does not have one of each, in their order.
+        ValueError: the page does not have one of each marker, in their order.
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end) or page.count(BEGIN) + page.count(END) > 2:
-        raise ValueError(f"the page must have one {BEGIN} and behind it one {END}; write them into it.")
+        raise ValueError(f"the page must have one {BEGIN} and after it one {END}; write them into it.")
     return f"{before}{BEGIN}\n{text}\n{END}{after}"

@@ -1,13 +1,14 @@
-"""Quality and speed of plain and of speculative text, in the form of Table 1 of Chen et al. 2023, into the README.
+"""Measure quality and speed of plain and speculative text, and write them into the README.
 
-A prompt is what a function begins with, in a file that `train_pair.py` held out; what really follows is what ROUGE
-compares with. Another version of Python has other files, so the table says which one it was, and how many files.
+The table has the form of Table 1 of Chen et al. 2023. A prompt is the beginning of a function in a file that
+`train_pair.py` held out; ROUGE compares with what really follows. Another version of Python has other files, so the
+table names the version and the number of files.
 
-At each batch size every way to generate takes its turn on the same batches, in an order that rotates, after one run of
-each that is not counted. Nucleus sampling is that of the paper's HumanEval column; all of ours draft by the default,
-"auto". Batch number i starts from `torch.manual_seed(seed + i)` in each way. So plain, coupled and greedy texts are
-the same whenever this is run on one machine; those of block verification are not, as "auto" goes by measured times.
-Intervals take prompts, or batches of them, for independent, though several may be of one file.
+At each batch size all ways to generate take turns on the same batches, in an order that rotates, after one run of each
+that is not counted. Nucleus sampling is that of the paper's HumanEval column; speculative ways use
+`num_draft_tokens="auto"`. Batch i starts from `torch.manual_seed(seed + i)` in each way. So plain, coupled and greedy
+texts are the same in every run on one machine; texts of block verification are not, as "auto" goes by measured times.
+Intervals assume that prompts, or batches of them, are independent, though several may be of one file.
 
     python scripts/quality_table.py
 """
@@ -50,7 +51,7 @@ class Way(NamedTuple):
     name: str
     contender: str
     options: dict[str, Any]
-    beside: str  # the plain way that it is compared with
+    baseline: str  # the plain way that it is compared with
 
 
 WAYS = (
@@ -64,10 +65,10 @@ WAYS = (
 
 @dataclass
 class Runs(Timing):
-    """The runs of one way, one a batch.
+    """The runs of one way, one for each batch.
 
     Attributes:
-        texts: emitted ids of each row, up to and with its end token.
+        texts: emitted ids of each row, with its end token.
     """
 
     texts: list[list[int]] = field(default_factory=list)
@@ -80,7 +81,7 @@ def take_turns(
     seed: int,
     advance: Callable[[], object],
 ) -> dict[str, Runs]:
-    """The runs of each way, by its name; `advance` is called after each run, warm-ups too."""
+    """The runs of each way, by name; `advance` is called after each run, also those that warm up."""
     contenders = {way.name: Contender(way.contender, pair.target, pair.draft) for way in WAYS}
     found = {way.name: Runs() for way in WAYS}
     for run in range(-1, len(batches)):
@@ -114,19 +115,19 @@ def timed(
 
 
 def milliseconds(seconds: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Mean time of a token; runs are along the axis."""
+    """Mean milliseconds per token; runs are along the axis."""
     return 1000 * seconds.sum(axis) / tokens.sum(axis)
 
 
 def speedup(
     seconds: np.ndarray, tokens: np.ndarray, plain_seconds: np.ndarray, plain_tokens: np.ndarray, axis: int = -1
 ) -> np.ndarray:
-    """The mean time of a token of plain over that of ours."""
+    """The mean time per token of plain generation over that of this way."""
     return milliseconds(plain_seconds, plain_tokens, axis) / milliseconds(seconds, tokens, axis)
 
 
 def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict[str, Any]:
-    """A statistic of times with its percentile bootstrap over batches; the runs on one batch are drawn together.
+    """A statistic of times with a percentile bootstrap over batches; the runs on one batch are resampled together.
 
     It is widened as Student's t says, in proportion, since there may be few batches.
     """
@@ -138,7 +139,7 @@ def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict
 
 
 def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
-    """The share of rows whose tokens are plain's, with its exact interval (Clopper and Pearson)."""
+    """The share of rows with the same tokens as plain text, with its exact interval (Clopper and Pearson)."""
     share = metric("sequence_equality").compute(predictions=ours.texts, references=plain.texts)["exact_match"]
     rows = len(ours.texts)
     interval = stats.binomtest(round(share * rows), rows).proportion_ci(CONFIDENCE)
@@ -148,7 +149,7 @@ def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
 def row_of(
     pair: DraftTargetPair, prompts: list[Prompt], way: Way, ours: Runs, plain: Runs, seed: int
 ) -> dict[str, Any]:
-    """All figures of one way at one batch size, beside plain at the same."""
+    """All figures of one way at one batch size, compared with plain generation at the same size."""
     assert pair.tokenizer is not None
     texts = [pair.tokenizer.batch_decode(each.texts, skip_special_tokens=True) for each in (ours, plain)]
     quality = metric("text_quality").compute(
@@ -183,7 +184,7 @@ def check_rows(prompts: int, sizes: Sequence[int]) -> None:
 def measure(
     pair: DraftTargetPair, prompts: list[Prompt], sizes: Sequence[int], new_tokens: int, seed: int
 ) -> list[dict[str, Any]]:
-    """The figures of each way at each batch size; the default generators are left as they were."""
+    """The figures of each way at each batch size; the state of the global generators is restored."""
     assert pair.tokenizer is not None
     rows = []
     steps = sum(len(WAYS) * (len(prompts) // size + 2) for size in sizes)  # a run to warm up, and one to be judged
@@ -193,7 +194,7 @@ def measure(
             batches = [encode(pair.tokenizer, pair.target, each, new_tokens) for each in texts]
             runs = take_turns(pair, batches, new_tokens, seed, advance)
             for way in WAYS:
-                rows.append(row_of(pair, prompts, way, runs[way.name], runs[way.beside], seed))
+                rows.append(row_of(pair, prompts, way, runs[way.name], runs[way.baseline], seed))
                 advance()
     return rows
 

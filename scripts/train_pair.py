@@ -1,7 +1,7 @@
-"""Train the pair that ships in `hf_specx/embedded/`: a tokenizer, a target and a draft distilled on it.
+"""Train the pair in `hf_specx/embedded/`: a tokenizer, a target, and a draft distilled from the target.
 
-The text is the Python standard library's own source, which every machine that runs Python already has.
-Every stage is seeded and leaves its result in `--work`; a run that was stopped goes on where it left off.
+The text is the source of the Python standard library, which every machine with Python has.
+Every stage is seeded and saves its result in `--work`; an interrupted run continues from there.
 
     python scripts/train_pair.py --work build/pair --out hf_specx/embedded
 """
@@ -63,7 +63,7 @@ console = Console()
 
 
 def source_files() -> tuple[list[Path], list[Path]]:
-    """The library's files, split into (trained on, held out) by a hash of their relative path."""
+    """The files of the standard library, split into (trained on, held out) by a hash of their relative path."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [f.relative_to(root) for f in sorted(root.rglob("*.py"))]
     files = [f for f in files if not SKIPPED & set(f.parts) and not f.name.startswith("_sysconfigdata")]
@@ -76,7 +76,7 @@ def read(files: list[Path]) -> Iterator[str]:
 
 
 def train_tokenizer(files: list[Path]) -> Tokenizer:
-    """A byte-level BPE: every text has an encoding, and decoding gives it back exactly."""
+    """A byte-level BPE, which encodes every text and decodes it to exactly the same text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -89,7 +89,7 @@ def train_tokenizer(files: list[Path]) -> Tokenizer:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> torch.Tensor:
-    """All files in one line of tokens, each closed by the end token: [N]."""
+    """The tokens of all files, each followed by the end token: [N]."""
     ids = [i for text in read(files) for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     return torch.tensor(ids)
 
@@ -104,14 +104,14 @@ def llama(num_hidden_layers: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=None,  # until they are saved: samples go on behind the end of a file
+        eos_token_id=None,  # set when they are saved; samples continue after the end of a file
         pad_token_id=1,
     )
     return LlamaForCausalLM(config)
 
 
 def windows(tokens: torch.Tensor, step: int, seed: int, length: int = CONTEXT, count: int = BATCH) -> torch.Tensor:
-    """The batch of a step, a function of the seed and the step alone, seen again by a resumed run: [count, length]."""
+    """The batch of a step, [count, length]; it depends on the seed and the step only, so a run can be resumed."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(0, len(tokens) - length, (count,), generator=generator)
     return torch.stack([tokens[s : s + length] for s in starts.tolist()])
@@ -120,7 +120,7 @@ def windows(tokens: torch.Tensor, step: int, seed: int, length: int = CONTEXT, c
 def fit(
     name: str, model: LlamaForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int, peak: float, work: Path
 ) -> None:
-    """AdamW with a short warm-up and a linear decay to zero, a checkpoint every 200 steps."""
+    """Train with AdamW, a short warm-up and a linear decay to zero; saves a checkpoint every 200 steps."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     kept = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
@@ -171,7 +171,7 @@ def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device
 
 
 def write(target: LlamaForCausalLM, prompts: torch.Tensor, max_new_tokens: int, seed: int) -> torch.Tensor:
-    """The target's own continuation of prompts [B, L] at temperature 1, ends not heeded: [B, L + max_new_tokens]."""
+    """Sample continuations of prompts [B, L] at temperature 1, also after end tokens: [B, L + max_new_tokens]."""
     torch.manual_seed(seed)
     prompts = prompts.to(target.device)
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max_new_tokens, pad_token_id=1)
@@ -182,9 +182,9 @@ def write(target: LlamaForCausalLM, prompts: torch.Tensor, max_new_tokens: int, 
 
 @torch.no_grad()
 def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed: int, work: Path) -> torch.Tensor:
-    """What the target itself writes at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT].
+    """Sample the target at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT].
 
-    Written in bfloat16, as the target is saved; each pool of 64 rows is kept as soon as it is there.
+    In bfloat16, as the target is saved; each pool of 64 rows is saved once it is complete.
     """
     writer = copy.deepcopy(target).bfloat16()
     drawn = []
@@ -199,7 +199,7 @@ def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed
 
 
 def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """Total variation, which is one minus the acceptance, and a little forward KL, whose gradient never vanishes."""
+    """Total variation (one minus the acceptance) plus a tenth of the forward KL, whose gradient does not vanish."""
     log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
     variation = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
     return (variation + 0.1 * F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)).mean()
@@ -208,7 +208,7 @@ def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch
 def distil_draft(
     target: LlamaForCausalLM, tokens: torch.Tensor, samples: torch.Tensor, steps: int, seed: int, work: Path
 ) -> LlamaForCausalLM:
-    """A draft that starts as the target's first two layers, taught on text and on the target's samples by turns."""
+    """Train a draft that starts as the target's first two layers, on text and on the target's samples in turns."""
     draft = llama(2).to(target.device)  # type: ignore[arg-type]
     draft.load_state_dict(target.state_dict(), strict=False)
 
@@ -227,7 +227,7 @@ def distil_draft(
 
 @torch.no_grad()
 def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Held-out loss of both, and alpha: the mean of sum_x min(p, q) where the target writes after held-out prompts."""
+    """Held-out loss of both models, and alpha: the mean of sum_x min(p, q) over samples after held-out prompts."""
     text = windows(held_out, 0, seed, count=64).to(target.device)
     losses = [torch.stack([m(x, labels=x).loss for x in text.split(8)]).mean().item() for m in (target, draft)]
     written = write(target, windows(held_out, 1, seed, length=64, count=64), 128, seed)
@@ -261,7 +261,7 @@ def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count
 
 
 def check_same_run(work: Path, arguments: dict[str, int]) -> None:
-    """Refuse to mix the stages of different runs in one folder."""
+    """Raise an error if a folder has stages of a run with other arguments."""
     path = work / "arguments.json"
     if not path.exists():
         path.write_text(json.dumps(arguments))

@@ -1,4 +1,4 @@
-"""The keys and values of a finished call, in the columns that the host's own cache would have, for the next turn."""
+"""The keys and values of a finished call as a cache of transformers, which the next call can continue."""
 
 import warnings
 
@@ -15,13 +15,13 @@ NOT_FILLED = (
 
 
 def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
-    """A cache of the host's own kind.
+    """A `DynamicCache`, or an `EncoderDecoderCache` of two.
 
     Args:
         rows: for each of the B rows its keys and values [H, n, D], layer by layer, from the first column on.
-        ends: columns of each row that are valid.
-        length: columns of the cache; those behind the end of a row are zero, where the host has the keys of pads.
-        crossed: keys and values [B, H, S, D] of what an encoder gave, if there is one.
+        ends: for each row how many of its columns are valid.
+        length: columns of the cache. After a row's end they are zero, where `generate` would have keys of pads.
+        crossed: keys and values [B, H, S, D] of cross-attention, layer by layer; empty without an encoder.
     """
     cache = DynamicCache()
     for number, layer in enumerate(rows[0]):
@@ -39,12 +39,16 @@ def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Co
 
 
 def columns_of(cache: Cache) -> Columns:
-    """Keys and values [R, H, n, D] of a host's cache, layer by layer."""
+    """Keys and values [R, H, n, D] of a cache of transformers, layer by layer."""
     return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
 
 
 def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
-    """The user's own cache with what it would have come to hold; it is left alone where that is not known."""
+    """Fill the user's own cache as `generate` would; without a `past`, warn and leave it as it is.
+
+    Returns:
+        `user_cache`, or None where it was not filled.
+    """
     if past is None:
         warnings.warn(NOT_FILLED, UserWarning, stacklevel=2)
         return None

@@ -1,4 +1,4 @@
-"""The command line `specx`: its commands, one file for each kind."""
+"""The command line `specx`: all commands are registered here."""
 
 from transformers.utils import logging
 
@@ -17,7 +17,7 @@ from .tune import tune
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
-export = typer.Typer(no_args_is_help=True, help="Hand a pair over to a server, for more than one process can do.")
+export = typer.Typer(no_args_is_help=True, help="Serve a pair with another program, for more than one process can do.")
 
 for command in (generate, bench, tune, check, card, publish):
     app.command()(command)
@@ -33,5 +33,5 @@ def main() -> None:
 @app.callback()
 def specx() -> None:
     """Speculative sampling for Hugging Face transformers: the same distribution, faster."""
-    logging.set_verbosity_error()  # its warnings and bars would fall between the lines of the text
+    logging.set_verbosity_error()  # its warnings and progress bars would mix with the output
     logging.disable_progress_bar()

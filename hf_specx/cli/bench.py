@@ -1,4 +1,4 @@
-"""`specx bench`: contenders in turns on one machine, the limits beside them, and what the measurements show."""
+"""`specx bench`: time contenders in turns on one machine, and compare them with what the forwards allow."""
 
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,9 @@ from .options import (
 GRID_FILE = Path("specx-bench.json")
 COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
 LEGEND = (
-    "medians; x plain: beside the runs of plain in the same turns, spread: of these; tokens a row and ms, of a round; "
-    "a round over its bare forwards; limit: the speed-up if there were nothing but forwards, and the one of Theorem "
-    "3.8, for which a target step over all candidates costs no more than one over a single token"
+    "medians; x plain: speed over that of plain in the same turn, spread: the least and the largest; tokens: per row "
+    "and round; ms: of a round; /bare: a round over its bare forwards; limit: the speed-up if there were nothing but "
+    "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
 )
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
 QUICK: dict[str, Any] = {
@@ -82,9 +82,10 @@ def bench(
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
 ) -> None:
-    """Time plain, stock assisted and speculative generation in turns, beside their bare forwards.
+    """Time plain, stock assisted and speculative generation in turns, and their bare forwards.
 
-    Without options one or two minutes on the pair in the package. A grid says which of the project's claims hold here.
+    Without options it takes one or two minutes, on the pair in the package. A grid says which claims of the project
+    hold on this machine.
     """
     with errors_in_one_line():
         sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
@@ -108,11 +109,15 @@ def bench(
 
 
 def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any], others: dict[str, Any]) -> list[Cell]:
-    """What is measured; all that is wrong with it is said before anything is loaded.
+    """The cells to measure; wrong options raise an error here, before anything is loaded.
 
     Args:
-        given: settings of a cell, and sizes of batches.
-        others: the pair, contenders and prompts, by how they are typed.
+        grid, full, only: which grid, and which of its experiments; else a single study.
+        given: settings of a cell, and batch sizes.
+        others: the pair, contenders and prompts, by the name of their option.
+
+    Raises:
+        ValueError: options contradict each other, or cannot be measured.
     """
     grids = [name for name, chosen in (("--grid", grid), ("--full", full)) if chosen]
     words = [f"--{name.replace('_', '-')}" for name in given]
@@ -131,7 +136,7 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
 
 
 def show(made: list[dict[str, Any]]) -> None:
-    """A table for each cell."""
+    """Print a table for each cell."""
     console = Console()
     for measured in made:
         known = dict(measured["cell"], contenders=tuple(measured["cell"]["contenders"]))
@@ -177,11 +182,11 @@ def contenders_table(contenders: dict[str, Any]) -> Table:
 
 
 def show_verdicts(found: list[Verdict]) -> None:
-    """What the measurements show, point by point."""
+    """Print which claims hold."""
     table = Table("point", "claim", "wanted", "found", "", "", show_edge=False)
-    words = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
+    outcomes = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
     for each in found:
-        table.add_row(str(each.point), each.what, each.wanted, _number(each.found), words[each.holds], each.note)
+        table.add_row(str(each.point), each.what, each.wanted, _number(each.found), outcomes[each.holds], each.note)
     Console().print(Text("\nWhat it must show", "bold"))
     Console().print(table)
 
@@ -189,7 +194,7 @@ def show_verdicts(found: list[Verdict]) -> None:
 def _probe(noted: dict[str, Any]) -> str:
     if "ratio" in noted:
         short, long = (1000 * noted[name]["median"] for name in ("outside_short", "outside_long"))
-        return f"{short:.2f} ms a round outside of forwards, {long:.2f} behind the long prompt"
+        return f"{short:.2f} ms a round outside of forwards, {long:.2f} after the long prompt"
     return f"{noted['beyond'] / 1e6:.2f} million floats beyond models and KV, {noted['limit'] / 1e6:.2f} allowed"
 
 

@@ -1,4 +1,4 @@
-"""`specx check`: is speculative text plain text? Tokens, law and quality, on a pair and prompts of one's own."""
+"""`specx check`: compare speculative with plain text in tokens, distribution and quality, on your pair and prompts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,16 +37,16 @@ from .options import (
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest size one a prompt."
-HELP_RESUME = "File of what is known so far, from which an interrupted check goes on."
-HELP_REPORT = "Page (.html) for people, with its figures in a folder beside it; measures speed too, by the clock."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest one per prompt."
+HELP_RESUME = "File of partial results; an interrupted check continues from it."
+HELP_REPORT = "Page (.html) for people, with its figures in a folder next to it; measures speed too."
 
 
 def check(
     pair: Annotated[str, typer.Argument(help="Id or folder of a draft-target pair.")] = "embedded",
     file: PromptFile = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
-    new_tokens: Annotated[int, typer.Option(help="Tokens a text, at most.")] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of a text, at most.")] = 64,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
@@ -54,7 +54,7 @@ def check(
         list[str] | None, typer.Option(help=f"{', '.join(VERIFICATIONS)}, once for each; else all.")
     ] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
-    num_draft_tokens: Annotated[int, typer.Option(help="Candidates a round.")] = FIXED_DRAFT_TOKENS,
+    num_draft_tokens: Annotated[int, typer.Option(help="Candidates per round.")] = FIXED_DRAFT_TOKENS,
     level: Annotated[float, typer.Option(help="Chance of a false alarm, at most, of the whole check.")] = 0.001,
     seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
     dtype: Dtype = "auto",
@@ -65,7 +65,7 @@ def check(
     resume: Annotated[Path | None, typer.Option(help=HELP_RESUME, dir_okay=False)] = None,
     report: Annotated[Path | None, typer.Option(help=HELP_REPORT)] = None,
 ) -> None:
-    """Prove that speculative text is plain text: greedy and coupled equal, sampled law and quality indistinguishable.
+    """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
     Prompts come from --file, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
     """
@@ -95,7 +95,7 @@ def check(
 
 
 def show(result: CheckResult) -> None:
-    """A table of what was looked at, the verdict, and what would have been seen."""
+    """Print the results of all tests, the verdict, and the smallest deviations that would have been found."""
     console = Console()
     console.print(lines_table(result))
     console.print(Text(LEGEND, "dim"))
@@ -104,7 +104,7 @@ def show(result: CheckResult) -> None:
 
 
 def lines_table(result: CheckResult) -> Table:
-    """One row for each line."""
+    """A row for each test."""
     table = Table(show_edge=False)
     for heading in ("what", "verdict", "figure", "threshold", "seen"):
         number = heading in ("figure", "threshold")
@@ -117,7 +117,7 @@ def lines_table(result: CheckResult) -> Table:
 
 
 def power_table(result: CheckResult) -> Table:
-    """What the check would have seen, one row for each kind of test."""
+    """The smallest deviation that the check would have found, a row for each kind of test."""
     title = f"what would have been rejected with probability {POWER:g}"
     table = Table("what", "from this on", show_edge=False, title=title, title_justify="left")
     for row in result.power:

@@ -1,4 +1,4 @@
-"""What commands show: text by where its tokens came from, progress, and errors in one line."""
+"""What commands print: text coloured by the origin of its tokens, progress, and errors in one line."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -16,22 +16,22 @@ from hf_specx.engine.report import RoundRecord
 from hf_specx.strategy import SpeculativeDecoding
 
 
-OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # of functions
-# Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not in the text
+OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # argument to option
+# Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
 
 
 class TokenDecoder:
-    """Text token by token; bytes of an unfinished character wait for the token that completes it."""
+    """Decodes token by token; a token that ends inside a character waits for the one that completes it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
         self.tokenizer = tokenizer
-        # some tokenizers strip a space at the start of a text, so the first token needs some before it
+        # some tokenizers strip a space at the start of a text, so the last tokens of the prompt come first
         self.ids = prompt[-8:]
         self.shown_from, self.shown_to = 0, len(self.ids)
 
     def push(self, token: int) -> str:
-        """What this token adds to the text, with all that waited for it."""
+        """The text that this token adds, with that of tokens that waited; "" if it has to wait."""
         self.ids.append(token)
         added = self.rest()
         if not added or added.endswith("\ufffd"):
@@ -40,7 +40,7 @@ class TokenDecoder:
         return added
 
     def rest(self) -> str:
-        """What waits still; a character that stays unfinished is shown as the replacement character."""
+        """The text of tokens that still wait; an unfinished character is shown as the replacement character."""
         return self._decode(self.ids[self.shown_from :])[
             len(self._decode(self.ids[self.shown_from : self.shown_to])) :
         ]
@@ -52,14 +52,14 @@ class TokenDecoder:
 
 
 class OriginStreamer(BaseStreamer):
-    """Prints each run of tokens as it is emitted; the round that emitted it is the last one in the report."""
+    """Prints what each round has emitted; that round is the last one in the report."""
 
     def __init__(self, strategy: SpeculativeDecoding, tokenizer: PreTrainedTokenizerBase, console: Console):
         self.strategy, self.tokenizer, self.console = strategy, tokenizer, console
         self.decoder: TokenDecoder | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompt [1, L] at first, then the tokens [n] of a round."""
+        """Take the prompt [1, L] in the first call, then the tokens [n] of a round."""
         if self.decoder is None:
             self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
             return
@@ -73,23 +73,30 @@ class OriginStreamer(BaseStreamer):
 
 
 def round_origins(record: RoundRecord) -> list[str]:
-    """Where each of the tokens that a row emitted in a round came from."""
+    """The origin of each token that a row emitted in a round: a key of `STYLES`."""
     accepted = min(record.accepted, record.emitted)
     follower = "bonus" if record.accepted == record.drafted else "recovered"
     return ["accepted"] * accepted + [follower] * (record.emitted - accepted)
 
 
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
-    """The text of tokens, each in the style of its origin; `last` where nothing follows."""
+    """The text of tokens, each in the style of its origin.
+
+    Args:
+        tokens: emitted by one row.
+        history: the rounds that emitted them.
+        decoder: has read the text before them.
+        last: whether the text ends here, True unless given.
+    """
     text = Text()
     origins = itertools.chain.from_iterable(map(round_origins, history))
-    for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row inside its last round
+    for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row within its last round
         text.append(decoder.push(token), STYLES[origin])
     return text.append(decoder.rest()) if last else text
 
 
 def legend() -> Text:
-    """What the styles mean."""
+    """One line that explains the styles."""
     accepted, recovered, bonus = STYLES.items()
     return Text.assemble(
         accepted, ": drafted; ", recovered, ": the target's, after a rejection; ", bonus, ": the target's, else"
@@ -98,9 +105,9 @@ def legend() -> Text:
 
 @contextmanager
 def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
-    """A bar on a terminal's stderr; what it yields counts a step.
+    """A progress bar on stderr, if that is a terminal; yields a function to be called after each step.
 
-    It is drawn between the steps only: a thread that draws would take its time from what is timed.
+    It is drawn between steps only, since a thread that draws would slow down what is timed.
     """
     console = Console(stderr=True)
     with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
@@ -110,7 +117,7 @@ def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
 
 
 def one_line(error: object) -> str:
-    """What an error says, with the options of commands in place of those of functions."""
+    """The message of an error, with options of commands where it names arguments of functions."""
     text = " ".join(str(error).split())
     for argument, option in OPTIONS.items():
         text = text.replace(argument, option)
@@ -119,7 +126,7 @@ def one_line(error: object) -> str:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """End with code 2 and one red line on stderr for what a user can mend."""
+    """For errors that a user can correct: print one red line on stderr, and exit with code 2."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`specx generate`: text by origin, a report, and the speed beside plain `generate`."""
+"""`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`."""
 
 import itertools
 import json
@@ -57,7 +57,7 @@ def generate(
         int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=MAX_SEED)
     ] = None,
     dtype: Dtype = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of ours, an odd number.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of speculative generation, odd.")] = 5,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="No timing against plain generate.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -82,7 +82,11 @@ def generate(
 
 
 def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[str, Any]) -> DraftTargetPair:
-    """A pair that reads text, and its strategy with `options` instead of its own."""
+    """A pair with a tokenizer; `options` replace those of its strategy.
+
+    Raises:
+        ValueError: the pair has no tokenizer.
+    """
     pair = load_pair(name, dtype, **hub)
     if pair.tokenizer is None:
         raise ValueError(f"the pair {name!r} has no tokenizer, so it cannot read text.")
@@ -92,7 +96,7 @@ def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[
 
 
 def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
-    """The pair's own prompts at each of `DEMO_BATCHES`, repeated where there are not enough."""
+    """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
     if not prompts:
         raise ValueError(f"--demo: the pair {pair!r} has no prompts of its own; give some as arguments.")
     return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
@@ -100,7 +104,13 @@ def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
 
 @dataclass
 class Session:
-    """What every batch of a command shares; `repeats` is 0 where nothing is timed."""
+    """What all batches of a command share.
+
+    Attributes:
+        options: for `generate`.
+        repeats: timed runs of each contender; 0 for none.
+        seed: of all random numbers.
+    """
 
     pair: DraftTargetPair
     options: dict[str, Any]
@@ -111,7 +121,7 @@ class Session:
         self.console = Console()
 
     def run(self, prompts: list[str]) -> dict[str, Any]:
-        """Generate for a batch, show all there is to show, and return the same as plain values."""
+        """Generate for a batch, print text, report and comparison, and return the same as plain values."""
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
@@ -140,7 +150,7 @@ class Session:
         }
 
     def compare(self, inputs: dict[str, torch.Tensor]) -> Comparison:
-        """Time plain and ours in turns, and show it."""
+        """Time plain and speculative generation in turns, and print the comparison."""
         with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
             comparison = compare(
                 self.pair.target, self.pair.strategy, inputs, self.options, self.repeats, self.seed, advance

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they mean."""
+"""Options that several commands share, and their checks."""
 
 import math
 import shlex
@@ -22,30 +22,34 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SEED = 2**32 - 1
 
 PromptFile = Annotated[
-    Path | None, typer.Option("--file", "--prompts", help="Prompts, one a line.", exists=True, dir_okay=False)
+    Path | None, typer.Option("--file", "--prompts", help="Prompts, one per line.", exists=True, dir_okay=False)
 ]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens a row, at most.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens per row, at most.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
-TopP = Annotated[float, typer.Option(help="Nucleus; 1 is off.")]
-TopK = Annotated[int, typer.Option(help="The k likeliest tokens; 0 is off.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
 Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
-Trust = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that models and tokenizers bring; read it before.")
-]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
 
 
 def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str]:
-    """The prompts of the caller's one source; none for the demo, which has its own.
+    """The prompts, from the arguments, a file or standard input; [] for the demo, which has its own.
 
     Args:
-        others: the ways to give them, as an error names them.
+        prompts: the arguments.
+        file: one prompt per line.
+        others: the ways to give prompts, for the error.
+        demo: whether the demo was asked for.
+
+    Raises:
+        ValueError: there are no prompts, or they were given in several ways.
     """
     if (bool(prompts) + demo + (file is not None)) > 1:
         raise ValueError("prompts were given in more than one way; use arguments, --file or --demo.")
@@ -65,9 +69,12 @@ def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool 
 def sampling_options(
     greedy: bool, temperature: float, top_p: float, top_k: int, max_new_tokens: int
 ) -> dict[str, Any]:
-    """What `generate` is told about the tokens; "off" is told too, since a model's own settings may differ.
+    """The arguments of `generate` for sampling and length, also those that are off, since a model may have them on.
 
-    It is checked here, since loading may take minutes.
+    They are checked here, before a model is loaded.
+
+    Raises:
+        ValueError: a value is out of range, or contradicts --greedy.
     """
     if max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
@@ -86,7 +93,7 @@ def sampling_options(
 
 
 def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, Any]:
-    """The strategy's options among what was given; checked here, since loading a pair may take minutes."""
+    """The options of the strategy that were given, checked before a model is loaded."""
     number: str | int | None = num_draft_tokens
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)
@@ -96,28 +103,32 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
 
 
 def check_dtype(dtype: str) -> None:
-    """Whether --dtype is one of those that are offered."""
+    """Raise a ValueError if --dtype is not in `DTYPES`."""
     if dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
 
 
 def default_device_map() -> str | None:
-    """Accelerators if there are any."""
+    """`"auto"` if there is an accelerator, else None."""
     return "auto" if torch.cuda.is_available() else None
 
 
 def hub_options(revision: str | None, token: str | None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What loading is told of the Hub, as far as it was given."""
+    """The arguments of loading from the Hub that were given."""
     given = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code or None}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
-    """The pair, on the accelerator if there is one.
+    """Load a pair, on the accelerator if there is one.
 
     Args:
+        name: id, folder, or "embedded".
         dtype: one of `DTYPES`.
         **options: for `DraftTargetPair.from_pretrained`.
+
+    Raises:
+        ValueError: there is no such pair, or its files are wrong.
     """
     check_dtype(dtype)
     check_name(name)
@@ -130,18 +141,18 @@ def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
 
 
 def check_name(name: str) -> None:
-    """Whether there can be a pair of this name: on the Hub it has an owner."""
+    """Raise a ValueError if there cannot be a pair of this name: ids on the Hub have an owner."""
     if "/" not in name and not Path(name).is_dir():
         unknown_known_pair(name, NAMES)
 
 
-def place(source: ModelSource, inside: bool) -> str:
-    """Whether a model is saved inside or by reference."""
+def saved_as(source: ModelSource, inside: bool) -> str:
+    """Whether to save a model inside the pair or by reference."""
     return INSIDE if inside or source.name is None else REFERENCE
 
 
 def typed() -> str:
-    """The command as it was typed, without a token for the Hub, since measurements carry it into files."""
+    """The command as it was typed, without a token for the Hub, since it is saved with measurements."""
     words, hidden = ["specx"], False
     for word in sys.argv[1:]:
         if not hidden and word.partition("=")[0] != "--token":

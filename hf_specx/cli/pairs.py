@@ -1,4 +1,4 @@
-"""`specx card`, `specx publish` and `specx export`: what is done with a pair once it is there."""
+"""`specx card`, `specx publish` and `specx export`: commands for a pair that exists."""
 
 import json
 from pathlib import Path
@@ -10,17 +10,17 @@ from rich.text import Text
 
 from hf_specx.hub.cards import known_card, render, write_cards
 from hf_specx.hub.checks_saving import check_folder
-from hf_specx.hub.export import vllm as export_vllm
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.known_pairs import BY_NAME, NAMES, embedded_folder, is_embedded, is_known
 from hf_specx.hub.publish import CODE, write_repository
 from hf_specx.hub.saving import INSIDE, REFERENCE
+from hf_specx.hub.vllm import vllm as export_vllm
 from hf_specx.measure.checks_tune import looking_for
 from hf_specx.pair_files.fetch import get_files, get_pair
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 from .console import errors_in_one_line
-from .options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_pair, place
+from .options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_pair, saved_as
 
 
 def card(
@@ -28,7 +28,7 @@ def card(
         str | None, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.", show_default=False)
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write it to this file.", dir_okay=False)] = None,
-    every: Annotated[Path | None, typer.Option("--all", help="Write all that are known to this folder.")] = None,
+    every: Annotated[Path | None, typer.Option("--all", help="Write all known cards to this folder.")] = None,
     title: Annotated[str | None, typer.Option(help="The id that a folder is to have on the Hub.")] = None,
     revision: Revision = None,
     token: Token = None,
@@ -41,8 +41,8 @@ def card(
         if every is not None:
             if any(given is not None for given in (name, out, title, revision)):
                 raise ValueError(
-                    "--all writes the cards of all well-known pairs; leave the name, --out, --title and "
-                    "--revision away."
+                    "--all writes the cards of all well-known pairs; leave out the name, --out, "
+                    "--title and --revision."
                 )
             for path in write_cards(every):
                 typer.echo(path)
@@ -50,7 +50,7 @@ def card(
         if name is None:
             if any(given is not None for given in (out, title, revision)):
                 raise ValueError(
-                    "without a name there is no card; name a pair, or leave --out, --title and --revision away."
+                    "without a name there is no card; name a pair, or leave out --out, --title and --revision."
                 )
             typer.echo("\n".join(NAMES))
             return
@@ -62,7 +62,7 @@ def card(
 
 
 def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
-    """The card of a pair, called by its id, or by `title` where it is a folder."""
+    """The card of a pair; its title is its id, or for a folder `title`."""
     if is_known(name):
         check_known(name, title=title, revision=hub.get("revision"))
         return known_card(name)
@@ -71,7 +71,7 @@ def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
 
 
 def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
-    """A pair's config: a local folder of that name comes first, then the pairs that are known here, then the Hub."""
+    """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
     check_name(name)
     if is_known(name):
         check_known(name, revision=hub.get("revision"))
@@ -83,14 +83,14 @@ def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
 
 
 def has_code(name: str, hub: dict[str, Any]) -> bool:
-    """Whether a pair's folder or repository has the code to use it."""
+    """Whether a pair's folder or repository has `custom_generate/`."""
     options = dict(hub)
     files = get_files(name, options.pop("revision", None), [f"{ENTRY}.py"], CODE, **options)
     return (files.root / CODE / f"{ENTRY}.py").is_file()
 
 
 def check_known(name: str, **given: str | None) -> None:
-    """Whether no option was given that means nothing for a pair that is known here."""
+    """Raise a ValueError for options that mean nothing for a well-known pair."""
     for option, value in given.items():
         if value is not None:
             raise ValueError(f"--{option} {value} means nothing for {name!r}, which is known here; leave it out.")
@@ -116,7 +116,7 @@ def publish(
     trust_remote_code: Trust = False,
     as_json: AsJson = False,
 ) -> None:
-    """Publish a pair as a model repository that works with nothing of ours installed.
+    """Publish a pair as a model repository that works without this package installed.
 
     It gets the models, or their ids and commits, the model card, and the code in custom_generate/.
     """
@@ -131,7 +131,7 @@ def publish(
         loaded = load_pair(pair, "auto", **hub_options(revision, token, trust_remote_code))
         asked = {"target": reference_target, "draft": reference_draft}
         where: dict[str, Any] = {
-            role: place_of(getattr(loaded.config, role), reference) for role, reference in asked.items()
+            role: publish_as(getattr(loaded.config, role), reference) for role, reference in asked.items()
         }
         if repo_id is not None:
             commit = loaded.push_to_hub(repo_id, private=private or None, token=token, revision=branch, **where)
@@ -145,20 +145,20 @@ def publish(
 
 
 def check_left_out(goal: str, *given: str | None) -> None:
-    """Whether no option was given that is for another way to publish."""
+    """Raise a ValueError for options that are for another way to publish."""
     for option in given:
         if option is not None:
             raise ValueError(f"{option} is for {goal}, which was not named; leave it out.")
 
 
-def place_of(source: ModelSource, reference: bool | None) -> str:
-    """Whether to publish a model inside or by reference; None is as its pair has it."""
-    return place(source, inside=False) if reference is None else REFERENCE if reference else INSIDE
+def publish_as(source: ModelSource, reference: bool | None) -> str:
+    """Whether to publish a model inside the pair or by reference; None is as the pair has it."""
+    return saved_as(source, inside=False) if reference is None else REFERENCE if reference else INSIDE
 
 
 def vllm(
     pair: Annotated[str, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.")],
-    num_draft_tokens: Annotated[int | None, typer.Option(help="Candidates a round; else the pair's.")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Candidates per round; else the pair's.")] = None,
     revision: Revision = None,
     token: Token = None,
     as_json: AsJson = False,

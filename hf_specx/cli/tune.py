@@ -1,4 +1,4 @@
-"""`specx tune`: do drafts fit a target, how fast do they make it, and how many tokens to draft."""
+"""`specx tune`: which of some drafts fits a target, how fast it makes it, and how many tokens to draft."""
 
 import json
 import os
@@ -33,9 +33,9 @@ from .options import (
     check_dtype,
     default_device_map,
     hub_options,
-    place,
     read_prompts,
     sampling_options,
+    saved_as,
     strategy_options,
     typed,
 )
@@ -55,7 +55,7 @@ def tune(
     file: PromptFile = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Only check; no prompts are needed.")] = False,
     batch: Annotated[list[int] | None, typer.Option(help="Rows timed, once for each size; else 1 and 8.")] = None,
-    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of ours, at each batch.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of speculative generation.")] = 3,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
@@ -69,12 +69,12 @@ def tune(
     token: Token = None,
     trust_remote_code: Trust = False,
     out: Annotated[Path | None, typer.Option(help="Save the pair with the best draft in this folder.")] = None,
-    inside: Annotated[bool, typer.Option("--inside", help="Save models from the Hub too, not their ids.")] = False,
+    inside: Annotated[bool, typer.Option("--inside", help="Save weights of models from the Hub, not ids.")] = False,
     overwrite: Overwrite = False,
     save_prompts: Annotated[bool, typer.Option("--save-prompts", help="Save the prompts with the pair.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check drafts beside a target, time them on your prompts, and recommend one.
+    """Check whether drafts fit a target, time them on your prompts, and recommend one.
 
     Prompts come from --file or standard input. Models from the Hub are saved by id and commit, others with weights.
     """
@@ -102,7 +102,7 @@ def tune(
 
 
 def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
-    """Whether a pair could be saved in the end: measuring it takes long."""
+    """Raise a ValueError if the pair could not be saved in the end, before it is measured."""
     if out is None:
         if overwrite or inside:
             raise ValueError(f"{'--overwrite' if overwrite else '--inside'} is for saving; name a folder with --out.")
@@ -114,19 +114,19 @@ def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
 
 
 def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> None:
-    """Whether it will be known which pair to save."""
+    """Raise a ValueError if it will not be known which pair to save."""
     if out is not None and no_measure and len(drafts) > 1:
         raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
 def check_one_fits(best: Trial) -> None:
-    """Whether there was a draft to recommend."""
+    """Raise a ValueError if there is no draft to recommend."""
     if best.error is not None:
         raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
 
 
 def show(target: str, trials: list[Trial]) -> None:
-    """Each draft beside the target, then what was measured of all of them."""
+    """Print each draft compared with the target, then the measurements of all drafts."""
     console = Console()
     for trial in trials:
         if trial.findings:
@@ -141,7 +141,7 @@ def show(target: str, trials: list[Trial]) -> None:
 
 
 def findings_table(findings: list[Finding]) -> Table:
-    """One row for each thing that was looked at."""
+    """A row for each property that was compared."""
     table = Table(show_edge=False)
     for heading in ("", "target", "draft", "", "what follows"):
         table.add_column(heading)
@@ -153,7 +153,7 @@ def findings_table(findings: list[Finding]) -> Table:
 
 
 def measured_table(trials: list[Trial]) -> Table:
-    """One row for each draft and batch, the best draft first."""
+    """A row for each draft and batch size, the best draft first."""
     table = Table(show_edge=False)
     for heading in MEASURED[0]:
         named = heading == "draft"
@@ -167,7 +167,7 @@ def measured_table(trials: list[Trial]) -> Table:
 
 
 def recommend(best: Trial) -> None:
-    """Say which draft is recommended, if any was measured."""
+    """Print which draft is recommended, if any was measured."""
     if best.speedup:
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
         says = "best" if best.speedup > 1 else "none is faster than plain generate here; the best"
@@ -176,10 +176,10 @@ def recommend(best: Trial) -> None:
 
 
 def save(best: Trial, out: Path, inside: bool, overwrite: bool) -> str:
-    """Save the pair with the best draft, and say where its models are."""
+    """Save the pair with the best draft; returns a line that says where its models are."""
     assert best.pair is not None
     assert best.config is not None
-    target, draft = (place(source, inside) for source in (best.config.target, best.config.draft))
+    target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
     return f"saved in {out}: target {target}, draft {draft}"
 

@@ -1,4 +1,4 @@
-"""Where a model runs. Its own `device` is that of its first weight, which is "meta" between forwards if offloaded."""
+"""Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
 
 import platform
 from collections.abc import Iterator
@@ -9,26 +9,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-CPU_FACTS = Path("/proc/cpuinfo")  # Linux; elsewhere Python knows
+CPU_FACTS = Path("/proc/cpuinfo")  # on Linux; elsewhere `platform` is asked
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
-    """Where a model's first forward runs, and where its inputs belong.
+    """The device where a model's forward starts, and where its inputs must be.
 
-    accelerate's hooks know, on the model or on its input embeddings. A model without any is where its weights are.
+    It is taken from accelerate's hooks on the model or its input embeddings; without hooks it is `model.device`.
     """
     found = [*_named(getattr(model, "_hf_hook", None)), *_of_hooks(model, "get_input_embeddings")]
     return found[0] if found else model.device
 
 
 def last_device(model: PreTrainedModel) -> torch.device:
-    """Where a model's logits are made: not where its forward starts, if its layers lie on several devices."""
+    """The device where a model's logits are computed; another one, if its layers are spread over devices."""
     found = [*_of_hooks(model, "get_output_embeddings")]
     return found[-1] if found else execution_device(model)
 
 
 def hardware(device: torch.device) -> str:
-    """The name of a processor, for tables of times, which hold nowhere else; a CPU's with the number of threads."""
+    """The name of a processor, as a key for measured times; for a CPU also the number of threads."""
     if device.type == "cpu":
         return f"{_cpu_name()}, {torch.get_num_threads()} threads"
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
@@ -36,7 +36,7 @@ def hardware(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has done what it was given."""
+    """Wait until a device has finished all work that was queued."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
@@ -48,7 +48,7 @@ def _cpu_name() -> str:
 
 
 def _of_hooks(model: PreTrainedModel, getter: str) -> Iterator[torch.device]:
-    """The devices that hooks name in a model's embeddings, or in all of it where it does not say which they are."""
+    """The devices that hooks name in a model's embeddings; in all its modules if `getter` gives no embeddings."""
     try:
         part = getattr(model, getter)()
     except (AttributeError, NotImplementedError):
@@ -58,7 +58,7 @@ def _of_hooks(model: PreTrainedModel, getter: str) -> Iterator[torch.device]:
 
 
 def _named(hook: object) -> Iterator[torch.device]:
-    """The devices that a hook names: a chain of hooks has several, and one that only returns outputs none."""
+    """The devices that a hook names: several for a chain of hooks, none for one that only moves outputs."""
     for each in getattr(hook, "hooks", ()):
         yield from _named(each)
     device = getattr(hook, "execution_device", None)

@@ -1,4 +1,4 @@
-"""What people put around a model before they give it to us."""
+"""Wrappers around a model: `torch.compile` and PEFT."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ from transformers import PreTrainedModel
 
 
 def unwrapped(model: Any, adapters: bool = False) -> Any:
-    """The model inside `torch.compile`, whose wrapper has no `generate` of its own; anything else as it is.
+    """The model inside the wrapper of `torch.compile`, which has no `generate` of its own; anything else as it is.
 
     Args:
-        model: what was given for a target or a draft.
-        adapters: also the model inside PEFT's wrapper: the layers of LoRA are in it. A prompt that was tuned is not,
-            so that only a draft, which may be anything, is taken out of that one.
+        model: what was given as target or draft.
+        adapters: whether to remove PEFT's wrapper too. LoRA layers are kept, they are part of the model inside; a
+            tuned prompt is lost. So this is for drafts, whose tokens may come from any distribution.
     """
     compiled = getattr(model, "_modules", {}).get("_orig_mod")
     if compiled is not None:

@@ -1,1 +1,1 @@
-"""A pair written down: folders, cards, repositories, and settings for other servers."""
+"""Save and publish a pair: folders, model cards, repositories on the Hub, and the command that serves it by vLLM."""

@@ -20,8 +20,8 @@ from .markdown import fence
 CALL = "max_new_tokens=128, do_sample=True"
 TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
 AUTO_NAMES = [each.__name__ for each in AUTO_CLASSES]
-CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in the name of a model that was taught
-PROCESSED = {  # what inputs are made of, where not of text alone
+CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in names of models for conversations
+PROCESSED = {  # arguments of the processor of models that do not read text alone
     SPEECH: '(audio, sampling_rate=16000, return_tensors="pt")',
     VISION: '(images=image, text=prompt, return_tensors="pt")',
 }
@@ -38,8 +38,8 @@ class Card:
 
     Attributes:
         config: of the pair.
-        name: id of its repository, "embedded", or what the title calls a pair that nobody has published.
-        published: whether the code to use it is beside it.
+        name: id of its repository, "embedded", or a title for a pair that is not published.
+        published: whether its repository has the code to use it.
     """
 
     config: PairConfig
@@ -48,12 +48,12 @@ class Card:
 
     @property
     def auto_class(self) -> str:
-        """Of transformers, that loads the target."""
+        """The class of transformers that loads the target."""
         return auto_class_of(self.config.target)
 
     @property
     def chats(self) -> bool:
-        """Whether the target expects a conversation, as far as its name tells."""
+        """Whether the target expects a conversation, judging by its name."""
         return self.auto_class == TEXT and CHATS.search(self.config.target.name or self.name) is not None
 
     @property
@@ -62,14 +62,14 @@ class Card:
 
     @property
     def saved(self) -> bool:
-        """Whether there is a folder or a repository; two ids, neither of a commit, are no more than that."""
+        """Whether the pair is in a folder or repository, and not just two ids without a commit."""
         models = (self.config.target, self.config.draft)
         return any(model.name is None or model.revision is not None for model in models)
 
 
 def auto_class_of(model: ModelSource) -> str:
-    """The class of transformers that loads a model; a guess by its type where it was not noted."""
-    if model.auto_class in AUTO_NAMES:  # and no other text of a config gets into an example
+    """The class of transformers that loads a model; guessed from its type where the config does not say."""
+    if model.auto_class in AUTO_NAMES:  # so that examples hold no other text of a config
         return str(model.auto_class)
     if model.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return SEQ2SEQ
@@ -77,7 +77,7 @@ def auto_class_of(model: ModelSource) -> str:
 
 
 def usage(card: Card) -> str:
-    """The section, with examples that run as they stand."""
+    """The section "Example usage", with examples that run as they are."""
     if card.embedded:
         blocks = _embedded()
     elif card.published:
@@ -92,8 +92,8 @@ def usage(card: Card) -> str:
 def _by_name(card: Card) -> list[str]:
     name, source = json.dumps(card.name), _arguments(card.config.target, card.name)
     return [
-        "Nothing of ours installed. `trust_remote_code=True` runs the code in `custom_generate/`: read it, and name "
-        "the commit that you have read by `revision=`.",
+        "With nothing but transformers installed. `trust_remote_code=True` runs the code in `custom_generate/`: read "
+        "it, and name the commit that you have read by `revision=`.",
         _python(f"""
 {_inputs(card, source)}
 model = {card.auto_class}.from_pretrained({source}, dtype="auto")
@@ -118,7 +118,8 @@ out = model.generate(**inputs, {CALL})
 def _quietly(card: Card) -> list[str]:
     name = json.dumps(card.name)
     return [
-        "By name, transformers asks the Hub once a call. It does not if the code is loaded once, or if it may not:",
+        "By name, transformers asks the Hub in each call. It does not if the code is loaded once, or with "
+        "`local_files_only=True`:",
         _python(f"""
 speculative = model.load_custom_generate({name}, trust_remote_code=True)
 out = speculative(model=model, **inputs, {CALL})
@@ -130,7 +131,7 @@ out = model.generate(**inputs, {CALL}, **cached)
 
 
 def _by_package(card: Card, inputs: str = "") -> list[str]:
-    """Without `inputs`, an example before it made them."""
+    """With the package installed; `inputs` is code that makes them, "" where an earlier example has done so."""
     return [
         "With the package `hf_specx`:",
         _python(f"""
@@ -153,7 +154,7 @@ inputs = pair.tokenizer(["def main("], return_tensors="pt")
 out = pair.generate(**inputs, {CALL})
 print(pair.report)
 """),
-        "As a repository that runs with nothing of ours installed:",
+        "As a repository that runs with nothing but transformers installed:",
         fence(f"specx publish {EMBEDDED} org/name", "bash"),
     ]
 
@@ -176,13 +177,13 @@ strategy = SpeculativeDecoding({f"{chr(10)}    " if options else ""}draft_model{
 out = model.generate(**inputs, {CALL}, custom_generate=strategy)
 print(strategy.report)
 """),
-        "Check the pair, measure it on prompts of your own, and publish it, so that it runs with nothing installed:",
+        "Check the pair, measure it on prompts of your own, and publish it, so that it runs without this package:",
         fence(f"specx tune {ids} --prompts prompts.txt --out pair\nspecx publish pair org/name", "bash"),
     ]
 
 
 def _inputs(card: Card, source: str) -> str:
-    """Imports, and the lines that make inputs."""
+    """Code that makes `inputs`, with its imports."""
     made = PROCESSED.get(card.auto_class)
     if made is None:
         return (
@@ -196,7 +197,7 @@ def _inputs(card: Card, source: str) -> str:
 
 
 def _arguments(model: ModelSource, home: str = "") -> str:
-    """What `from_pretrained` takes for a model; `home` is the repository of what has no other."""
+    """The arguments of `from_pretrained` for a model; `home` is the pair's repository, for models inside it."""
     named = {"revision": model.revision, "subfolder": model.subfolder or None}
     given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     return ", ".join([json.dumps(model.name or home), *given])

@@ -1,7 +1,7 @@
 """Model cards: the README.md of a pair's repository, rendered from its config and nothing else.
 
-The sections are those of transformers' own repositories with a `custom_generate` folder. Text from elsewhere stands in
-code spans and fenced blocks that it cannot end, except for `notes`, which are the author's markdown.
+The sections are those of the Hub's own repositories with a `custom_generate` folder. Text from a config is put into
+code spans and fenced blocks that it cannot end, except for `notes`, which are the author's own markdown.
 """
 
 from collections.abc import Iterable
@@ -42,12 +42,12 @@ def unknown_known_pair(name: str, known: Iterable[str]) -> str | None:
 
 
 def render(config: PairConfig, name: str, published: bool = False) -> str:
-    """The model card of a pair, with front matter; the same text for equal arguments.
+    """The model card of a pair, with front matter; equal arguments give the same text.
 
     Args:
-        config: facts that are None are said to be not checked, and figures that are missing not measured.
-        name: id of its repository, "embedded", or both models' ids where nobody has published the pair.
-        published: whether the code to use it is beside it, in `custom_generate/`.
+        config: of the pair. A fact that is None is shown as "not checked", a missing figure as "not measured".
+        name: id of its repository, "embedded", or both models' ids for a pair that is not published.
+        published: whether its repository has the code to use it, in `custom_generate/`.
     """
     card = Card(config, name, published)
     sections = [
@@ -81,17 +81,17 @@ def known_card(name: str) -> str:
 
 
 def write_cards(folder: str | Path) -> list[Path]:
-    """Write the cards of the embedded and of all well-known pairs into a folder, which is made if need be.
+    """Write the cards of the embedded pair and of all well-known pairs into a folder, which is made if it is missing.
 
     Returns:
-        the files, one a pair.
+        The files, one for each pair.
     """
     cards = {f"{name}.md": known_card(name) for name in NAMES}
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
     for file, text in cards.items():
-        (place / file).write_text(text, encoding="utf-8")
-    return [place / file for file in cards]
+        (root / file).write_text(text, encoding="utf-8")
+    return [root / file for file in cards]
 
 
 def _front_matter(card: Card) -> str:
@@ -128,7 +128,7 @@ def _description(card: Card) -> str:
 def _base_model(card: Card) -> str:
     target, draft = card.config.target, card.config.draft
     rows = [
-        ("model", _place(target), _place(draft)),
+        ("model", _location(target), _location(draft)),
         ("revision", _revision(target), _revision(draft)),
         ("type", _fact(target.model_type), _fact(draft.model_type)),
         ("parameters", _fact(target.parameters), _fact(draft.parameters)),
@@ -179,7 +179,7 @@ def _arguments(config: PairConfig) -> str:
 
 
 def _measured(card: Card) -> str:
-    """One table for each place and command, in the order of the config."""
+    """One table for each machine, versions and command, in the order of the config."""
     measurements = card.config.measurements
     if not measurements:
         return f"## Measured\n\n{NOT_MEASURED}."
@@ -246,7 +246,7 @@ def _licence(config: PairConfig) -> str:
     return f"## Licence\n\n{stated}.{rest}"
 
 
-def _place(model: ModelSource) -> str:
+def _location(model: ModelSource) -> str:
     folder = f", in {code(model.subfolder)}" if model.subfolder else ""
     return f"{code(model.name) if model.name else 'inside'}{folder}"
 

@@ -1,8 +1,8 @@
-"""The published code: each room that `generate` needs as one file, since transformers' loader knows no sub-packages.
+"""The code that is published with a pair: each room that `generate.py` needs, as one file.
 
-transformers fetches and reads every file that the entry imports by `from .name import thing`, and nothing else, so the
-rooms lie side by side in one folder. A file of this package becomes a section of its room's file, word for word but
-for its imports.
+transformers' loader knows no sub-packages: from `custom_generate/` it fetches the files that `generate.py` imports by
+`from .name import thing`, and what these import. So all files of a room become sections of one file, unchanged except
+for their imports.
 """
 
 import ast
@@ -15,23 +15,23 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
-SOURCE = "pair_source"  # a file of its own, since it differs from pair to pair
+SOURCE = "pair_source"  # stays a file of its own, since each pair has another
 
 
 class Module(NamedTuple):
-    """A file of this package, by its room; a file at the top is a room of its own."""
+    """A file of this package; one at the top of the package is a room of its own."""
 
     room: str
     name: str
 
     @property
     def path(self) -> Path:
-        """Where it lies."""
+        """Its path on this machine."""
         return PACKAGE / f"{self.name}.py" if self.room == self.name else PACKAGE / self.room / f"{self.name}.py"
 
     @property
     def shown(self) -> str:
-        """Where it lies in a clone of this project."""
+        """Its path in a clone of this project."""
         return self.path.relative_to(PACKAGE.parent).as_posix()
 
     @property
@@ -53,7 +53,7 @@ class Import(NamedTuple):
 
 
 def published_code() -> dict[str, str]:
-    """The published modules by name, and their text; `SOURCE` is not among them."""
+    """The text of each published module by name, without `SOURCE`."""
     rooms: dict[str, list[Module]] = {}
     for module in core_modules():
         if module.name != SOURCE:
@@ -62,7 +62,7 @@ def published_code() -> dict[str, str]:
 
 
 def core_modules() -> list[Module]:
-    """The files that the entry needs, itself among them, each after those that it imports."""
+    """The entry and all files that it needs, each after those that it imports."""
     needs: dict[Module, list[Module]] = {}
     waiting = [Module(ENTRY, ENTRY)]
     while waiting:
@@ -75,7 +75,7 @@ def core_modules() -> list[Module]:
 
 
 def imported(node: ast.AST, room: str) -> Module | None:
-    """The file of this package that a statement in a room imports from, if it does."""
+    """The file of this package that a statement in a room imports from; None for any other statement."""
     if not isinstance(node, ast.ImportFrom) or node.module is None:
         return None
     if node.level:
@@ -88,7 +88,7 @@ def _merged(room: str, modules: list[Module]) -> str:
     """The text of a room's file.
 
     Raises:
-        ValueError: if one name means different things in two of its files.
+        ValueError: two of its files define the same name.
     """
     meanings: dict[str, str | Import] = {}
     sections = []
@@ -109,7 +109,7 @@ def _merged(room: str, modules: list[Module]) -> str:
 
 
 def _defined(node: ast.stmt, module: Module) -> Iterator[tuple[str, str | Import]]:
-    """Names that a statement at the top of a file gives a meaning: an import of the published file, or a place."""
+    """The names that a top-level statement defines, each with its import or with the file that defines it."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         found = imported(node, module.room)
         for alias in node.names:

@@ -1,4 +1,4 @@
-"""Well-known pairs with one tokenizer, by their ids: nothing else is claimed of them, `specx tune` finds it out."""
+"""Ids of well-known pairs that share a tokenizer. Nothing else is claimed of them; `specx tune` finds it out."""
 
 from dataclasses import dataclass
 from importlib.resources import files
@@ -18,7 +18,7 @@ class KnownPair:
     Attributes:
         name: what `specx card` and the file in `model_cards/` call the pair.
         target, draft: ids on the Hub.
-        auto_class: of transformers, that loads both.
+        auto_class: the class of transformers that loads both.
     """
 
     name: str
@@ -32,7 +32,7 @@ class KnownPair:
         return f"{self.target} with {self.draft}"
 
     def config(self) -> PairConfig:
-        """A config with the ids and their class alone."""
+        """A config with nothing but the ids and their class."""
         target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
         return PairConfig(target, draft)
 
@@ -63,15 +63,15 @@ NAMES = (EMBEDDED, *BY_NAME)
 
 
 def embedded_folder() -> Path:
-    """Where the pair in the package is."""
+    """The folder of the pair in the package."""
     return Path(str(files("hf_specx") / EMBEDDED))
 
 
 def is_known(name: str) -> bool:
-    """Whether a name means a pair that is known here: a local folder of that name comes first."""
+    """Whether a name means a well-known pair or the embedded one; it does not if a local folder has this name."""
     return name in NAMES and not Path(name).is_dir()
 
 
 def is_embedded(name: str) -> bool:
-    """Whether a name means the pair in the package."""
+    """Whether a name means the pair in the package; it does not if a local folder has this name."""
     return name == EMBEDDED and is_known(name)

@@ -1,21 +1,21 @@
-"""Markdown in which text from elsewhere stays text: it cannot end a cell, a code span or a fenced block."""
+"""Markdown for text that is not trusted: it cannot end a table cell, a code span or a fenced block."""
 
 import re
 from collections.abc import Iterable
 
 
 def one_line(text: str) -> str:
-    """White space of any kind as single spaces."""
+    """The text with each run of white space as one space."""
     return " ".join(text.split())
 
 
 def escaped(text: str) -> str:
-    """One line that means nothing to markdown or HTML."""
+    """The text in one line, with all characters escaped that mean something to markdown or HTML."""
     return re.sub(r"([\\`*_\[\]<>#|&~])", r"\\\1", one_line(text))
 
 
 def code(text: str) -> str:
-    """A code span of one line; nothing for no text."""
+    """A code span in one line; "" for an empty text."""
     line = one_line(text)
     ticks = "`" * (_longest_run(line) + 1)
     space = " " if line.startswith("`") or line.endswith("`") else ""
@@ -29,7 +29,7 @@ def fence(text: str, language: str) -> str:
 
 
 def row(cells: Iterable[str]) -> str:
-    """A row of a table, of cells of one line; their bars do not end them."""
+    """A row of a table; bars within its cells, which have no line breaks, are escaped."""
     bars = (re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", cell) for cell in cells)
     return f"| {' | '.join(bars)} |"
 

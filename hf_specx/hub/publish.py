@@ -1,4 +1,4 @@
-"""Publish a pair: a model repository whose `custom_generate` folder needs nothing of ours installed."""
+"""Publish a pair: a model repository whose `custom_generate` folder runs without this package installed."""
 
 import tempfile
 from fnmatch import fnmatch
@@ -19,16 +19,16 @@ from .saving import INSIDE, save
 
 CODE = "custom_generate"
 NEEDS = {"torch": "2.6", "transformers": "5.17"}  # the lowest versions, as in pyproject.toml
-SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # what a pair has
+SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # by `save`
 
 
 def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     """Write the `custom_generate` folder of a pair.
 
     Args:
-        folder: the pair's, where it is made.
-        name: where the pair will be: an id on the Hub, or a folder.
-        revision: the commit of its models.
+        folder: the pair's; `custom_generate` is made in it.
+        name: where the code will look for the pair: an id on the Hub, or a folder.
+        revision: the commit of its models; None for a folder.
     """
     code = folder / CODE
     code.mkdir()
@@ -40,12 +40,18 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
 
 
 def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
-    """Write all that `publish` would upload into a folder, for use from there.
+    """Write all that `publish` would upload into a folder, to be used from there.
 
     Args:
         pair: a `DraftTargetPair`.
-        folder: where; its path is in its code, so that it is not found again if it is moved.
-        **options: as for `save`.
+        folder: where; the code holds its path, so the folder cannot be moved.
+        **options: of `save`.
+
+    Returns:
+        The config that was written.
+
+    Raises:
+        ValueError: as `save`.
     """
     path = Path(folder).absolute()
 
@@ -61,7 +67,7 @@ def _write_card(folder: Path, config: PairConfig, name: str) -> None:
 
 
 def _is_saved(name: str) -> bool:
-    """Whether a file of a repository may be of an earlier pair: at the root, in the draft's folder, or a template."""
+    """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
     folder, _, last = name.rpartition("/")
     return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
 
@@ -77,21 +83,21 @@ def publish(
     revision: str | None = None,
     commit_message: str = "Draft-target pair",
 ) -> str:
-    """Upload a pair with the code to use it, in two commits: the code names the commit of the models.
+    """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
 
     Args:
         pair: a `DraftTargetPair`.
-        repo_id: "owner/name"; made if it is not there.
-        target, draft: "inside" or "reference", as for `save`.
+        repo_id: "owner/name"; made if it does not exist.
+        target, draft: "inside" (the default) or "reference", as for `save`.
         private, token: as in `HfApi.create_repo`.
-        revision: a branch, made if it is not there; None is the main one.
+        revision: a branch, made if it does not exist; None is the main one.
         commit_message: of the first commit.
 
     Returns:
-        The last commit.
+        The second commit.
 
     Raises:
-        ValueError: as `save`, and for what is no name of a repository.
+        ValueError: as `save`, and if `repo_id` cannot be the name of a repository.
     """
     check_repository(repo_id)
     api = HfApi(token=token)

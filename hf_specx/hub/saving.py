@@ -1,4 +1,4 @@
-"""Write a pair into a folder: whole, or not at all."""
+"""Write a pair into a folder: all of it, or nothing."""
 
 import copy
 import tempfile
@@ -17,7 +17,7 @@ from .checks_saving import check_choice, check_folder, check_reference_known
 
 
 INSIDE, REFERENCE = "inside", "reference"
-OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # which a loaded model does not tell
+OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 SUBFOLDERS = {"target": "", "draft": "draft"}
 
 
@@ -30,19 +30,19 @@ def save(
     overwrite: bool = False,
     finish: Callable[[Path, PairConfig], object] = lambda folder, config: None,
 ) -> PairConfig:
-    """Write a pair, and give back the config that was written.
+    """Write a pair, and return the config that was written.
 
-    It is written beside the folder and then renamed, so that nobody ever sees a part of it.
+    It is written into a temporary folder, which is then renamed, so that nobody sees it half written.
 
     Args:
         pair: a `DraftTargetPair`.
-        folder: where; must not be there, unless it is empty.
-        target, draft: "inside", or "reference" to where it was loaded from on the Hub.
-        overwrite: whether to replace a folder, with all that is in it.
-        finish: writes what else is to be in the folder.
+        folder: where; must be empty or not exist.
+        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
+        overwrite: whether to replace an existing folder, with all that is in it.
+        finish: called with the temporary folder and the config, to write further files.
 
     Raises:
-        ValueError: for a folder that is in use, and for a reference to a model that is not from the Hub.
+        ValueError: the folder is in use, or a model is to be a reference and is not from the Hub.
     """
     folder = Path(folder).resolve()
     check_folder(folder, overwrite)
@@ -65,7 +65,7 @@ def save(
 
 
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
-    """A reference to a model; None if it is to be inside."""
+    """A reference to a model; None if it is to be saved inside the pair."""
     check_choice(role, where, (INSIDE, REFERENCE))
     if where == INSIDE:
         return None
@@ -78,6 +78,7 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
 
 
 def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
+    """Write the models that are inside, the tokenizer and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
     for role, subfolder in SUBFOLDERS.items():
         source, model = sources[role], getattr(pair, role)

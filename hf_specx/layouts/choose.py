@@ -80,17 +80,17 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
 
     Args:
         model: any model that can generate.
-        drafts: whether it is the draft, whose law may be any.
+        drafts: whether it is the draft, which may be inexact: verification corrects any distribution of its tokens.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: the model has no such layout.
     """
     config = model.config.get_text_config(decoder=True)
     type_that_is_not_exact(model, drafts)
     if not drafts:
         type_of_a_later_version(model, transformers.__version__)
     able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
-    # linear biases are made from a 2D mask, so that Falcon with them takes no other
+    # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
     found = [x for x in able if masked or x not in BY_MASK or model.config.model_type in WHOLE]
     attention_without_layout(model, found)
@@ -98,7 +98,14 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
 
 
 def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
-    """The decoder of a layout for one model, its prompts not yet read."""
+    """The decoder of a layout for one model; it has not read its prompts yet.
+
+    Args:
+        layout: one of `DECODERS`; a model without a usable cache gets a `WholeDecoder` in any.
+        prompt: the model and its inputs.
+        known_ids: as for `Decoder`.
+        compiled: whether forwards are compiled, which implies the ragged layout.
+    """
     if compiled:
         return CompiledDecoder(prompt, known_ids)
     whole = prompt.model.config.model_type in WHOLE
@@ -106,10 +113,14 @@ def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, comp
 
 
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
-    """The layout for a model and the reason for it.
+    """The layout for a model, and the reason in words.
+
+    Args:
+        model: the target.
+        layout: one of `LAYOUTS`.
 
     Raises:
-        ValueError: where the model cannot be decoded exactly in this layout, or in any.
+        ValueError: the model cannot be decoded exactly in this layout, or in any.
     """
     able = layouts_of(model)
     config = model.config.get_text_config(decoder=True)

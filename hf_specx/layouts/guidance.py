@@ -1,8 +1,9 @@
 """Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806) over all positions of a round at once.
 
-Stock's processor holds the unconditional text in a cache of its own, one token a call, so it cannot look ahead. Here
-that text is one more batch of rows for a `Decoder`: it reads the negative prompts and is fed what the rows emit. The
-draft is not guided: with the embedded pair that doubled its cost and gained no acceptance, at scales of 1.2 to 3.
+transformers' processor keeps the unconditional text in its own cache and feeds it one token a call, so it cannot be
+called for several positions. Here that text is a second batch in a `Decoder` of its own, which reads the negative
+prompts and is then fed what the rows emit. The draft is not guided: with the embedded pair guidance doubled its cost
+and did not raise acceptance, at scales of 1.2 to 3.
 """
 
 from dataclasses import replace
@@ -20,20 +21,21 @@ from .decoder import Decoder
 from .prompts import Prompt
 
 
-# Stock gives no positions here. These number tokens by the mask then, which matters where prompts are padded
+# transformers gives the unconditional forward no position_ids. These models then take them from the mask, which is not
+# the column where prompts are padded
 FROM_MASK = ("opt", "biogpt")
-# and these otherwise than by columns: by ids that are no pads, or anew in each step
+# and these from ids that are no pads, or start again in each step
 NOT_BY_COLUMN = """
     bamba camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
 """.split()  # noqa: SIM905
 
 
 class Guidance(RoundProcessor):
-    """What `UnbatchedClassifierFreeGuidanceLogitsProcessor` does to the scores of one position, for any number.
+    """`UnbatchedClassifierFreeGuidanceLogitsProcessor` for any number of positions.
 
     Args:
-        scale: of the guidance; 1 is none.
-        decoder: of the unconditional text, which it has not read yet.
+        scale: `guidance_scale`; 1 is none.
+        decoder: for the unconditional text; it is told here to read the negative prompts.
     """
 
     def __init__(self, scale: float, decoder: Decoder):
@@ -54,9 +56,9 @@ class Guidance(RoundProcessor):
 
 
 def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
-    """Whether a processor is stock's, fresh, and for a model whose unconditional text we can number as stock does.
+    """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know.
 
-    Any other is called in order, like all processors that keep state. One that we have taken the place of stays fresh.
+    Any other is called in order, like all processors that keep state. A replaced processor stays unused.
     """
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False
@@ -71,10 +73,10 @@ def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClas
 
 
 def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Prompt, layout: str) -> Guidance:
-    """Our own in place of stock's.
+    """The `Guidance` that replaces a processor.
 
     Args:
-        processor: of the call; it has the negative prompts, or else the last token of each prompt is one.
+        processor: of the call, with the negative prompts; without these the last token of each prompt is one.
         prompt: the target's.
         layout: the target's.
     """
@@ -83,6 +85,6 @@ def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Pro
     mask = torch.ones_like(ids) if context["attention_mask"] is None else context["attention_mask"]
     kwargs = {"attention_mask": mask, "use_cache": True, "past_key_values": DynamicCache(config=prompt.model.config)}
     if prompt.kwargs.get("position_ids") is not None:
-        kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)  # pads count in stock
+        kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)  # pads count too
     alone = replace(prompt, input_ids=ids, kwargs=kwargs, keeps_past=False)
     return Guidance(processor.guidance_scale, make_decoder("ragged" if layout == "packed" else layout, alone))

@@ -13,12 +13,12 @@ def has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
 
 
-def select(value: Any, places: torch.Tensor, rows: int) -> Any:
-    """The entries at places [R'] of an input that has one for each of the rows.
+def select(value: Any, index: torch.Tensor, rows: int) -> Any:
+    """The entries at row indices [R'] of an input that has one for each of the rows; any other input as it is.
 
-    A layer's states in an encoder's output stay as they are: stock does not repeat them where a prompt has several
-    texts, and no decoder reads them.
+    Hidden states of layers in an encoder's output are left alone: `generate` does not repeat them for
+    `num_return_sequences`, and no decoder reads them.
     """
     if isinstance(value, ModelOutput):
-        return type(value)(**{name: select(part, places, rows) for name, part in value.items()})
-    return value[places.to(value.device)] if has_rows(value, rows) else value
+        return type(value)(**{name: select(part, index, rows) for name, part in value.items()})
+    return value[index.to(value.device)] if has_rows(value, rows) else value

@@ -45,11 +45,11 @@ def decoder_prompt_without_a_cache(model: PreTrainedModel, width: int) -> str | 
 
 
 class WholeDecoder(Decoder):
-    """Rows lie in stock's columns, and each row's logits are picked where it ends; its past is never kept."""
+    """Reads each row's whole text in the columns of `generate`, and picks its logits at its end; keeps no cache."""
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.notes.reads_all = not self.model.config.is_encoder_decoder  # FSMT has a cache in stock
+        self.notes.reads_all = not self.model.config.is_encoder_decoder  # in `generate` FSMT has a cache
         past_without_a_cache(self.model, self.cache)
         decoder_prompt_without_a_cache(self.model, prompt.input_ids.shape[1])
         chunks_without_a_cache(self.model, prompt.generation_config.prefill_chunk_size)
@@ -69,7 +69,7 @@ class WholeDecoder(Decoder):
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         emitted = batch.ends - batch.width + ahead  # [R]
-        last = self.prompt.max_new_tokens - 1  # emitted tokens that stock feeds; a table may have no more
+        last = self.prompt.max_new_tokens - 1  # emitted tokens that `generate` feeds; position tables may end there
         prompt = self.prompt.input_ids[batch.index]
         most = min(last, max(batch.counts[row] for row in batch.rows) + ahead)
         columns = torch.arange(batch.width, batch.width + most, device=tokens.device)
@@ -80,9 +80,9 @@ class WholeDecoder(Decoder):
             mask &= ~torch.nn.functional.pad(self.holes[batch.index], (0, most))
         return self._picked(text, mask.long(), batch.index, self.width + emitted, keep)[0]
 
-    def leave(self, rows: list[int], places: torch.Tensor) -> None:
-        if len(places):
-            self.select(places)
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        if len(stay):
+            self.select(stay)
 
     def select(self, places: torch.Tensor) -> None:
         self._select_inputs(places)
@@ -93,7 +93,7 @@ class WholeDecoder(Decoder):
     def _picked(
         self, ids: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, ends: torch.Tensor, keep: int
     ) -> tuple[torch.Tensor, ModelOutput]:
-        """A forward over ids [R, n]: logits [R, keep, V] before columns ends [R], and its output."""
+        """A forward over ids [R, n]: logits [R, keep, V] of the `keep` columns before `ends` [R], and its output."""
         given: dict[str, Any] = self.kwargs | self.notes.asked
         given[self.mask_name] = torch.ones_like(ids) if mask is None else mask
         if self.position_name in self.parameters and not self.model.config.is_encoder_decoder:
@@ -103,10 +103,10 @@ class WholeDecoder(Decoder):
         )
         inputs.pop("logits_to_keep", None)
         if self.model.config.is_encoder_decoder:
-            inputs["input_ids"] = ids  # FSMT hides later tokens only where it sees these; its encodings are given
+            inputs["input_ids"] = ids  # FSMT makes a causal mask only if it gets these besides the encoder's output
         with self.tables.at([0] * len(ids), self.last_column):
             output = self.model(**inputs, return_dict=True)
-        places = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(output.logits.device)  # [R, keep]
-        places = places.clamp(max=ids.shape[1] - 1)  # behind it lie candidates that nobody looks at
-        self.notes.note(output, places, ids.shape[1], places)
-        return output.logits[torch.arange(len(ids), device=places.device)[:, None], places], output
+        columns = (ends[:, None] + torch.arange(-keep, 0, device=ends.device)).to(output.logits.device)  # [R, keep]
+        columns = columns.clamp(max=ids.shape[1] - 1)  # logits of candidates beyond the longest text are never used
+        self.notes.note(output, columns, ids.shape[1], columns)
+        return output.logits[torch.arange(len(ids), device=columns.device)[:, None], columns], output

@@ -48,11 +48,16 @@ class Prompt:
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
-    """
+    """The draft's prompt, made from the target's.
+
     Args:
         draft: the draft model.
         target: the target's own prompt.
-        inputs_tensor: what the target's encoder has read, before rows were repeated.
+        inputs_tensor: what the target's encoder has read, before `num_return_sequences` repeated its rows; None
+            without an encoder.
+
+    Raises:
+        ValueError: the draft cannot read what the call gives to the target.
     """
     names = inspect.signature(draft.forward).parameters
     given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
@@ -86,14 +91,14 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
     given = {name: value for name, value in given.items() if value is not None}
     prompt = prepare(draft, target.max_new_tokens, given)
-    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # stock gives it a cache of the text alone
+    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt
 
 
 @refusal
 def encoded_already(draft: PreTrainedModel, inputs_tensor: torch.Tensor) -> str | None:
-    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # negative ids are stock's stand-in for none
+    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # without any, `generate` makes negative ids
         return None
     return (
         f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; pass "
@@ -115,15 +120,15 @@ def embeds_for_another_draft(
 
 
 def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:
-    """Let the draft see the images by the target's features, since `generate` has dropped the pixels by now.
+    """Give the draft the target's features of the images, since `generate` has dropped the pixels by now.
 
-    A draft that cannot read them takes the placeholders of images for ordinary tokens.
+    A draft that cannot read them sees the placeholders of images as ordinary tokens.
     """
     alike = draft.config.model_type == target.model.config.model_type
     if not alike or _embedding_width(draft) != _embedding_width(target.model):
         given.pop("mm_encoder_outputs", None)
     positions = target.kwargs.get("position_ids")
-    if alike and positions is not None and positions.ndim == 3:  # they follow the images' sizes, dropped as well
+    if alike and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
         given["position_ids"] = positions
 
 
@@ -133,14 +138,14 @@ def _embedding_width(model: PreTrainedModel) -> int | None:
 
 
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """The same modules under attributes of its own; `copy.copy` fails for what FSDP2 has made of a class."""
+    """A model with the same modules whose attributes can be set; `copy.copy` fails for a class that FSDP2 has made."""
     alike = object.__new__(type(model))
     vars(alike).update(vars(model))
     return alike
 
 
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
-    """Run the preparations of the host's `generate` for a model, up to where decoding would begin."""
+    """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
     found = []
 
     def decoding_method(
@@ -153,8 +158,8 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
     own = model.generation_config
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
     plain = GenerationConfig(max_new_tokens=1, use_cache=True, **{name: getattr(own, name, None) for name in names})
-    alike = shallow_copy(model)  # the draft's own settings are not for this call; another thread may read them now
+    alike = shallow_copy(model)  # its own settings are not for this call, and other threads may read them
     alike.generation_config = GenerationConfig()
-    host: Any = GenerationMixin
-    host.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
+    mixin: Any = GenerationMixin
+    mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
     return found[0]

@@ -1,4 +1,4 @@
-"""Where the `evaluate` modules of this package are: one folder each, published alone, so none imports `hf_specx`."""
+"""Modules for `evaluate`, each in its own folder. Each can be published alone, so none imports `hf_specx`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def metric_of_no_such_name(name: str) -> str | None:
 
 
 def path(name: str) -> str:
-    """The absolute path of the folder of a module, for `evaluate.load` and `evaluate.combine`.
+    """The absolute path of a module's folder, for `evaluate.load` and `evaluate.combine`.
 
     Args:
         name: one of `NAMES`.

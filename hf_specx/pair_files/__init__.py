@@ -1,1 +1,1 @@
-"""Reading a draft-target pair from a folder or the Hub, believing nothing in its files."""
+"""Read a draft-target pair from a folder or the Hub, trusting nothing in its files."""

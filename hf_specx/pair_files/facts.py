@@ -1,4 +1,4 @@
-"""What a config records of two loaded models and their tokenizers."""
+"""What a pair's config records of two loaded models and their tokenizers."""
 
 import hashlib
 import json
@@ -24,14 +24,17 @@ from .pair_config import ModelSource, TokenizerFacts
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
-COMMIT = "_commit_hash"  # of a config; not saved with it
+COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a model: the one whose class for this config the model was saved with.
+    """The Auto class that loads a model.
+
+    It is the one that gives the class in `config.architectures`; else the first that knows the config or is in its
+    `auto_map`; else `AutoModelForCausalLM`.
 
     Args:
-        config: of the model; with code of its own, `auto_map` says which class it is for.
+        config: of the model.
     """
     known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
     named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
@@ -42,10 +45,11 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def model_facts(model: PreTrainedModel) -> ModelSource:
-    """Where a model came from and what it is; `dtype` is that of the loaded weights, the subfolder is not known.
+    """Where a loaded model came from, and what it is.
 
     Args:
-        model: `name` and `revision` are None unless it was loaded from the Hub.
+        model: if it was not loaded from the Hub, `name` and `revision` are None. `subfolder` is always "", since it
+            is not known, and `dtype` is that of the loaded weights.
     """
     text, commit = model.config.get_text_config(decoder=True), commit_of(model)
     return ModelSource(
@@ -63,8 +67,8 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
 def commit_of(model: PreTrainedModel) -> str | None:
     """The commit on the Hub that a model was loaded from; None if it is not known.
 
-    transformers kept it up to 5.22, and we note it on what we load. Of others it is the one that the local cache has,
-    if there is only one.
+    transformers up to 5.22 keeps it in the config, and `loading` does so for the models that it loads. For others it
+    is the commit in the local cache, if there is only one.
     """
     name = str(model.name_or_path)
     if not HUB_ID.fullmatch(name) or Path(name).is_dir():
@@ -80,14 +84,14 @@ def commit_of(model: PreTrainedModel) -> str | None:
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
-    """How two tokenizers were compared, here and now.
+    """Compare two tokenizers token by token, and describe them.
 
     Args:
         tokenizer: the target's.
         draft_tokenizer: the draft's; None, or the same object, where both models share one.
 
     Raises:
-        ValueError: where a token has another id, or is in one of them only.
+        ValueError: a token has another id in the other tokenizer, or is missing there.
     """
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
     if draft_tokenizer is not None and not shared:

@@ -1,4 +1,4 @@
-"""Files of models and pairs, in a folder or from the Hub into its cache: checked before any of them is loaded."""
+"""Get the files of models and pairs, from a folder or the Hub; they are checked before any of them is loaded."""
 
 import hashlib
 import json
@@ -29,16 +29,16 @@ from .pair_config import CONFIG_NAME, ModelSource, PairConfig, TokenizerFacts
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")  # all but weights and code
 SAMPLE_BYTES = 1024  # from the middle of a tensor, for a fingerprint
-NO_SETTINGS = ("_name_or_path", "transformers_version")  # of a config: nothing is computed with them
+NO_SETTINGS = ("_name_or_path", "transformers_version")  # entries of a config that do not change the model
 
 
 class Files(NamedTuple):
     """A folder or repository whose files are on this machine.
 
     Attributes:
-        name: what `from_pretrained` takes.
-        revision: the commit, None for a folder.
-        root: where the files are.
+        name: what `from_pretrained` takes: a folder, or an id on the Hub.
+        revision: the commit; None for a folder.
+        root: the folder on this machine.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Files(NamedTuple):
     root: Path
 
     def loading(self, subfolder: str = "") -> dict[str, Any]:
-        """What makes `from_pretrained(self.name, ...)` load these very files, without a request."""
+        """Arguments that make `from_pretrained(self.name, ...)` load exactly these files, without a request."""
         if self.revision is None:
             return {"subfolder": subfolder}
         cache = self.root.parents[2]  # <cache>/models--org--name/snapshots/<commit>
@@ -56,29 +56,34 @@ class Files(NamedTuple):
 def get_files(
     name: str | Path, revision: str | None, patterns: Sequence[str], subfolder: str = "", **hub: Any
 ) -> Files:
-    """The files in one folder of a repository, or a folder as it is.
+    """Download the files in one folder of a repository; a local folder is taken as it is.
 
     Args:
         name: a folder, or an id on the Hub.
         revision: commit, branch or tag on the Hub.
         patterns: names of the files that are needed.
-        subfolder: where in the repository.
-        **hub: those of `HUB_OPTIONS` that were given.
+        subfolder: the folder in the repository, "" for its root.
+        **hub: `HUB_OPTIONS`.
     """
     if Path(name).is_dir():
         return Files(str(name), None, Path(name))
     prefix = f"{subfolder}/" if subfolder else ""
     wanted = [prefix + pattern for pattern in patterns]
-    others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders within it, but that of templates
+    others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders in it, except that of chat templates
     root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
     return Files(str(name), Path(root).name, Path(root))
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
-    """The config of a pair, with the small files beside it.
+    """Get a pair's config, and with it all its files that are small.
+
+    Args:
+        name: a folder, or an id on the Hub.
+        revision: commit, branch or tag on the Hub; None is the main branch.
+        **hub: `HUB_OPTIONS`.
 
     Raises:
-        ValueError: if it is no pair, or its config is not as it should be.
+        ValueError: there is no pair, or its config is wrong or unsafe.
     """
     check_place(str(name), revision)
     files = get_files(name, revision, SMALL_FILES, **hub)
@@ -89,14 +94,17 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
 
 
 def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_safetensors: bool, **hub: Any) -> Files:
-    """All files of a model of a pair.
+    """Get and check all files of a model of a pair.
 
     Args:
         pair: the pair's own files.
         source: where the model is.
-        trust_remote_code: whether it may be a class of its own.
-        use_safetensors: False lets other weights through.
-        **hub: as for `get_files`.
+        trust_remote_code: whether the model may bring code.
+        use_safetensors: False gets weights of any format, unchecked.
+        **hub: `HUB_OPTIONS`.
+
+    Raises:
+        ValueError: files are missing, wrong or unsafe.
     """
     name, revision = pair.name, pair.revision
     if source.name is not None:
@@ -116,7 +124,7 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
 
 
 def is_changed(files: Files, source: ModelSource) -> bool:
-    """Whether a model in safetensors is another one than its pair was saved with; says so."""
+    """Whether a model in safetensors is not the one that its pair was saved with; if so, it warns."""
     folder = files.root / source.subfolder
     if source.fingerprint is None or not (folder / shards(folder)[0]).exists():
         return False
@@ -133,23 +141,26 @@ def is_changed(files: Files, source: ModelSource) -> bool:
 def get_tokenizer(
     files: Files, subfolder: str, facts: TokenizerFacts | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder; None if there is none and none is expected.
+    """Load the tokenizer in a folder; None if there is none, and `facts` do not expect one.
 
     Args:
-        files, subfolder: where.
-        facts: what its pair was saved with.
-        trust_remote_code: whether it may be a class of its own.
+        files, subfolder: where it is.
+        facts: what the pair's config says of it; None for a tokenizer that the config says nothing of.
+        trust_remote_code: whether the tokenizer may bring code.
+
+    Raises:
+        ValueError: it is missing, unsafe, unreadable, or not what `facts` say.
     """
     folder = files.root / subfolder
     check_links(files.root, folder)
     check_tokenizer(folder, facts is not None, trust_remote_code)
     if not (folder / "tokenizer_config.json").exists():
         return None
-    # a pair whose target is elsewhere has no config for it; transformers would ask for one
+    # where the target is elsewhere there is no config.json, and transformers would look for one
     known = {} if (folder / "config.json").exists() else {"config": PreTrainedConfig()}
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **known)
-    except Exception as error:  # of many kinds, for a file that is not as it should be
+    except Exception as error:  # a broken file may raise any
         check_tokenizer_read(str(folder), error)
         raise
     if facts is not None:
@@ -158,9 +169,9 @@ def get_tokenizer(
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells a model in safetensors from others: a hash of its config, and of a part of each of its tensors.
+    """A hash that identifies a model in safetensors: of its config, and of some bytes of each of its tensors.
 
-    Weights that were trained further differ nearly everywhere, so that the parts are enough.
+    Training changes nearly all bytes of a tensor, so some of them are enough.
     """
     config = json.loads((folder / "config.json").read_bytes())
     settings = {name: value for name, value in config.items() if name not in NO_SETTINGS}

@@ -1,4 +1,4 @@
-"""Find the draft of a target, for callers who name none: of the pair this code was published with, or the target's."""
+"""Find the draft for a target where the caller names none: in the pair of this code, or in that of the target."""
 
 import threading
 import warnings
@@ -23,7 +23,7 @@ from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 from .pair_source import PAIR, REVISION
 
 
-KIND = ("model_type", "vocab_size")  # without which a model is another one
+KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 SIZE = ("parameters", "max_positions")
 
 
@@ -32,8 +32,8 @@ class Found(NamedTuple):
 
     Attributes:
         draft: in evaluation mode, on the device of the target's last layers and in the target's precision.
-        options: of `SpeculativeDecoding`.
-        costs: measured on this very hardware, or empty.
+        options: for `SpeculativeDecoding`.
+        costs: measured on this hardware; empty if there are none.
     """
 
     draft: PreTrainedModel
@@ -41,22 +41,22 @@ class Found(NamedTuple):
     costs: Costs
 
 
-# by target, and the name and revision of a pair: freed with the target
+# by target, then by name and revision of the pair; freed with the target
 LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Found]] = WeakKeyDictionary()
 LOADING = threading.Lock()
 
 
 def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
-    """The draft for a target, loaded once.
+    """The draft for a target; it is loaded once for each target.
 
-    Looked for in the pair that `pair_source` names, then where the target itself was loaded from.
+    It is looked for in the pair that `pair_source` names, else where the target itself was loaded from.
 
     Args:
         target: of the call.
-        given: the arguments of the call, of which those for the Hub are used.
+        given: the arguments of the call; only `HUB_OPTIONS` and `revision` are used.
 
     Raises:
-        ValueError: if there is none, or its files are not as they should be.
+        ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
     source = find_source(target, given.get("revision"), hub)
@@ -68,12 +68,15 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
-    """The name of the pair, and the revision that was published or asked for; None is that of the target.
+    """The name of the pair, and its revision; None where that is the target's own.
 
     Args:
         target: of the call.
-        revision: of the call, for a pair that the target was loaded from.
-        hub: as for `get_files`.
+        revision: of the call; it is for a pair that the target was loaded from.
+        hub: `HUB_OPTIONS`.
+
+    Raises:
+        ValueError: there is no pair.
     """
     if PAIR is not None and REVISION is not None:
         check_reference(PAIR)
@@ -106,9 +109,9 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     if is_changed(files, config.draft):
         config.forget()
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
-    check_facts(f"the draft of {name}", *facts_beside(config.draft, draft, KIND))
+    check_facts(f"the draft of {name}", *compared_facts(config.draft, draft, KIND))
     options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
-    if vocabulary(draft) != vocabulary(target):  # rightly, if they differ in padding only
+    if vocabulary(draft) != vocabulary(target):  # fine if they differ in padding only, so the tokenizers are compared
         tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
         other = tokenizer
         if config.draft.name is not None:
@@ -118,17 +121,17 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
 
 
-def facts_beside(
+def compared_facts(
     recorded: ModelSource, model: PreTrainedModel, names: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a config says of a model, and what is true of it."""
+    """The named facts as a config records them, and as they are in a loaded model."""
     said, found = ({name: getattr(facts, name) for name in names} for facts in (recorded, model_facts(model)))
     return said, found
 
 
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
-    """Say that a target is not the one that a pair was measured with; its text is right all the same."""
-    recorded, found = facts_beside(config.target, target, (*KIND, *SIZE))
+    """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
+    recorded, found = compared_facts(config.target, target, (*KIND, *SIZE))
     changed = [name for name, value in recorded.items() if value is not None and value != found[name]]
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:

@@ -1,4 +1,4 @@
-"""Load a model as what its files say it is; nothing is filled up with random weights."""
+"""Load a model exactly as its files describe it; missing weights raise an error and are not made up."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,47 +15,54 @@ from .facts import COMMIT, auto_class
 from .fetch import Files
 
 
-TABLES = 2**28  # numbers in buffers that no model needs more of
+TABLES = 2**28  # numbers in buffers, more than any real model needs
 
 
 def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """A model's config."""
-    place = files.loading(subfolder)
+    """A model's config.
+
+    Args:
+        files, subfolder: where it is.
+        trust_remote_code: whether its code may run.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    where = files.loading(subfolder)
     with _reading(files.root / subfolder):
-        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **place)
+        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **where)
     assert isinstance(config, transformers.PreTrainedConfig)
     return config
 
 
 def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
-    """A model, in evaluation mode, with `generate` of its class.
+    """A model in evaluation mode, with the `generate` of its class.
 
     Args:
-        files: where it is, checked.
-        subfolder: of these.
-        trust_remote_code: whether it may be a class of its own.
+        files, subfolder: where it is; checked by `fetch`.
+        trust_remote_code: whether its code may run.
         **kwargs: for `from_pretrained`.
 
     Raises:
-        ValueError: if weights are missing, of another shape, or of more layers than the model has.
+        ValueError: weights are missing, have another shape, or belong to layers that the model does not have.
     """
     config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
     loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
     if not quantised and kwargs.get("use_safetensors", True):
         with _reading(files.root / subfolder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
-        tables = sum(buffer.numel() for buffer in empty.buffers())  # made, not loaded
+        tables = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
         check_size(files.root / subfolder, empty.num_parameters() + max(0, tables - TABLES))
     model, seen = loader.from_pretrained(
         files.name,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # so that we see them
+        ignore_mismatched_sizes=True,  # they are reported below
         **{"use_safetensors": True} | trust | files.loading(subfolder) | kwargs,
     )
     unused = [] if "num_hidden_layers" in kwargs else seen["unexpected_keys"]
     missing, mismatched = seen["missing_keys"], seen["mismatched_keys"]
     check_loaded(f"{files.name} {subfolder}".strip(), missing, mismatched, unused, list(model.state_dict()))
-    vars(model).pop("generate", None)  # a repository's own, bound where its code is trusted, would call us again
+    vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
     if files.revision is not None:
         setattr(model.config, COMMIT, files.revision)
     assert isinstance(model, PreTrainedModel)
@@ -64,9 +71,9 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Say whose config it was that raised an error."""
+    """Name the folder in errors that reading its config raises."""
     try:
         yield
-    except Exception as error:  # of many kinds, for values that are not as they should be
+    except Exception as error:  # wrong values may raise any
         check_config_read(str(folder), error)
         raise

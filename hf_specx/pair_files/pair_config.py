@@ -1,4 +1,4 @@
-"""What is known of a draft-target pair, as its `specx_config.json` holds it. Reading it opens and runs nothing."""
+"""`specx_config.json`: what is known of a draft-target pair. Reading it opens no other file and runs no code."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -25,19 +25,19 @@ SCHEMA = 1
 
 @dataclass
 class ModelSource:
-    """Where one model of a pair is, and what was read from its files; None is "not checked".
+    """Where one model of a pair is, and facts from its files; None is "not checked".
 
     Attributes:
         name: id on the Hub; None is the pair's own folder.
         revision: commit on the Hub, so that the files are always the same; None in the pair's own folder.
-        subfolder: of that folder or repository; "" is its root.
-        model_type: of the text config, as transformers calls it.
-        vocab_size: logits a position.
+        subfolder: in that folder or repository; "" is its root.
+        model_type: of the text config, as in transformers.
+        vocab_size: logits at a position, padding included.
         parameters: their number.
-        max_positions: `max_position_embeddings`, where the model has such a limit.
-        dtype: of the files, like "bfloat16".
-        fingerprint: of the files with the weights; see `fetch.fingerprint`.
-        auto_class: of transformers, that loads it, like "AutoModelForCausalLM".
+        max_positions: `max_position_embeddings`; None also where the model has no such limit.
+        dtype: of the files, such as "bfloat16".
+        fingerprint: of the config and weights, see `fetch.fingerprint`.
+        auto_class: the class of transformers that loads it, such as "AutoModelForCausalLM".
     """
 
     name: str | None = None
@@ -57,10 +57,10 @@ class TokenizerFacts:
     """How the two tokenizers were compared.
 
     Attributes:
-        method: "content" is token by token with their ids; "one" where both models share one in the pair's folder.
+        method: "content": each token and its id was compared; "one": both models share one tokenizer.
         tokens: how many there are.
-        special_tokens: {role: token}, like {"eos_token": "</s>"}.
-        vocabulary: a hash of all tokens with their ids.
+        special_tokens: {role: token}, such as {"eos_token": "</s>"}.
+        vocabulary: SHA-256 of all tokens and ids.
     """
 
     method: str
@@ -71,21 +71,21 @@ class TokenizerFacts:
 
 @dataclass
 class Measurement:
-    """One measured batch; every ratio is a median over runs, in turns with plain `generate`.
+    """One measured batch size; ratios are medians over runs that alternate with plain `generate`.
 
     Attributes:
         batch: rows.
-        dtype: of the target, like "float32".
-        verification, num_draft_tokens, layout: what was used.
-        alpha: mean of sum min(p, q) over judged positions.
-        cost_coefficient: a draft step over a target step, None if not timed.
-        tokens_per_round: tokens a row and round.
-        expected_speedup: Theorem 3.8; None without times of forwards.
-        forward_limited_speedup: the same, without its assumption on the larger forward.
-        measured_speedup: our tokens a second over those of plain `generate`.
-        hardware: as `hf_specx` names it; a number from another machine says little.
+        dtype: of the target, such as "float32".
+        verification, num_draft_tokens, layout: the options.
+        alpha: mean of sum_x min(p, q) over judged candidates.
+        cost_coefficient: time of a draft step over that of a target step; None if not timed.
+        tokens_per_round: emitted tokens per row and round.
+        expected_speedup: by Theorem 3.8 of Leviathan et al. 2022; None if forwards were not timed.
+        forward_limited_speedup: by the times of the real forwards, which the theorem assumes equal; None likewise.
+        measured_speedup: tokens per second over those of plain `generate`.
+        hardware: the processor, see `devices.hardware`.
         versions: {"torch": "2.13.0", ...}.
-        command: what made these numbers.
+        command: the command that made these numbers.
     """
 
     batch: int
@@ -106,11 +106,11 @@ class Measurement:
 
 @dataclass
 class SavedCosts:
-    """The cost table of a pair (`strategy.costs`), and where it holds.
+    """The cost table of a pair (`strategy.costs`), and the hardware and precision that it was measured with.
 
     Attributes:
-        hardware, dtype: times are of no use elsewhere.
-        table, alpha, rounds: as `Costs.to_dict` gives them.
+        hardware, dtype: the table is not used with any other.
+        table, alpha, rounds: as in `Costs.to_dict`.
     """
 
     hardware: str
@@ -125,18 +125,15 @@ class PairConfig:
     """`specx_config.json`.
 
     Attributes:
-        target, draft: where they are, and facts from their files.
+        target, draft: where the models are, and facts from their files.
         tokenizers: how they were compared; None is "not checked".
         num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
-        costs: what "auto" goes by, on the machine where it was measured.
-        measurements: one for each batch and precision; none is "not measured".
+        costs: the times by which "auto" chooses the number of candidates.
+        measurements: one for each batch size and precision; [] is "not measured".
         prompts: texts to try the pair with.
         license: for the model card.
         notes: markdown for the model card: how the pair was made, what it is for.
-        schema: of this file.
-
-    Raises:
-        ValueError: on reading, for anything that is not of this schema.
+        schema: version of this format.
     """
 
     target: ModelSource
@@ -154,7 +151,15 @@ class PairConfig:
 
     @classmethod
     def from_text(cls, text: bytes, where: str) -> "PairConfig":
-        """Read a file's content; `where` is what errors call it."""
+        """Read the content of a file.
+
+        Args:
+            text: the content.
+            where: the name of the file, for errors.
+
+        Raises:
+            ValueError: it is not JSON of this schema.
+        """
         values = check_text(text, where)
         check_schema(values, SCHEMA, where)
         config: PairConfig = _read(cls, values, where)
@@ -163,21 +168,21 @@ class PairConfig:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "PairConfig":
-        """Read a file."""
+        """Read a file; errors as in `from_text`."""
         with Path(path).open("rb") as file:
             return cls.from_text(file.read(MAX_CONFIG_BYTES + 1), str(path))
 
     def to_text(self) -> str:
-        """JSON, the same for equal configs."""
+        """The config as JSON; equal configs give the same text."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def forget(self) -> None:
-        """Drop what was measured, and what is recommended for it: a model has changed."""
+        """Drop all measurements and recommendations, because a model has changed."""
         self.costs, self.measurements = None, []
         self.num_draft_tokens, self.verification, self.layout = "auto", None, "auto"
 
     def costs_on(self, hardware: str, dtype: str) -> Costs:
-        """The cost table, a new one; empty where it was measured on other hardware or in another precision."""
+        """A copy of the cost table; an empty one if it was measured on other hardware or in another precision."""
         saved = self.costs
         if saved is None or (saved.hardware, saved.dtype) != (hardware, dtype):
             return Costs()
@@ -185,7 +190,7 @@ class PairConfig:
 
 
 def _read(wanted: Any, value: Any, where: str) -> Any:
-    """A value from JSON as what an annotation says it is."""
+    """Check a value from JSON against an annotation, and convert it; `where` names the value in errors."""
     options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
     made = next((option for option in options if hasattr(option, "__dataclass_fields__")), None)
     if made is not None and not (value is None and type(None) in options):
@@ -197,8 +202,8 @@ def _read(wanted: Any, value: Any, where: str) -> Any:
         return made(**{name: _read(known[name], item, f"{where}: {name}") for name, item in value.items()})
     check_type(value, options, where)
     if get_origin(wanted) is list:
-        return [_read(get_args(wanted)[0], item, f"{where}[{place}]") for place, item in enumerate(value)]
+        return [_read(get_args(wanted)[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
     if get_origin(wanted) is dict:
-        named = {_read(str, name, where): f"{where}[{name!r}]" for name in value}
-        return {name: _read(get_args(wanted)[1], value[name], place) for name, place in named.items()}
+        names = [_read(str, name, where) for name in value]
+        return {name: _read(get_args(wanted)[1], value[name], f"{where}[{name!r}]") for name in names}
     return float(value) if float in options and value is not None else value

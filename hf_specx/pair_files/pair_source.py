@@ -1,4 +1,4 @@
-"""Where the pair is whose `custom_generate` folder this is; `specx publish` writes another file in its place."""
+"""The pair that this code was published with; `specx publish` writes this file anew for each pair."""
 
 PAIR: str | None = None  # id on the Hub, or a folder
 REVISION: str | None = None  # the commit of its models

@@ -1,4 +1,4 @@
-"""Load the two models of a pair and their tokenizers: one inside the pair, one from elsewhere, wherever they are."""
+"""Load the models and tokenizers of a pair, each from inside the pair or from where it refers to."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from hf_specx.pair_files.fetch import (
     get_tokenizer,
     is_changed,
 )
-from hf_specx.pair_files.find_draft import KIND, facts_beside, warn_of_another_target
+from hf_specx.pair_files.find_draft import KIND, compared_facts, warn_of_another_target
 from hf_specx.pair_files.loading import load_config, load_model
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
@@ -35,7 +35,8 @@ class LoadedPair(NamedTuple):
     """The parts of a `DraftTargetPair`.
 
     Attributes:
-        sources: where each model was loaded from, for saving by reference; by role.
+        draft_tokenizer: None where the draft uses `tokenizer`.
+        sources: by role, where on the Hub a model was loaded from, for saving by reference; None if it was not.
     """
 
     target: PreTrainedModel
@@ -62,21 +63,21 @@ def load_pair(
     draft_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> LoadedPair:
-    """The models and tokenizers of a pair, once all files were checked.
+    """Check all files of a pair, then load its models and tokenizers.
 
     Args:
         name_or_path: a folder, or an id on the Hub.
-        device_map, draft_device_map, max_memory, cache_tokens: where the models go, as in `plan`.
+        device_map, draft_device_map, max_memory, cache_tokens: where the models go, see `plan`.
         dtype: of both models; "auto" is as they were saved.
-        target, draft: a model, or a folder or id of one, to take in place of the pair's own.
-        revision: commit, branch or tag of the pair; models that it has by reference have theirs in its config.
-        trust_remote_code: whether models and tokenizers may be classes of their own.
+        target, draft: a model, or a folder or id of one, to use instead of the pair's own.
+        revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
+        trust_remote_code: whether the code of models and tokenizers may run, False unless given.
         use_safetensors: False also loads pickles, which may run code.
-        draft_kwargs: for the draft's `from_pretrained` alone.
-        **kwargs: those of `HUB_OPTIONS`; the rest is for `from_pretrained`, `quantization_config` of the target's.
+        draft_kwargs: for the draft's `from_pretrained` only.
+        **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
 
     Raises:
-        ValueError: for anything in the pair's files that is not as it should be.
+        ValueError: the pair's files are incomplete, wrong or unsafe.
     """
     own = _own(kwargs, draft_kwargs or {})
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
@@ -84,34 +85,37 @@ def load_pair(
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    places = {
+    found = {
         "target": _find(pair, config.target, target, hub, use_safetensors=use_safetensors, **trust),
         "draft": _find(pair, config.draft, draft, hub, use_safetensors=use_safetensors, **trust),
     }
-    if any(place.changed for place in places.values()):
+    if any(each.changed for each in found.values()):
         config.forget()
-    tokenizers = _tokenizers(pair, places, config, trust_remote_code)
-    maps = _plan(places, own, device_map, draft_device_map, **room)
-    models = {role: _load(place, **shared | own[role] | maps[role]) for role, place in places.items()}
+    tokenizers = _tokenizers(pair, found, config, trust_remote_code)
+    maps = _plan(found, own, device_map, draft_device_map, **room)
+    models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
     warn_of_another_target(config, models["target"])
-    sources = {role: _reference(place) for role, place in places.items()}
+    sources = {role: _reference(each) for role, each in found.items()}
     return LoadedPair(models["target"], models["draft"], *tokenizers, config, sources)
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is for one model alone, by role; taken out of `kwargs`."""
+    """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
     check_loading([*kwargs, *draft_kwargs])
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
-    if "offload_folder" in target:  # files there are called by the names of weights
+    if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
     return {"target": target, "draft": draft_kwargs}
 
 
-class Place(NamedTuple):
-    """Where a model of a pair is: its files, checked, or the model itself where it was given.
+class FoundModel(NamedTuple):
+    """A model of a pair that is not loaded yet, or that the caller gave.
 
     Attributes:
-        changed: whether it is another one than the pair was saved with.
+        files: its checked files; None where the caller gave the model.
+        source: where in `files` it is.
+        changed: whether it is not the model that the pair was saved with.
+        model: as the caller gave it.
     """
 
     files: Files | None
@@ -121,11 +125,12 @@ class Place(NamedTuple):
     model: PreTrainedModel | None = None
 
 
-def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> Place:
+def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> FoundModel:
+    """Get and check the files of a model: the one that the pair names, or `other` where it is given."""
     if isinstance(other, PreTrainedModel):
         facts = model_facts(other)
         same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
-        return Place(None, ModelSource(), other.config, not same, other)
+        return FoundModel(None, ModelSource(), other.config, not same, other)
     if other is None:
         files = get_model(pair, source, **options, **hub)
         changed = is_changed(files, source)
@@ -134,16 +139,20 @@ def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **o
         files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), **options, **hub)
         changed = not options["use_safetensors"] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
-    return Place(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
+    return FoundModel(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
 
 
 def _plan(
-    places: dict[str, Place], own: dict[str, dict[str, Any]], device_map: Any, draft_device_map: Any, **options: Any
+    found: dict[str, FoundModel],
+    own: dict[str, dict[str, Any]],
+    device_map: Any,
+    draft_device_map: Any,
+    **options: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Arguments of `from_pretrained` that say where a model goes, by role."""
+    """The arguments of `from_pretrained` that say where a model goes, by role."""
     options["quantization_config"] = own["target"].get("quantization_config")
-    target, draft = places["target"], places["draft"]
-    if target.model is not None:  # it has its place
+    target, draft = found["target"], found["draft"]
+    if target.model is not None:  # it is loaded already
         return {"target": {}, "draft": {"device_map": draft_device_map or {"": last_device(target.model)}}}
     if draft.model is not None:
         draft_device_map = last_device(draft.model)
@@ -151,28 +160,30 @@ def _plan(
     return {"target": planned.target, "draft": planned.draft}
 
 
-def _load(place: Place, **kwargs: Any) -> PreTrainedModel:
-    if place.model is not None:
-        return place.model
-    assert place.files is not None
-    model = load_model(place.files, place.source.subfolder, **kwargs)
-    check_facts(place.files.name, *facts_beside(place.source, model, KIND))
+def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
+    if found.model is not None:
+        return found.model
+    assert found.files is not None
+    model = load_model(found.files, found.source.subfolder, **kwargs)
+    check_facts(found.files.name, *compared_facts(found.source, model, KIND))
     return model
 
 
 def _tokenizers(
-    pair: Files, places: dict[str, Place], config: PairConfig, trust_remote_code: bool
+    pair: Files, found: dict[str, FoundModel], config: PairConfig, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
-    """The target's, if it comes from elsewhere with one, or else the pair's; and the draft's, if that may differ."""
-    found = [get_tokenizer(pair, "", config.tokenizers, trust_remote_code)]
-    for place in places.values():
-        elsewhere = None if place.files is None or place.files == pair else place.files
-        found.append(elsewhere and get_tokenizer(elsewhere, place.source.subfolder, None, trust_remote_code))
-    return found[1] or found[0], found[2] or (found[0] if found[1] else None)
+    """The target's tokenizer (the pair's, unless the target is from elsewhere), and the draft's, if it may differ."""
+    own = get_tokenizer(pair, "", config.tokenizers, trust_remote_code)
+    others = []
+    for each in found.values():
+        elsewhere = None if each.files is None or each.files == pair else each.files
+        others.append(elsewhere and get_tokenizer(elsewhere, each.source.subfolder, None, trust_remote_code))
+    target, draft = others
+    return target or own, draft or (own if target else None)
 
 
-def _reference(place: Place) -> ModelSource | None:
-    """What a config would say to load a model from where it was loaded from."""
-    if place.files is None or place.files.revision is None:
+def _reference(found: FoundModel) -> ModelSource | None:
+    """The entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
+    if found.files is None or found.files.revision is None:
         return None
-    return replace(place.source, name=place.files.name, revision=place.files.revision)
+    return replace(found.source, name=found.files.name, revision=found.files.revision)

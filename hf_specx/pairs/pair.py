@@ -1,4 +1,4 @@
-"""Draft-target pairs: two models and their one tokenizer, loaded, used and saved together."""
+"""Draft-target pairs: two models and a tokenizer that are loaded, used and saved together."""
 
 import copy
 from collections.abc import Sequence
@@ -19,25 +19,28 @@ from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_entry, check_pair_call
 
+from .complete import complete
 from .loading import LoadedPair, load_pair
-from .shares import complete
 
 
 class DraftTargetPair:
-    """A target with the draft that was made for it.
+    """A target model and a draft model for it.
 
     Args:
         target: the model whose text is wanted.
         draft: a smaller model with the same vocabulary.
-        tokenizer: of both; None if texts are tokenized elsewhere.
-        config: facts about the pair, its recommended options and measurements.
+        tokenizer: of both models; None if texts are tokenized elsewhere.
+        config: facts about the pair, its recommended options and measurements; None for none.
 
     Attributes:
-        strategy: the `SpeculativeDecoding` whose options `generate` uses, by a copy for each call, so that several
-            threads may call it; it remembers costs and acceptance.
-        report: what the last `generate` to end did, None before the first.
-        draft_tokenizer: the draft's own, if it was loaded from elsewhere.
-        sources: where each model was loaded from on the Hub, by role.
+        strategy: the `SpeculativeDecoding` with the options of `generate`, and with the costs and acceptance that it
+            has learned. Each call uses a copy, so that several threads may call `generate`.
+        report: of the last `generate` that ended; None before the first.
+        draft_tokenizer: the draft's own, where it has another one; else `tokenizer`.
+        sources: by role ("target", "draft"), where on the Hub a model was loaded from; None if it was not.
+
+    Raises:
+        ValueError: the target cannot generate.
 
     Example:
         >>> pair = DraftTargetPair.embedded()
@@ -63,20 +66,21 @@ class DraftTargetPair:
 
     @property
     def target(self) -> PreTrainedModel:
-        """The target; a pair with another one is another pair."""
+        """The target; it cannot be replaced, make another pair instead."""
         return self._target
 
     @property
     def draft(self) -> PreTrainedModel:
-        """The draft; a pair with another one is another pair."""
+        """The draft; it cannot be replaced, make another pair instead."""
         return self._draft
 
     @property
     def prompts(self) -> list[str]:
-        """Texts to try the pair with, [] if it came with none."""
+        """Texts to try the pair with; [] if its config has none."""
         return self.config.prompts
 
     def _strategy(self, **options: Any) -> SpeculativeDecoding:
+        """A strategy with the options that the config recommends, and `options` instead where given."""
         config, dtype = self.config, str(self.target.dtype).removeprefix("torch.")
         own = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
         own |= {"costs": config.costs_on(hardware(execution_device(self.target)), dtype)}
@@ -85,7 +89,7 @@ class DraftTargetPair:
 
     @classmethod
     def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
-        """A pair of parts that were loaded already."""
+        """A pair made of what `load_pair` has loaded."""
         pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config)
         pair.sources = loaded.sources
         if loaded.draft_tokenizer is not None:
@@ -98,11 +102,11 @@ class DraftTargetPair:
         """Load a pair: `from_pretrained("org/pair", device_map="auto", dtype="auto", revision=..., token=...)`.
 
         Args:
-            name_or_path: a folder, an id on the Hub, or "embedded"; a local folder of that name comes first.
-            **kwargs: of `load_pair`, where they are described.
+            name_or_path: a local folder, else an id on the Hub or "embedded".
+            **kwargs: see `load_pair`.
 
         Raises:
-            ValueError: for anything in the pair's files that is not as it should be, before it is loaded.
+            ValueError: the pair's files are incomplete, wrong or unsafe; nothing of them is loaded then.
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
@@ -113,8 +117,8 @@ class DraftTargetPair:
         """The pair in the package: 13.9M and 2.7M parameters, trained on the Python standard library's source.
 
         Args:
-            dtype: unless given, or "auto": float32 on the CPU, and as saved (bfloat16) on an accelerator.
-            **kwargs: of `load_pair`.
+            dtype: None or "auto" is float32 on the CPU, and as saved (bfloat16) on an accelerator.
+            **kwargs: see `load_pair`.
         """
         if dtype in (None, "auto"):
             spread = kwargs.get("device_map") not in (None, "cpu") and torch.accelerator.is_available()
@@ -122,12 +126,12 @@ class DraftTargetPair:
         return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
 
     def complete(self, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
-        """Continue texts in batches; under `accelerate launch` each process takes a share, as `shares.complete` says.
+        """Continue texts in batches; under `accelerate launch` each process takes a share. See `complete.complete`.
 
         Args:
             texts: prompts.
-            batch_size: rows of a batch.
-            seed: the prompt at place i samples under `seed + i`.
+            batch_size: rows of a batch, 8 unless given.
+            seed: prompt i is sampled with the seed `seed + i`.
             **options: for `generate`.
 
         Returns:
@@ -138,27 +142,27 @@ class DraftTargetPair:
     def save_pretrained(
         self, folder: str | Path, *, target: str = "inside", draft: str = "inside", overwrite: bool = False
     ) -> None:
-        """Write the pair into a folder, whole or not at all; in safetensors, with the target at its root.
+        """Write the pair into a folder: all of it or nothing, in safetensors, with the target at its root.
 
         Args:
-            folder: not there yet, or empty.
-            target, draft: "inside", or "reference" to where on the Hub it was loaded from, at that commit.
-            overwrite: whether to replace a folder, with all that is in it.
+            folder: where; must be empty or not exist.
+            target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
+            overwrite: whether to replace an existing folder, with all that is in it.
 
         Raises:
-            ValueError: for a folder that is in use, and for a reference to a model that is not from the Hub.
+            ValueError: the folder is in use, or a model is to be a reference and is not from the Hub.
         """
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Publish the pair with its card and the code to use it without this package; see `hub.publish`.
+        """Upload the pair with its card, and with the code to use it without this package.
 
         Args:
             repo_id: "owner/name".
-            **kwargs: of `publish`.
+            **kwargs: of `hub.publish.publish`.
 
         Returns:
-            The commit.
+            The last commit.
         """
         return publish(self, repo_id, **kwargs)
 
@@ -166,20 +170,20 @@ class DraftTargetPair:
         """The target's `generate` with speculative sampling.
 
         Args:
-            inputs: as in `generate`; tensors are moved to where the target takes them.
+            inputs: as in `generate`; tensors are moved to the device of the target's inputs.
             *more: further positional arguments of the target's own `generate`.
-            **kwargs: everything that `generate` takes, and the options of `SpeculativeDecoding` by keyword, for this
-                call; what was learned of costs and acceptance is the pair's own all the same.
+            **kwargs: everything that `generate` takes, and for this call any option of `SpeculativeDecoding`. What
+                is learned of costs and acceptance is kept for later calls in any case.
         """
-        host, device = type(self.target), execution_device(self.target)
+        model_class, device = type(self.target), execution_device(self.target)
         with ending(kwargs.get("streamer")) as reached:
             check_pair_call(kwargs)
-            kwargs = add_positional(host, more, kwargs | {"inputs": inputs})
+            kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             own, options = self.strategy, take_options(kwargs)
             own.meet(self.target)
             strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
             strategy.schedule = own.schedule
-            output = run(strategy, host, self.target, kwargs.pop("inputs"), kwargs, reached)
+            output = run(strategy, model_class, self.target, kwargs.pop("inputs"), kwargs, reached)
         own.schedule, self.report = strategy.schedule, strategy.report
         return output

@@ -1,4 +1,4 @@
-"""Plan where two models go, together: each alone would be given all the memory that is free."""
+"""Plan on which devices two models go, together: planned one by one, each would be given all the free memory."""
 
 import copy
 import itertools
@@ -24,9 +24,9 @@ from hf_specx.pair_files.loading import auto_class
 
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16
-HEADROOM = 0.9  # of the free memory of an accelerator; the rest is for what a forward works with
-PASSES = 9  # the cache of what is offloaded takes room, which makes more be offloaded
-STORES = ("cpu", "disk")  # with an accelerator in the map, weights lie here and run there
+HEADROOM = 0.9  # of the free memory of an accelerator; the rest is for activations
+PASSES = 9  # the cache of offloaded layers stays on accelerators, which may offload more layers
+STORES = ("cpu", "disk")  # with an accelerator in the map, weights here are run there
 DeviceMap = str | int | torch.device | dict[str, Any]
 
 
@@ -34,8 +34,8 @@ class Placement(NamedTuple):
     """Where two models go.
 
     Attributes:
-        target, draft: arguments for `from_pretrained`: `device_map`, and `max_memory` where the map is inferred.
-        reason: for the draft's place, in words; "" where there was nothing to choose.
+        target, draft: arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred.
+        reason: why the draft goes there, in words; "" where there was nothing to choose.
     """
 
     target: dict[str, Any]
@@ -44,15 +44,15 @@ class Placement(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What comes of a place for the draft.
+    """What it would cost to put the draft on a device.
 
     Attributes:
-        device_map: of the target.
-        device: of the draft.
-        last: where the target's last layers run.
-        slow: bytes that a round reads from slower memory than it could, those of the draft once for each candidate.
-        left: bytes that nobody needs on the draft's device.
-        room: bytes for the target's weights, by device.
+        device_map: the target's.
+        device: the draft's.
+        last: the device on which the target's last layers run.
+        slow: bytes that a round reads from memory other than an accelerator's; the draft's count once a candidate.
+        left: bytes that stay free on the draft's device.
+        room: bytes that the target's weights may take, by device.
     """
 
     device_map: Any
@@ -67,10 +67,10 @@ class Sketch:
     """A model without weights.
 
     Attributes:
-        model: on the meta device, its modules as the quantiser makes them.
-        sizes: bytes of each parameter and buffer; of several that are tied, of one.
-        weights: their sum.
-        cache: bytes that its cache may need.
+        model: on the meta device, with the modules that the quantiser makes.
+        sizes: bytes of each parameter and buffer, by name; tied ones are counted once.
+        weights: the sum of `sizes`.
+        cache: bytes that its cache needs at most.
     """
 
     def __init__(
@@ -101,27 +101,27 @@ class Sketch:
         self.weights = sum(self.sizes.values())
 
     def mapped(self, device_map: Any, room: dict[Any, int]) -> dict[str, Any]:
-        """Where the loader puts each part, given so many bytes a device."""
+        """The device of each part, as `from_pretrained` chooses it, if it may use `room` bytes on each device."""
         placed = _get_device_map(self.model, device_map, dict(room), self.quantizer)
         return {name: _plain(device) for name, device in placed.items()}
 
-    def lies(self, placed: Mapping[str, Any]) -> Counter[Any]:
+    def weights_on(self, placed: Mapping[str, Any]) -> Counter[Any]:
         """Bytes of weights on each device."""
         used: Counter[Any] = Counter()
         for name, size in self.sizes.items():
             used[_device_of(name, placed)] += size
         return used
 
-    def caches(self, used: Counter[Any]) -> Counter[Any]:
-        """Bytes of the cache on each device, in proportion to the weights that run there."""
+    def cache_on(self, used: Counter[Any]) -> Counter[Any]:
+        """Bytes of the cache on each device, in proportion to `used`, the bytes of weights that run there."""
         runs = _running(used)
         shares: Counter[Any] = Counter()
         for device, size in used.items():
             shares[device if device in runs else runs[0]] += math.ceil(self.cache * size / self.weights)
         return shares
 
-    def last(self, placed: Mapping[str, Any]) -> Any:
-        """Where the last module runs."""
+    def last_device(self, placed: Mapping[str, Any]) -> Any:
+        """The device on which the last module runs."""
         head = self.model.get_output_embeddings()
         names = [name for name, module in self.model.named_modules() if head is None or module is head]
         device, runs = _device_of(names[-1], placed), _running(placed.values())
@@ -140,24 +140,24 @@ def plan(
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> Placement:
-    """Where the two models of a pair go; the configs are read, and no memory is taken.
+    """Choose the devices of the two models of a pair; it reads the configs only, and allocates no memory.
 
-    The target gets what the draft leaves, so that each device has room for the weights that lie there and for the
-    cache of what runs there. The draft goes to one device: the one by which least is read from slower memory, as
-    offloaded layers are, and of those with equally little the one where the target's last layers run. A warning says
-    where it could not be there, or something is in slower memory.
+    The target gets what the draft leaves, with room on each device for weights and for the cache of what runs there.
+    The draft goes to the device by which a round reads least from slower memory, and among equals to that of the
+    target's last layers. A `UserWarning` says if it is elsewhere, or anything is in slower memory.
 
     Args:
-        target, draft: configs; a `quantization_config` in them counts.
-        device_map: of the target, as `from_pretrained` takes it: "auto", "balanced", "balanced_low_0", "sequential", a
-            device, where the draft goes as well, a dict, which is left as it is, or None for no plan.
-        max_memory: bytes, or text like "10GB", by device: numbers of accelerators, "cpu". It is believed, so that it
-            also plans for machines that are not here. None: what is free, less a tenth.
-        dtype: of both; "auto" is as they were saved.
-        draft_device_map: a device, or a dict; None or "auto" is as above.
-        cache_tokens: rows times tokens for which both caches get room, 8 rows of 1024 unless given.
-        quantization_config: of a target that is quantised when it is loaded.
-        trust_remote_code: whether the models may be classes of their own.
+        target, draft: configs; a `quantization_config` in them is taken into account.
+        device_map: the target's, as for `from_pretrained`: "auto", "balanced", "balanced_low_0" or "sequential"; a
+            device, which is the draft's too; a dict, which is left as it is; or None for no plan.
+        max_memory: bytes, or text like "10GB", by number of accelerator and for "cpu", whether this machine has them
+            or not. None is the free memory, on accelerators less a tenth.
+        dtype, trust_remote_code, quantization_config: as for `from_pretrained`; the last is for the target only.
+        draft_device_map: a device or a dict; None or "auto" lets this function choose.
+        cache_tokens: rows times tokens for which both caches get room.
+
+    Raises:
+        ValueError: an argument has an unusable value.
     """
     draft_over_several_devices(draft_device_map)
     room_for_no_tokens(cache_tokens)
@@ -171,8 +171,8 @@ def plan(
     small = Sketch(draft, dtype, cache_tokens, trust_remote_code)
     limits, reason = _limits(max_memory), ""
     if given:
-        used = small.lies(small.mapped(check_and_set_device_map(draft_device_map), {}))
-        found = _try(large, devices, limits, used + small.caches(used))
+        used = small.weights_on(small.mapped(check_and_set_device_map(draft_device_map), {}))
+        found = _try(large, devices, limits, used + small.cache_on(used))
     else:
         found = _best(large, devices, limits, small.weights + small.cache)
         given, reason = {"device_map": {"": found.device}}, _reason(found, limits, small)
@@ -198,7 +198,7 @@ def room_for_no_tokens(cache_tokens: int) -> str | None:
 
 
 def cache_numbers(config: PreTrainedConfig) -> int:
-    """Numbers that a cache holds for one token, at most: windows, and layers that keep a state, are not deducted."""
+    """How many numbers a cache holds for one token, at most: sliding windows and recurrent layers are not deducted."""
     text = config.get_text_config(decoder=True)
 
     def of(name: str, default: int = 0) -> int:
@@ -208,28 +208,28 @@ def cache_numbers(config: PreTrainedConfig) -> int:
     layers = of("num_decoder_layers", of("decoder_layers", of("num_hidden_layers")))
     heads = of("num_attention_heads", 1)
     width = of("head_dim", of("hidden_size") // heads)
-    latent = of("kv_lora_rank")  # multi-head latent attention keeps that for all heads together
-    kinds = 2 if config.is_encoder_decoder else 1  # what the encoder gave is kept as well
+    latent = of("kv_lora_rank")  # multi-head latent attention keeps one vector for all heads
+    kinds = 2 if config.is_encoder_decoder else 1  # self-attention and cross-attention
     own = latent + of("qk_rope_head_dim") if latent else 2 * of("num_key_value_heads", heads) * width
     return kinds * layers * own
 
 
 def _limits(max_memory: Mapping[Any, int | str] | None) -> dict[Any, int]:
-    """Bytes that may be used on each device, accelerators first; the disk has no limit."""
+    """Bytes that may be used on each device, accelerators first, without the disk."""
     free = get_max_memory(None if max_memory is None else dict(max_memory))
-    share = HEADROOM if max_memory is None else 1  # transformers has taken the CPU's own
+    share = HEADROOM if max_memory is None else 1  # transformers has reserved some on the CPU
     limits = {device: int(size if device == "cpu" else share * size) for device, size in free.items()}
     return {device: size for device, size in limits.items() if device != "disk" and (size > 0 or device == "cpu")}
 
 
 def _best(target: Sketch, device_map: Any, limits: dict[Any, int], needed: int) -> Trial:
-    """The best place for a draft that needs so many bytes."""
+    """The best device for a draft that needs so many bytes."""
     free = Counter(limits)
-    if isinstance(device_map, dict):  # what the target takes is settled
-        used = target.lies(target.mapped(device_map, {}))
-        free = free - used - target.caches(used)
+    if isinstance(device_map, dict):  # the target's devices are given
+        used = target.weights_on(target.mapped(device_map, {}))
+        free = free - used - target.cache_on(used)
     roomy = [device for device in limits if free[device] >= needed] or ["disk"]
-    # "auto" is balanced, which offloads what a large accelerator beside a small one could hold
+    # "auto" means "balanced", which offloads layers that the larger one of two accelerators could hold
     kinds = ["auto", "sequential"] if device_map == "auto" else [device_map]
     trials, refused = [], ValueError()
     for kind, device in itertools.product(kinds, roomy):
@@ -243,15 +243,15 @@ def _best(target: Sketch, device_map: Any, limits: dict[Any, int], needed: int) 
 
 
 def _try(target: Sketch, device_map: Any, limits: dict[Any, int], taken: Mapping[Any, int]) -> Trial:
-    """Where the target goes beside a draft that takes so many bytes, by device."""
+    """Place the target when a draft has taken so many bytes, by device."""
     share = target.weights / (target.weights + target.cache)
     room = {device: size - taken.get(device, 0) for device, size in limits.items()}
     room |= {device: int(share * room.get(device, 0)) for device in _running(limits)}
     room = {device: max(0, size) for device, size in room.items()}
     for _ in range(PASSES):
         placed = target.mapped(device_map, room)
-        used = target.lies(placed)
-        need = used + target.caches(used) + Counter(taken)
+        used = target.weights_on(placed)
+        need = used + target.cache_on(used) + Counter(taken)
         over = {device: need[device] - limits[device] for device in limits if need[device] > limits[device]}
         if not over:
             break
@@ -260,11 +260,11 @@ def _try(target: Sketch, device_map: Any, limits: dict[Any, int], taken: Mapping
     read = used + Counter({device: FIXED_DRAFT_TOKENS * size for device, size in taken.items()})
     slow = sum(size for device, size in read.items() if device not in fast)
     device = max(taken, key=lambda device: taken[device])
-    return Trial(device_map, device, target.last(placed), slow, limits.get(device, 0) - need[device], room)
+    return Trial(device_map, device, target.last_device(placed), slow, limits.get(device, 0) - need[device], room)
 
 
 def _reason(found: Trial, limits: dict[Any, int], draft: Sketch) -> str:
-    """Why the draft is where it is; with a warning, if not all is as fast as it could be."""
+    """Why the draft goes to its device; warns if another placement would be faster."""
     reason = f"the draft is on {found.device}, where the target's last layers run"
     if found.device != found.last:
         size = f"{(draft.weights + draft.cache) / 1e9:.2g} GB with its cache"
@@ -279,7 +279,7 @@ def _reason(found: Trial, limits: dict[Any, int], draft: Sketch) -> str:
 
 
 def _plain(device: Any) -> Any:
-    """A device as `max_memory` calls it: the number of an accelerator, "mps", "cpu" or "disk"."""
+    """A device by its key in `max_memory`: the number of an accelerator, "mps", "cpu" or "disk"."""
     if isinstance(device, int) or device == "disk":
         return device
     known = torch.device(device)
@@ -287,12 +287,12 @@ def _plain(device: Any) -> Any:
 
 
 def _device_of(name: str, placed: Mapping[str, Any]) -> Any:
-    """Where a part of a model lies, by the longest name in the map that it begins with."""
+    """The device of a parameter or module: that of the longest name in the map that its name begins with."""
     parts = name.split(".")
     names = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
     return next((placed[name] for name in names if name in placed), "cpu")
 
 
 def _running(devices: Iterable[Any]) -> list[Any]:
-    """The devices that compute, out of those where something lies."""
+    """Of devices that hold something, those that compute: the accelerators, or else the CPU."""
     return sorted({device for device in devices if device not in STORES}, key=lambda x: (str(x) == x, x)) or ["cpu"]

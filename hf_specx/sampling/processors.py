@@ -1,8 +1,8 @@
-"""Logits processors with the meaning they have in stock `generate`, at several positions of several rows at once.
+"""Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
-Three kinds. A warper reads nothing but the scores, so it is applied once to all of them. A processor that reads the
-prefix is called as stock would call it: on the whole batch, with the exact prefix of that step, once a length that
-occurs. One that keeps state between its calls, or may, cannot be called ahead: it is left to `in_order`.
+There are three kinds. A warper reads only the scores, so one call serves all positions. A stateless processor also
+reads the prefix: it is called as `generate` would, on the whole batch with the exact prefix, once for each prefix
+length. A processor that keeps state between calls, or may, must see each emitted token once: see `in_order`.
 """
 
 from collections.abc import Sequence
@@ -55,31 +55,31 @@ STATELESS = frozenset(
 
 
 class RoundProcessor:
-    """One of our own, which follows the rows of a call and takes all positions of a round at once."""
+    """A processor of this package: it follows the rows of a call, and takes all positions of a round at once."""
 
     def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Scores [R, P, V] of the decoding rows at the positions from `ahead` tokens behind their ends."""
+        """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
         raise NotImplementedError
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        """Keep only those of the decoding rows whose indices are in stay [R']."""
+        """Rows leave the batch; `stay` has the row indices [R'] of those that stay."""
 
 
 Processor = LogitsProcessor | RoundProcessor
 
 
 class Processors:
-    """A prepared list of processors, applied to [R, P, V] logits in its own order.
+    """The processors of a call, applied to [R, P, V] logits in their order.
 
-    A processor of the user's own whose result for a row depends on nothing but the row's place, its text and its
-    scores may set `stateless = True`; it draws no random numbers then. It is called with full batches, also for
-    positions that are rejected later, and the text of rows that are elsewhere at that moment means nothing.
+    A processor of the user's own may set `stateless = True` if its result for a row depends only on the row's number
+    in the batch, its text and its scores, and not on random numbers. It is called with all B rows, also at positions
+    that are rejected later; rows that have no such position then hold meaningless text and scores.
 
     Attributes:
-        stateful: names of those that must see each emitted token once, in order.
+        stateful: names of the processors that must see each emitted token once, in order.
         in_order: the first of these and all that follow it, for the loop to call position by position.
-        barred: (row, emitted tokens) of texts behind which `prefix_allowed_tokens_fn` allows no token, or raises an
-            error, in the last call; it may be one that the row does not get to.
+        barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
+            no token, or raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class Processors:
     ):
         """
         Args:
-            processors: as `generate` prepared them, or ours in place of some.
-            eos_token_id: [E]; what lies behind a candidate that ends its row is not looked at.
-            max_new_tokens: nor is what lies behind the last token that can be emitted; 0 is no limit.
+            processors: as `generate` prepared them, or a `RoundProcessor` in place of some.
+            eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
+            max_new_tokens: positions beyond the last token that can be emitted are skipped; 0 is no limit.
         """
         self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
         self.stateful = [type(p).__name__ for p in processors if not can_look_ahead(p)]
@@ -102,11 +102,12 @@ class Processors:
         """
         Args:
             batch: the text so far; candidates are written after each row's end.
-            draft: which of these are candidates; None if all are.
-            logits: [R, P, V] of the decoding rows, at P positions in a row from `ahead` tokens after the end.
+            draft: how many of these each row has; None while they are being drafted.
+            logits: [R, P, V] of the decoding rows, at P consecutive positions.
+            ahead: candidates before the first of these positions, 0 unless given.
 
         Returns:
-            [R, P, V] float32 scores, as stock's at each of these prefixes, up to the first that is called in order.
+            [R, P, V] float32 scores as `generate` has them at each of these prefixes, before `in_order` is applied.
         """
         scores, cells = logits.float(), None
         self.barred.clear()
@@ -134,7 +135,7 @@ class Processors:
     def _cells(
         self, batch: Batch, draft: Draft | None, positions: int, ahead: int
     ) -> dict[int, list[tuple[int, int]]]:
-        """The (place, position) pairs that stock could reach, by the number of tokens emitted before them."""
+        """The (row index, position) pairs that `generate` could reach, by the number of tokens emitted before them."""
         drafted = batch.last(ahead + positions - 1, ahead + positions - 1)  # [R, ahead + P - 1]
         ends = torch.zeros_like(drafted)
         if self.eos_token_id is not None:
@@ -143,12 +144,12 @@ class Processors:
             ends = ends.masked_fill(batch.over[:, None], 0)
         reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
-        for place, row in enumerate(batch.rows):
-            last = positions - 1 if draft is None else draft.lengths[place]
+        for index, row in enumerate(batch.rows):
+            last = positions - 1 if draft is None else draft.lengths[index]
             for position in range(last + 1):
                 emitted = batch.counts[row] + ahead + position
-                if reached[place][position] and not 0 < self.max_new_tokens <= emitted:
-                    cells.setdefault(emitted, []).append((place, position))
+                if reached[index][position] and not 0 < self.max_new_tokens <= emitted:
+                    cells.setdefault(emitted, []).append((index, position))
         return cells
 
     def _by_length(
@@ -158,20 +159,20 @@ class Processors:
         scores: torch.Tensor,
         cells: dict[int, list[tuple[int, int]]],
     ) -> torch.Tensor:
-        """One call for each prefix length that occurs among the cells of scores [R, P, V]."""
+        """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
         result = scores.clone()
         for emitted, members in cells.items():
-            place, position = torch.tensor(members, device=scores.device).unbind(-1)
-            row = batch.index[place]
-            every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows that are elsewhere
-            every[row] = scores[place, position]
+            index, position = torch.tensor(members, device=scores.device).unbind(-1)
+            row = batch.index[index]
+            every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
+            every[row] = scores[index, position]
             prefix = batch.prefix(emitted)
             if type(processor) is logits_process.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
-                result[place, position] = self._constrained(processor, prefix, every, row.tolist(), emitted)
+                result[index, position] = self._constrained(processor, prefix, every, row.tolist(), emitted)
             else:
                 found = processor(prefix, every)[row]
-                result = result.to(found.dtype)  # what follows is as precise as in stock
-                result[place, position] = found
+                result = result.to(found.dtype)  # later processors get the precision that they get in `generate`
+                result[index, position] = found
         return result
 
     def _constrained(
@@ -182,23 +183,23 @@ class Processors:
         rows: list[int],
         emitted: int,
     ) -> torch.Tensor:
-        """The scores of `rows` only: the user's function may know no answer for the texts of the others."""
+        """Scores [len(rows), V] of `rows` only: the user's function may know no answer for other texts."""
         result = torch.full_like(every[rows], -torch.inf)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             text = prefix[row : row + 1]
             try:
                 allowed = processor._prefix_allowed_tokens_fn(row, text[0])
                 if not len(allowed):
                     raise ValueError(f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones")
                 alone = logits_process.PrefixConstrainedLogitsProcessor(partial(_answer, allowed), 1)
-                result[place] = alone(text, every[row : row + 1])[0]
-            except Exception as error:  # stock would not have asked for a candidate that is rejected
+                result[index] = alone(text, every[row : row + 1])[0]
+            except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, emitted] = error
         return result
 
 
 def can_look_ahead(processor: Processor) -> bool:
-    """Whether a processor gives the same whenever and however often it is called with the same text and scores."""
+    """Whether the result of a processor depends only on the text and scores that it is called with."""
     known = isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS
     return known or getattr(processor, "stateless", False) is True
 

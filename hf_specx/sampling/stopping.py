@@ -1,4 +1,4 @@
-"""Stopping criteria, evaluated at every emitted token: a row ends inside an accepted run where stock would end it."""
+"""Stopping criteria, evaluated at every emitted token: a row ends where `generate` would end it, even mid-round."""
 
 import torch
 from transformers.generation.stopping_criteria import (
@@ -18,27 +18,29 @@ PREFIX_CRITERIA = frozenset({StopStringCriteria, MaxTimeCriteria})
 class Stopping:
     """When rows end.
 
-    Under an end-of-sequence criterion a row that any criterion stops is finished and padded. Without one, stock goes
-    on writing into a stopped row until all rows are stopped, and so does this.
+    With an end-of-sequence criterion a row that any criterion stops is finished and padded. Without one, `generate`
+    keeps emitting tokens into a stopped row until all rows have stopped, and so does this.
 
     Attributes:
-        stateful: names of criteria that count calls or mix rows, or may; they must be called as stock calls them.
+        stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         pads_finished_rows: whether there is an end-of-sequence criterion.
-        stopped_at: row -> emitted tokens at its first stop.
+        stopped_at: for each row that has stopped, the number of its emitted tokens then.
+        eos_token_id: [E], of all end-of-sequence criteria; None without one.
+        max_new_tokens: the most tokens that a row emits.
     """
 
     def __init__(self, criteria: StoppingCriteriaList, width: int, max_length: int):
         """
         Args:
-            criteria: as `generate` prepared them; one of the user's whose result for each row depends on nothing but
-                the row's prefix may set `stateless = True`, and is then shown no scores.
+            criteria: as `generate` prepared them. A criterion of the user's own whose result for each row depends only
+                on the row's prefix may set `stateless = True`; it then gets None for scores.
             width: columns of the prompt.
-            max_length: columns of the whole output, unless a criterion says so.
+            max_length: columns of the whole output, where no `MaxLengthCriteria` gives them.
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
         ends = []
-        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]  # the user's replaces stock's
+        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]  # the user's or else transformers'
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 ends.append(criterion.eos_token_id)
@@ -50,18 +52,20 @@ class Stopping:
                 self.stateful.append(type(criterion).__name__)
         self.eos_token_id = torch.cat([e.flatten() for e in ends]) if ends else None
         self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        # stock looks at the length after a token, so one there always is
+        # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(lengths, default=max_length), width + 1) - width
         self.stopped_at: dict[int, int] = {}
 
     def cut(self, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the length or an end token ends a row among its new tokens.
+        """Cut each row's new tokens at the maximum length and after its first end token.
 
         Args:
-            tokens: [R, n], of which the first num_new [R] are real.
+            sequences: the text so far, without the new tokens.
+            tokens: [R, n] int64, of which the first `num_new` are real.
+            num_new: [R] int64.
 
         Returns:
-            kept [R], how many of them the row emits, and ended [R] bool, whether the last of these ends it.
+            kept [R] int64, how many of them the row emits, and ended [R] bool, whether the last of these ends it.
         """
         room = self.max_new_tokens + batch.width - batch.ends
         kept = torch.minimum(num_new, room)
@@ -72,7 +76,16 @@ class Stopping:
         return torch.minimum(kept, first), (first <= kept) | (kept == room)
 
     def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
-        """Note which rows stopped within their last `new` tokens; returns the rows that leave the batch."""
+        """Note which rows stopped within their new tokens, and cut the rows that leave the batch.
+
+        Args:
+            batch: the text with the new tokens.
+            new: how many tokens each decoding row has just emitted.
+            ended: whether `cut` ended each decoding row, 0 or 1.
+
+        Returns:
+            The rows that leave the batch.
+        """
         for row, end in zip(batch.rows, ended, strict=True):
             if end:
                 self.stopped_at.setdefault(row, batch.counts[row])
@@ -90,11 +103,11 @@ class Stopping:
         return leaving
 
     def update_in_order(self, batch: Batch, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Call every criterion once, as stock does after each column; returns whether all rows have stopped.
+        """Call every criterion once, as `generate` does after each column; returns whether all rows have stopped.
 
         Args:
             batch: all B rows, with equally many tokens.
-            scores: [B, V] of each column so far, where they are kept.
+            scores: [B, V] for each column so far; None where they are not kept.
         """
         emitted = batch.counts[0]
         stops = self.all(batch.prefix(emitted), scores).tolist()
@@ -107,7 +120,10 @@ class Stopping:
         return len(self.stopped_at) == len(stops)
 
     def settled(self, batch: Batch) -> list[int]:
-        """How many tokens of each row are in the text for sure; without an end token a row may run ahead of it."""
+        """How many tokens of each row are certain to be in the output.
+
+        Without an end-of-sequence criterion a fast row may be ahead of the column where all rows have stopped.
+        """
         if self.pads_finished_rows:
             return [self.stopped_at.get(row, count) for row, count in enumerate(batch.counts)]
         going = [count + 1 for row, count in enumerate(batch.counts) if row not in self.stopped_at]
@@ -115,7 +131,7 @@ class Stopping:
         return [min(count, columns) for count in batch.counts]
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
-        """Call each criterion with the whole batch at every length that some row has just passed."""
+        """Call each criterion on the whole batch at every length that some row has just passed."""
         passed = {}
         for row, number in zip(batch.rows, new, strict=True):
             passed[row] = range(batch.counts[row] - number + 1, batch.counts[row] + 1)
@@ -128,5 +144,5 @@ class Stopping:
 
     @property
     def columns(self) -> int:
-        """Columns that stock has emitted when the last row stops."""
+        """How many columns `generate` has emitted when the last row stops."""
         return max(self.stopped_at.values())

@@ -1,16 +1,35 @@
-"""The verifiers: which candidates stay, and which token follows them.
+"""Verification: which candidates are accepted, and which token follows them.
 
 Pure tensor functions: all randomness comes in as arguments, and nothing here knows a model, a cache or a text.
 
-Words (one meaning each, everywhere in this package):
+Glossary (one meaning each, everywhere in this package):
+    target: the model whose distribution the text must have.
+    draft: what proposes tokens: a smaller model, or a `CandidateGenerator`.
     candidate: a drafted token that is not judged yet.
-    accepted token: a candidate that the verifier kept.
+    round: draft, one target forward, verify.
+    judged candidate: one whose predecessors in its round were all accepted; a rejection ends a row's round.
+    accepted token: a candidate that verification kept.
     recovered token: drawn from the residual, after a rejection.
     bonus token: drawn from the target, after all candidates were accepted.
-    residual: norm(max(0, p - q)), what the target gives beyond the draft.
-    round: draft, one target forward, verify.
-Shapes: B rows, K candidates, V vocabulary. As in the papers p is the target's law and q the draft's, both after
-every logits processor, and q is the very law that the candidate was drawn from.
+    residual: norm(max(0, p - q)), the probability that the target gives beyond the draft.
+    emitted token: an accepted, recovered or bonus token that is part of the text; a stop may cut the others.
+    rollback: taking rejected candidates out of caches, states and masks.
+    layout: how rows of unequal length share one batch.
+    lockstep: all rows advance by as many tokens as the row that accepted fewest.
+    row: one text of the batch, numbered 0 to B - 1 for the whole call.
+    row index: the index of a row among the R that still decode.
+    column: an index into the output of `generate`, in which prompts are padded on the left.
+    slot: an index into a cache.
+    position: the number of a token in its row's text, as position embeddings see it.
+    plain: `generate` of transformers without a draft; stock assisted decoding is its own, with `assistant_model=`.
+    p, q: distribution of the target and of the draft, both after every logits processor; a candidate was drawn from
+        exactly q.
+    alpha: the mean of sum_x min(p, q) over judged candidates.
+    cost coefficient: c, the time of a draft step over that of a target step.
+    gamma: `num_draft_tokens`, the number of candidates of a round.
+
+Shapes: B rows of the batch, R rows still decoding, K candidates of a row, P positions scored (K + 1 where all
+candidates are), L prefix length (in columns), V vocabulary.
 """
 
 from typing import NamedTuple
@@ -22,9 +41,11 @@ class Verdict(NamedTuple):
     """What one round decided for each row.
 
     Attributes:
-        accepted: [B] int64, how many leading candidates are kept, 0 to K.
+        accepted: [B] int64, how many leading candidates are accepted, 0 to K.
         next_token: [B] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
-        survival: [B, K], the chance that at least i candidates are kept, i = 1 to the row's length, given these.
+        survival: [B, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
+            It is known at all K positions, also after a rejection, so its mean over rounds estimates
+            P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
     """
 
     accepted: torch.Tensor
@@ -42,14 +63,14 @@ def verify_token(
 ) -> Verdict:
     """Token verification: Algorithm 1 of Leviathan et al. 2022 (arXiv 2211.17192).
 
-    Candidate x is accepted with probability min(1, p(x) / q(x)); the first rejection ends the row's run.
+    Candidate x is accepted with probability min(1, p(x) / q(x)); no candidate after the first rejection is.
 
     Args:
         candidates: [B, K] int64, drawn from `draft_probs`.
         draft_probs: [B, K, V], q.
         target_probs: [B, K + 1, V], p; the last position is the one after all candidates.
-        uniforms: [B, K] float64 in [0, 1), independent of everything that the draft used.
-        choice: [B] float64 in [0, 1), independent of the two above; picks the next token.
+        uniforms: [B, K] float64 in [0, 1), independent of the draft's random numbers.
+        choice: [B] float64 in [0, 1), independent of these and of `uniforms`; draws the next token.
         proposed: [B, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
             the next token of a row that keeps them all is drawn from p, at the row's own length.
     """
@@ -74,10 +95,11 @@ def verify_block(
     choice: torch.Tensor,
     proposed: torch.Tensor | None = None,
 ) -> Verdict:
-    """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444), never shorter on average than token.
+    """Block verification: Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444).
 
-    P(at least i candidates are kept | X^i) is p_i = min(1, p_{i-1} * p(x_i) / q(x_i)). Where q is taken as 0
-    behind the last candidate, the position there is an ordinary one: Z = h = p_K, and the residual is p.
+    On average it accepts at least as many candidates as token verification. With p_0 = 1, at least i candidates are
+    accepted with probability p_i = min(1, p_{i-1} * p(x_i) / q(x_i)), given x_1 to x_i. The position after the last
+    candidate needs no case of its own: with q = 0 there, Z = h = p_K and the residual is p.
     Arguments as in `verify_token`.
     """
     if proposed is not None:
@@ -88,7 +110,7 @@ def verify_block(
     excess = reach[..., None].to(target_probs.dtype) * target_probs  # [B, K + 1, V]
     excess[:, :-1] -= draft_probs
     mass = excess.clamp_(min=0).sum(-1).double()  # Z
-    # h is 0 / 0 only where the two laws are the same; then a later index passes for sure, and NaN need not
+    # h is 0 / 0 only where p = q; then a later index always passes, so a NaN here changes nothing
     keep = mass / (mass + 1 - reach)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
     if proposed is not None:
@@ -99,9 +121,9 @@ def verify_block(
 
 
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
-    """Keep candidates while they are what the target itself chose; exact for any candidates whatever.
+    """Accept candidates while they equal the target's own choices; exact however they were drafted.
 
-    Greedy and coupled verification both end here: `choices` [B, K + 1] is the target's argmax, or its argmax of p / E.
+    For greedy and coupled verification: `choices` [B, K + 1] int64 is the target's argmax of p, or of p / E.
     """
     alike = candidates == choices[:, :-1]
     alike = _leading(alike if proposed is None else alike & proposed)
@@ -110,41 +132,42 @@ def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torc
 
 
 def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
-    """A draw from `probs` [..., V] as the winner of an exponential race; how `torch.multinomial(probs, 1)` draws.
+    """Sample from `probs` [..., V] by an exponential race, as `torch.multinomial(probs, 1)` does: int64 [...].
 
-    With the same Exp(1) noise, two similar laws mostly give the same token: that is what couples draft and target.
+    With the same Exp(1) noise [..., V] two similar distributions mostly give the same token, which couples draft and
+    target.
     """
     return (probs / exponentials).argmax(-1)
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A draw from unnormalised weights [B, V] by the inverse of their distribution function.
+    """Sample from unnormalised weights [B, V] by inverting their cumulative sum: int64 [B].
 
-    One random number a row, where a race takes V; they are the larger part of a draw on a CPU.
+    It needs one random number a row where a race needs V, and on a CPU these take most of the time of a draw.
 
     Args:
-        uniforms: [B] float64 in [0, 1); so u times the sum is below the sum, and a weight of 0 is never drawn.
+        uniforms: [B] float64 in [0, 1), 1 excluded, so that a weight of 0 is never drawn.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
 
 
 def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs [B, K, V] at tokens [B, K]."""
+    """probs [B, K, V] at tokens [B, K]: [B, K]."""
     return probs.gather(-1, tokens[..., None])[..., 0]
 
 
 def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs [B, K + 1, V] at position index [B]."""
+    """probs [B, K + 1, V] at index [B]: [B, V]."""
     return probs[torch.arange(len(index), device=index.device), index]
 
 
 def _leading(passed: torch.Tensor) -> torch.Tensor:
-    """[B, K] int64, 1 up to the first of passed [B, K] that does not hold."""
+    """[B, K] int64, 1 before the first False of passed [B, K], and 0 from there on."""
     return passed.cumprod(-1, dtype=torch.int64)
 
 
 def _draw(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    """A token from the unnormalised residual [B, V], or from the target where the residual underflowed to nothing."""
+    """A token from the unnormalised residual [B, V], or from the target where all of the residual underflowed to 0."""
     empty = residual.sum(-1, keepdim=True) == 0
     return pick(torch.where(empty, target, residual), choice)

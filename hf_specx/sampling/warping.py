@@ -1,7 +1,7 @@
 """Warpers that keep only the likeliest tokens, computed on those tokens alone.
 
-Top-p sorts the scores of the whole vocabulary, which on a CPU takes longer than many a draft step. What it keeps lies
-among the likeliest few hundred tokens nearly always; where it does not, all scores are sorted as in stock.
+Top-p sorts the scores of the whole vocabulary, which on a CPU can take longer than a draft step. The tokens that it
+keeps are nearly always among the likeliest few hundred; where they are not, all scores are sorted, as in transformers.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 
-HEAD = 256  # tokens looked at, if top-k does not say how many
+HEAD = 256  # the likeliest tokens that are looked at, where top-k does not say how many
 FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
-AFTER = FIRST | {  # for these a token with a score of -inf is as good as none
+AFTER = FIRST | {  # for these a token with a score of -inf does not exist
     logits_process.TemperatureLogitsWarper,
     logits_process.MinPLogitsWarper,
     logits_process.TypicalLogitsWarper,
@@ -25,7 +25,7 @@ AFTER = FIRST | {  # for these a token with a score of -inf is as good as none
 
 
 class HeadWarper:
-    """A run of warpers, of which the first leaves few tokens.
+    """Consecutive warpers of which the first keeps few tokens, applied to the likeliest tokens only.
 
     Args:
         warpers: top-k or top-p, then any of `AFTER`.
@@ -34,16 +34,16 @@ class HeadWarper:
     def __init__(self, warpers: Sequence[LogitsProcessor]):
         self.warpers = warpers
         first = warpers[0]
-        # twice as many as top-k keeps, since all that tie with the last of these stay
+        # twice as many as top-k keeps, since it also keeps all that tie with the last of these
         self.size = 2 * first.top_k if isinstance(first, logits_process.TopKLogitsWarper) else HEAD
 
     def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Scores [N, V] after all warpers: those of stock, but for the rounding of sums.
+        """Scores [N, V] after all warpers: those of transformers, except for the rounding of sums.
 
-        Where tokens tie at the edge of top-p, as in half precision, others of them may stay: there stock goes by the
-        order that an unstable sort leaves them in.
+        Where tokens tie at the edge of top-p, which happens in half precision, others of them may be kept: there the
+        choice of transformers depends on an unstable sort.
         """
-        # elsewhere sorting is quick, and asking whether the head was enough would wait for the device
+        # on other devices sorting is quick, and reading `enough` back would wait for the device
         if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
             return _apply(self.warpers, scores)
         values, ids = scores.topk(self.size)
@@ -56,42 +56,43 @@ class HeadWarper:
     def _first(
         self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values [N, head] after the first warper, and whether it drops all others [N]; of NaN that is not known."""
+        """Values [N, head] after the first warper, and [N] bool, whether it drops every token outside of the head."""
         first = self.warpers[0]
         if isinstance(first, logits_process.TopKLogitsWarper):
             return _apply([first], values), values[:, -1] < values[:, first.top_k - 1]
         assert isinstance(first, logits_process.TopPLogitsWarper)
         probs = scores.softmax(-1)
         total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
-        upwards = total[:, None] - head.cumsum(-1) + head  # up to and with each token, from the least likely one
-        dropped = upwards.to(scores.dtype) <= 1 - first.top_p
+        ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
+        dropped = ascending.to(scores.dtype) <= 1 - first.top_p
         dropped[:, : first.min_tokens_to_keep] = False
         return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
 
 
 def in_runs(processors: Sequence[Any]) -> list[Any]:
-    """The same processors in order, each run that a `HeadWarper` can take in one."""
+    """The same processors in order, each run of warpers that starts with top-k or top-p as one `HeadWarper`."""
     found: list[Any] = []
-    place = 0
-    while place < len(processors):
-        end = place + 1
-        if _starts(processors[place]):
+    start = 0
+    while start < len(processors):
+        end = start + 1
+        if _starts(processors[start]):
             while end < len(processors) and type(processors[end]) in AFTER and _drops(processors[end]):
                 end += 1
-            found.append(HeadWarper(processors[place:end]))
+            found.append(HeadWarper(processors[start:end]))
         else:
-            found.append(processors[place])
-        place = end
+            found.append(processors[start])
+        start = end
     return found
 
 
 def _starts(processor: object) -> bool:
+    """Whether a `HeadWarper` can start with this processor."""
     few = getattr(processor, "min_tokens_to_keep", 1) < HEAD
     return type(processor) in FIRST and _drops(processor) and few
 
 
 def _drops(processor: object) -> bool:
-    """Whether what a warper takes away is out of reach for those behind it."""
+    """Whether the tokens that a warper removes get a score of -inf, so that later warpers ignore them."""
     return getattr(processor, "filter_value", -torch.inf) == -torch.inf
 
 

@@ -10,8 +10,8 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import pairs as cli_pairs
 from hf_specx.hub.cards import known_card, render
-from hf_specx.hub.export import vllm
 from hf_specx.hub.known_pairs import KNOWN_PAIRS
+from hf_specx.hub.vllm import vllm
 from hf_specx.pair_files.fetch import Files
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
@@ -148,8 +148,8 @@ def test_export_of_a_known_pair(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["card", "FOLDER", "--all", "x"], "leave the name, --out, --title and --revision away"),
-        (["card", "--all", "x", "--title", "a/b"], "leave the name, --out, --title and --revision away"),
+        (["card", "FOLDER", "--all", "x"], "leave out the name, --out, --title and --revision"),
+        (["card", "--all", "x", "--title", "a/b"], "leave out the name, --out, --title and --revision"),
         (["card", "--title", "a/b"], "without a name there is no card"),
         (["card", "--out", "x"], "without a name there is no card"),
         (["card", KNOWN, "--title", "a/b"], f"--title a/b means nothing for '{KNOWN}'"),

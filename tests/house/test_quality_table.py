@@ -237,7 +237,7 @@ def test_a_page_without_its_markers_is_refused(scripts, tmp_path, form):
     page, file = scripts["quality_page"], tmp_path / "page.md"
     file.write_text(form.format(begin=page.BEGIN, end=page.END))
     with pytest.raises(
-        ValueError, match="the page must have one <!-- .* and behind it one <!-- .*; write them into it"
+        ValueError, match="the page must have one <!-- .* and after it one <!-- .*; write them into it"
     ):
         scripts["quality_table"].main(pair="no/such", readme=file, out=tmp_path / "out.json")
     assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

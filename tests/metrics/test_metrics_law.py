@@ -230,7 +230,7 @@ ROW = {"predictions": [[1, 2]], "references": [[3]]}
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        (ROW, {"model": None}, "model=None has no law; pass"),
+        (ROW, {"model": None}, "model=None has no distribution; pass"),
         (ROW, {"processors": LogitsProcessorList(), "generation_config": GenerationConfig()}, "both given; .*pass"),
         (ROW, {"level": 0}, "level=0 is no probability"),
         (ROW, {"level": 1}, "level=1 is no probability"),
@@ -247,5 +247,5 @@ def test_what_has_no_law_is_refused(rows: dict, options: dict, message: str):
 
 def test_an_encoder_is_refused():
     model = build("seq2seq", "t5")
-    with pytest.raises(ValueError, match="has an encoder; only the law of decoders"):
+    with pytest.raises(ValueError, match="has an encoder; only distributions of decoders"):
         judge(ROW, model=model)

@@ -61,7 +61,7 @@ def test_the_wheel_has_all_files_of_each(site: Path):
 
 
 def test_the_wheel_has_the_parts_of_the_report(site: Path):
-    found = {path.name for path in (site / "hf_specx").glob("page.*")}
+    found = {path.name for path in (site / "hf_specx" / "equivalence").glob("page.*")}
     assert found == {f"page.{kind}" for kind in ("css", "html", "js", "py")}
 
 

@@ -72,6 +72,6 @@ def test_a_quantised_target_goes_where_the_loader_puts_it(eighths: EighthsConfig
     placed = sketch.mapped("sequential", room)
     assert placed == _get_device_map(sketch.model, "sequential", dict(room), sketch.quantizer)
     assert placed != _get_device_map(sketch.model, "sequential", dict(room), None)
-    used = sketch.lies(placed)
+    used = sketch.weights_on(placed)
     assert used.total() == TARGET.weights - SMALLER
     assert used[0] <= room[0]

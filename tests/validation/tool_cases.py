@@ -12,7 +12,7 @@ from hf_specx.equivalence.checks_check import check_place, check_report, check_s
 from hf_specx.equivalence.settings import Settings
 from hf_specx.equivalence.store import Store
 from hf_specx.hub.cards import known_card
-from hf_specx.hub.export import vllm
+from hf_specx.hub.vllm import vllm
 from hf_specx.measure.bench_pairs import BenchPair, load_bench_pair
 from hf_specx.measure.checks_bench import check_cell, check_grid, check_out, check_plots
 from hf_specx.measure.checks_tune import check_drafts, check_reads, check_study, looking_for
@@ -21,8 +21,8 @@ from hf_specx.measure.grafted import Recipe
 from hf_specx.measure.grid import Results
 from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pairs.complete import complete
 from hf_specx.pairs.placement import plan
-from hf_specx.pairs.shares import complete
 
 
 def exported(target: ModelSource, draft: ModelSource):

@@ -1,4 +1,4 @@
-"""How many drafted candidates were kept: α, the rate by position, tokens a round."""
+"""How many candidates were accepted: α, the rate by position, tokens per round."""
 
 import datasets
 import evaluate
@@ -6,22 +6,22 @@ import evaluate
 
 DESCRIPTION = "How many of the candidates that a draft model proposed were accepted in speculative sampling."
 INPUTS = """
-A round with 0 drafted candidates is a plain step, and not counted.
+A round without candidates is a plain step, and is not counted.
 
 Args:
-    predictions: for each row the accepted candidates of each of its rounds, ints.
-    references: for each row the drafted candidates of the same rounds, ints.
-    overlaps: for each row sum_x min(p, q) of each judged candidate, in order, floats from 0 to 1; None if not known.
+    predictions: for each row, how many candidates each of its rounds accepted, ints.
+    references: for each row, how many candidates the same rounds drafted, ints.
+    overlaps: for each row, sum_x min(p, q) of each judged candidate in order, floats from 0 to 1; None if not known.
 
 Returns:
     alpha: mean of `overlaps`, as in the paper; without them accepted / judged, which estimates it under token
-        verification. Judged are the candidates whose predecessors were all kept: min(accepted + 1, drafted) a round.
+        verification. A candidate is judged if its predecessors were accepted: min(accepted + 1, drafted) in a round.
     acceptance_rate: accepted / drafted, as vLLM counts; not alpha.
-    per_position: for each position i, of the rounds with more than i candidates the share that kept 0 to i.
-    tokens_per_round: 1 + accepted / rounds: tokens that a row could gain in a round, before a cut at a stop.
+    per_position: for each position i, the share of rounds that accepted candidate i, among those that drafted it.
+    tokens_per_round: 1 + accepted / rounds, the tokens that a row gains in a round if it does not stop.
     rounds: rounds with candidates, over all rows.
     overlap: mean of `overlaps`; None without them.
-    Ratios of nothing are 0, and `tokens_per_round` is 1 without a round.
+    Without rounds `tokens_per_round` is 1, and all other ratios are 0.
 
 Raises:
     ValueError: rows, rounds or overlaps do not fit each other.
@@ -99,7 +99,7 @@ def _check(accepted: list[list[int]], drafted: list[list[int]], overlaps: list[l
         if len(values) > judged:
             raise ValueError(
                 f"row {row} has {len(values)} overlaps for {judged} judged candidates; leave out those "
-                "behind the first rejection of each round."
+                "after the first rejection of each round."
             )
         if not all(-1e-4 <= value <= 1 + 1e-4 for value in values):
             raise ValueError(f"overlaps of row {row} are not within 0 and 1; give sum_x min(p, q) of probabilities.")

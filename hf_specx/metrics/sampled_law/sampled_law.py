@@ -1,4 +1,4 @@
-"""Whether text was sampled from a model's law: plain forwards recompute the law of every emitted token."""
+"""Test whether text was sampled from a model's distribution: plain forwards recompute that of every emitted token."""
 
 import copy
 import math
@@ -14,48 +14,48 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 
-DESCRIPTION = "Tests whether texts were sampled from exactly the law that a model and its logits processors define."
+DESCRIPTION = "Tests whether texts were sampled from exactly the distribution of a model and its logits processors."
 INPUTS = """
-One plain forward a row, without a cache, gives the law p of each emitted token behind its exact prefix. For a function
-f and the emitted token x, f(x) - E_p f has mean 0 whatever came before, so that its sum over all tokens is a
-martingale with variance sum Var_p f, also where a text ends at an end token. The functions are fixed beforehand:
+One plain forward per row, without a cache, gives the distribution p of each emitted token after its exact prefix. For
+a function f and the emitted token x, f(x) - E_p f has mean 0 whatever came before, so its sum over all tokens is a
+martingale with variance sum Var_p f, also where a text ends at an end token. The functions are chosen beforehand:
 
     surprisal: -log p(x).
     top_1, rank_2_3, rank_4_10, rank_11_50, rank_51_on: whether x has that rank in p (ties by id).
     half_1 to half_4: whether x is in a fixed pseudo-random half of the vocabulary, as a random sign of each id.
-    cdf: p of all smaller ids and half of x; errors in drawing by cumulated sums are seen in it.
-    repeated: whether x is in the row already; processors that look back are seen in it.
+    cdf: p of all smaller ids plus half of p(x); it shows errors in sampling by cumulated sums.
+    repeated: whether x is in the row already; it shows errors in processors that read the prefix.
 
-A weight that is known before x is drawn keeps all of this true. So some are tested again with such weights: `_first`
-counts the first token of each row alone (it comes from the prompt's forward, and would be lost among the others),
-`_alternating` gives the tokens of a row the signs + - + -, and `_after` weighs each token by the centred f of the
-one before it: noise that is used twice shows in nothing else.
+All of this stays true if f is multiplied by a weight that is known before x is sampled. Some functions are tested with
+such weights too: `_first` counts only the first token of each row (it comes from the prompt's forward, and would be
+lost among the others), `_alternating` gives the tokens of a row the signs + - + -, and `_after` weighs each token by
+the centred f of the one before it: only this shows random numbers that are used twice.
 
-The p-value of z = (observed - expected) / sqrt(variance) is two-sided: a normal's where Lyapunov's ratio
-L = sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as of a hundred fair coins, times cosh(L z^3 / 6), as skewed
-sums have longer tails (Cramer). Where L is larger (few or rare events) Freedman's inequality bounds it, and surprisal,
-which is not bounded, does not count. The least is multiplied by the number of those that count (Bonferroni).
+The p-value of z = (observed - expected) / sqrt(variance) is two-sided. Where Lyapunov's ratio
+L = sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as for a hundred fair coins, it is a normal's times
+cosh(L z^3 / 6), since skewed sums have longer tails (Cramer). Where L is larger (few or rare events) it is bounded by
+Freedman's inequality, and surprisal is left out. The least is multiplied by the number of statistics (Bonferroni).
 
 Args:
-    predictions: emitted ids of each row, up to and with its end token, without pads.
-    references: the prompt's ids of each row, without pads.
-    model: whose law it should be, a PreTrainedModel (decoder only) or a path for `from_pretrained`. Weights,
-        mode and configs are left as found. In half precision rounding is seen as a difference: take float32.
-    generation_config: of the call that made the text, taken as sampling; None is the model's own. As in `generate`,
-        what it leaves open is the model's, or transformers' default (top_k=50 among them; 0 is none).
-    processors: the LogitsProcessorList itself, in place of a generation_config. Each row begins with a copy of it.
-    level: probability of a false alarm, above 0 and below 1.
+    predictions: emitted ids of each row, with its end token, without pads.
+    references: prompt ids of each row, without pads.
+    model: whose distribution is tested: a PreTrainedModel (decoder only), or a path for `from_pretrained`. It is left
+        unchanged. Use float32: in half precision the test may find the rounding.
+    generation_config: of the call that made the text, read as for do_sample=True; None is the model's own. As in
+        `generate`, unset values are the model's, or transformers' defaults (among them top_k=50; 0 is none).
+    processors: a LogitsProcessorList instead of a generation_config. Each row gets a copy of it.
+    level: probability of a false alarm, above 0 and below 1, 0.001 unless given.
 
 Returns:
     passed: whether p_value is at least `level` and no token was impossible.
     p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
-    level, comparisons: as given, and how many statistics count.
-    positions, impossible: emitted tokens, over all rows, and those of them with p = 0.
-    statistics: by name, of those that count, `observed`, `expected`, `standard_error` (of observed), `z`, `p_value`
-        (its own alone), `limit` (the least |observed - expected| that fails) and `weight` (sum of |weights|: tokens).
+    level, comparisons: as given, and how many statistics were tested.
+    positions, impossible: the number of emitted tokens, and of those with p = 0.
+    statistics: by name `observed`, `expected`, `standard_error` (of observed), `z`, `p_value` (of this one, without
+        Bonferroni), `limit` (the smallest |observed - expected| that fails) and `weight` (sum of |weights|).
 
 Raises:
-    ValueError: no model, one with an encoder, rows without a prompt, ids outside the vocabulary, or no tokens.
+    ValueError: no model, a model with an encoder, a row without a prompt, ids outside the vocabulary, or no tokens.
 
 Example:
     >>> out = model.generate(prompt, do_sample=True, max_new_tokens=200)
@@ -74,8 +74,8 @@ JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # t
 WEIGHTS = {"surprisal": ["_first", "_alternating"], "top_1": ["_first", "_alternating", "_after"], "cdf": ["_after"]}
 STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.get(name, [])]]
 MOST_LYAPUNOV = 0.1
-FAR = 30.0  # standard errors; no p-value is said to be smaller than there
-LEAST_VARIANCE = 1e-9  # below it is rounding
+FAR = 30.0  # standard errors; larger deviations get the p-value of this one
+LEAST_VARIANCE = 1e-9  # smaller ones are rounding
 CHUNK = 32  # positions at a time
 
 
@@ -115,7 +115,7 @@ class SampledLaw(evaluate.Metric):
 
 
 class Rows:
-    """The law at every emitted token of a row; processors are copied for each, since they may keep state."""
+    """Recomputes the distribution of each emitted token of a row; each row gets a copy of the processors."""
 
     def __init__(self, model: Any, config: GenerationConfig | None, processors: LogitsProcessorList | None):
         self.model, self.given = model, processors
@@ -126,7 +126,7 @@ class Rows:
             model._prepare_special_tokens(self.config, device=self.device)
 
     def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
-        """For a prompt [1, L], as `generate` prepares them for it alone."""
+        """The processors that `generate` prepares for a prompt [1, L]."""
         if self.given is not None:
             return LogitsProcessorList(copy.deepcopy(self.given, {id(self.model): self.model}))
         length = prompt.shape[1]
@@ -137,17 +137,17 @@ class Rows:
         )
 
     def moments(self, prompt: list[int], text: list[int]) -> tuple[Tensor, int]:
-        """[functions, 4, T] on the CPU, as `function_moments`, and how many tokens were impossible."""
+        """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU, and how many tokens had p = 0."""
         ids = torch.tensor([prompt + text], device=self.device)
         first, parts, impossible = len(prompt), [], 0
         processors = self.processors(ids[:, :first])
         logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        logits = logits[0, first - 1 : -1].to(self.device, torch.float32, copy=True)  # as in stock
+        logits = logits[0, first - 1 : -1].to(self.device, torch.float32, copy=True)  # as in `generate`
         halves = random_halves(logits.shape[1]).to(self.device)
         for start in range(0, len(text), CHUNK):
             steps = range(start, min(start + CHUNK, len(text)))
             scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1]) for i in steps])
-            p = scores.double().softmax(-1).nan_to_num(0.0)  # [n, V], 0 where there is no law
+            p = scores.double().softmax(-1).nan_to_num(0.0)  # [n, V], 0 where all scores are -inf
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
             impossible += int((~possible).sum())
@@ -198,7 +198,7 @@ def random_halves(vocabulary: int) -> Tensor:
 
 
 def seen(tokens: Tensor, before: Tensor, vocabulary: int) -> Tensor:
-    """[n, V] float64: 1 for what is in the row already at each of the tokens [n], with the text before all of them."""
+    """[n, V] float64: 1 for ids that occur in the row before each of the tokens [n]; `before` is what precedes all."""
     earlier = torch.nn.functional.one_hot(tokens, vocabulary).cumsum(0).roll(1, 0)
     earlier[0] = 0
     earlier[:, before] = 1
@@ -206,7 +206,7 @@ def seen(tokens: Tensor, before: Tensor, vocabulary: int) -> Tensor:
 
 
 def weighted(moments: Tensor) -> Tensor:
-    """Sums over a row for each of `STATISTICS`: [statistics, 5], from [functions, 4, T]."""
+    """Weighted sums over a row [statistics, 5] from [functions, 4, T]: f, E f, Var f, third moment, |weight|."""
     steps = torch.arange(moments.shape[-1])
     sums = []
     for name, kind in STATISTICS:
@@ -224,12 +224,12 @@ def weighted(moments: Tensor) -> Tensor:
 
 
 def p_value(excess: float, variance: float, third: float, jump: float) -> float | None:
-    """Two-sided, of a sum with this variance that is off by `excess`; None where it cannot be said."""
+    """The two-sided p-value of a sum with this variance that is off by `excess`; None where there is no bound."""
     if variance < LEAST_VARIANCE and excess < 0.1:
         return None
     if variance >= LEAST_VARIANCE and third <= MOST_LYAPUNOV * variance**1.5:
         skew = third / variance**1.5
-        z = min(excess / math.sqrt(variance), FAR, 2 / max(skew, 1 / FAR))  # behind 2 / skew the series would rise
+        z = min(excess / math.sqrt(variance), FAR, 2 / max(skew, 1 / FAR))  # no expansion holds beyond 2 / skew
         return min(1.0, math.erfc(z / math.sqrt(2)) * math.cosh(skew * z**3 / 6))
     if math.isinf(jump):
         return None
@@ -238,7 +238,7 @@ def p_value(excess: float, variance: float, third: float, jump: float) -> float 
 
 
 def least_excess(chance: float, variance: float, third: float, jump: float) -> float:
-    """The least that such a sum has to be off by for a p-value of at most `chance`, to a millionth of it."""
+    """The smallest excess with a p-value of at most `chance`, to a millionth of it."""
     low, high = 0.0, 2.0**40
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
@@ -248,7 +248,7 @@ def least_excess(chance: float, variance: float, third: float, jump: float) -> f
 
 
 def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
-    """What sums [statistics, 5] say."""
+    """The result of the test, from the sums [statistics, 5] of `weighted`."""
     sums = {name + kind: (JUMPS[name], *row) for (name, kind), row in zip(STATISTICS, totals.tolist(), strict=True)}
     found: dict[str, dict[str, float]] = {}
     for name, (jump, observed, expected, variance, third, weight) in sums.items():
@@ -268,7 +268,7 @@ def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """All modules in evaluation mode, and each as it was afterwards."""
+    """Put all modules into evaluation mode, and each back into its own afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -280,16 +280,16 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 def _check_options(model: object, generation_config: object, processors: object, level: float) -> None:
     if model is None:
-        raise ValueError("model=None has no law; pass the model that the text should be sampled from, or its path.")
+        raise ValueError("model=None has no distribution; pass the model that the text should be of, or its path.")
     if generation_config is not None and processors is not None:
-        raise ValueError("generation_config and processors were both given; the processors take its place: pass one.")
+        raise ValueError("generation_config and processors were both given; pass one of them.")
     if not 0 < level < 1:
         raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
 
 
 def _check_rows(model: Any, predictions: list[list[int]], references: list[list[int]]) -> None:
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder; only the law of decoders is recomputed here.")
+        raise ValueError(f"{type(model).__name__} has an encoder; only distributions of decoders are recomputed here.")
     if not any(predictions):
         raise ValueError("predictions has no tokens; give those that were emitted.")
     embeddings = model.get_input_embeddings().weight.shape[0]

@@ -12,9 +12,9 @@ Args:
 
 Returns:
     exact_match: share of equal rows.
-    equal: for each row whether it is equal.
-    first_difference: for each row the index of the first token that differs, -1 where the rows are equal; a row that
-        is the beginning of the other one differs where it ends.
+    equal: for each row, whether it is equal.
+    first_difference: for each row, the index of the first token that differs, or -1. If one sequence is the beginning
+        of the other, they differ where it ends.
 
 Raises:
     ValueError: there are no rows.

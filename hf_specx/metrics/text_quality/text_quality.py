@@ -1,4 +1,4 @@
-"""How good texts are beside paired texts: perplexity, variety, length, ROUGE, exact match, with intervals."""
+"""Quality of texts compared with paired texts: perplexity, variety, length, ROUGE, exact match, with intervals."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,37 +12,38 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
-DESCRIPTION = "Quality of texts beside texts that they are paired with, with confidence intervals of the differences."
+DESCRIPTION = "Quality of texts compared with paired texts, with confidence intervals of the differences."
 INPUTS = """
-Each measure is a mean over texts, so that the two texts of a row (from one prompt, say) can be paired. The interval of
-the difference is the percentile bootstrap over rows, drawn in pairs: unlike Student's t it also serves perplexity,
-which is the exponential of a mean, and means of 0 and 1. Give some 30 rows or more; with fewer it is too narrow.
+Each measure is a mean over texts, so the two texts of a row (of one prompt, say) can be paired. The interval of the
+difference is a percentile bootstrap over rows, drawn in pairs. Unlike Student's t it also suits perplexity, which is
+the exponential of a mean, and means of zeros and ones. With fewer than about 30 rows it is too narrow.
 
 Args:
     predictions: texts.
     references: as many texts to compare with, each from the same prompt as its prediction.
-    prompts: what the texts continue, one each; None where they begin with nothing.
-    model: PreTrainedModel (decoder only) or path, that judges the texts; None leaves perplexity out.
-    tokenizer: of the model, or a path; None: that of the model's path. Counts tokens, else words are counted.
-    targets: texts that are right, one each, for ROUGE and exact match; None leaves them out.
-    level: 1 - level is the confidence of each interval, above 0 and below 1.
-    seed: of the bootstrap.
-    extra: names or paths for `evaluate.load` of metrics that compare a text with a target; each is computed text by
+    prompts: one for each row, which its texts continue; None if there are none.
+    model: for perplexity, a PreTrainedModel (decoder only) or a path; None leaves perplexity out.
+    tokenizer: of the model, or a path; None is the one at the model's path. Without a tokenizer words are counted
+        instead of tokens.
+    targets: one right text for each row, for ROUGE and exact match; None leaves these out.
+    level: 1 - level is the confidence of each interval; above 0 and below 1, 0.05 unless given.
+    seed: of the bootstrap, 0 unless given.
+    extra: names or paths for `evaluate.load`, of metrics that compare a text with a target; each is computed text by
         text. Names on the Hub need a network.
 
 Returns:
     For each measure `prediction`, `reference`, `difference` (prediction - reference) and its `interval` [low, high],
     and `prediction_interval` and `reference_interval`, of each mean by itself.
-    perplexity: exp of the mean over texts of -log p a token, behind the prompt; pairs with an empty text are left out.
-    distinct_1, distinct_2: share of different n-grams among those of a text; 0 where it has none.
+    perplexity: exp of the mean over texts of -log p per token after the prompt; rows with an empty text are left out.
+    distinct_1, distinct_2: share of distinct n-grams among those of a text; 0 if it has none.
     length: tokens of a text, or words.
     rouge1, rougeL: F-measure, 0 to 1 (`rouge_score`, without stemming).
     exact_match: whether the text is its target, character for character.
-    A metric of `extra` has its own name; where it gives several numbers, each is name_key.
+    A metric of `extra` has its own name; if it gives several numbers, they are called name_key.
 
 Raises:
-    ValueError: less than two rows; prompts, targets or a tokenizer that do not fit; an extra that is not found.
-    ImportError: targets without `rouge_score`.
+    ValueError: fewer than two rows; prompts, targets or a tokenizer that do not fit; an extra that is not found.
+    ImportError: targets are given, and `rouge_score` is not installed.
 
 Example:
     >>> text_quality.compute(predictions=["a b", "a a"], references=["a b", "b a"])["distinct_1"]["interval"]
@@ -104,7 +105,7 @@ class TextQuality(evaluate.Metric):
 
 
 def surfaces(split: Callable[[str], Sequence[Any]]) -> dict[str, Measure]:
-    """What a text shows by itself, split into tokens or words."""
+    """The measures of a text alone, by name; `split` makes tokens or words of it."""
 
     def distinct(text: str, n: int) -> float:
         parts = split(text)
@@ -137,7 +138,7 @@ def compared(
     seed: int,
     shown: Callable[[np.ndarray], np.ndarray] = np.asarray,
 ) -> dict[str, object]:
-    """Means of two paired columns [rows], their difference and its interval, as `shown` makes them of a mean."""
+    """Means of two paired columns [rows], their difference, and intervals; `shown` is applied to each mean."""
     rows = len(left)
     counts = np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=RESAMPLES)
     ours, theirs = (shown(counts @ column / rows) for column in (left, right))  # [RESAMPLES]
@@ -164,7 +165,7 @@ def perplexity(
     level: float,
     seed: int,
 ) -> dict[str, object]:
-    """Of texts behind prefixes of ids; pairs with a text without tokens are left out."""
+    """Perplexity of texts after prefixes of ids; rows with a text without tokens are left out."""
     rows = [(prefix, split(a), split(b)) for prefix, a, b in zip(prefixes, *pairs, strict=True)]
     rows = [row for row in rows if row[1] and row[2]]
     if not rows:
@@ -175,7 +176,7 @@ def perplexity(
 
 
 def _loss(model: PreTrainedModel, prefix: list[int], text: Sequence[int]) -> float:
-    """Mean -log p of the tokens of a text behind a prefix."""
+    """Mean -log p of the tokens of a text after a prefix."""
     device = torch.device("cpu") if model.device.type == "meta" else model.device
     ids = torch.tensor([[*prefix, *text]], device=device)
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
@@ -234,7 +235,7 @@ def _tokens(tokenizer: Any) -> Callable[[str], list[int]]:
 
 
 def _prefix(tokenizer: Any, prompt: str) -> list[int]:
-    """What is before the first token of a text: the prompt, tokenized alone, or a token that starts texts."""
+    """The ids before a text: those of the prompt, or without one the tokenizer's start or end token."""
     ids = tokenizer(prompt)["input_ids"] if prompt else []
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if not ids and start is None:
@@ -244,7 +245,7 @@ def _prefix(tokenizer: Any, prompt: str) -> list[int]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """All modules in evaluation mode, and each as it was afterwards."""
+    """Put all modules into evaluation mode, and each back into its own afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Whether two sets of texts come from one law, where that law cannot be recomputed: permutation tests over rows."""
+"""Test whether two sets of texts have one distribution, without knowing it: permutation tests over rows."""
 
 from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
@@ -12,34 +12,34 @@ from scipy import sparse, stats
 
 DESCRIPTION = "Tests whether two sets of sampled token sequences have the same distribution, by permuting whole rows."
 INPUTS = """
-Tokens of one row depend on each other, so rows are what is permuted: where the two laws are one, predictions[i] and
-references[i] may change places, and each statistic is compared with those of random exchanges. This holds for two
-samples of one prompt in any order, and for samples of different prompts where those of the same prompt (or batch
-place) stand side by side. It holds too if the two of a row share their noise.
+Tokens of one row depend on each other, so whole rows are permuted: if both sets have one distribution, predictions[i]
+and references[i] can be exchanged, and each statistic is compared with those after random exchanges. Rows of one
+prompt may be in any order; with several prompts, predictions[i] and references[i] must be of the same one (and of the
+same row of a batch, if that matters). The two may share their random numbers.
 
 Statistics, of the relative frequencies a and b in the two sets:
     tokens, bigrams: sum (a - b)^2 / (a + b), over all tokens and over all pairs of neighbours within a row.
-    first_tokens: the same of the first token of each row, or that there is none.
-    lengths: the largest distance of the two distribution functions (Kolmogorov-Smirnov).
+    first_tokens: the same, of the first token of each row; an empty row counts as a token of its own.
+    lengths: the largest distance between the two cumulative distributions (Kolmogorov-Smirnov).
 
 Args:
-    predictions: ids of each row, up to and with its end token.
+    predictions: ids of each row, with its end token.
     references: ids of as many rows.
-    level: probability of a false alarm, above 0 and below 1.
-    permutations: random exchanges. A p-value is (1 + k) / (1 + permutations), k of them being as extreme, so
-        `level` must be reachable with it.
-    seed: of the exchanges.
+    level: probability of a false alarm, above 0 and below 1, 0.001 unless given.
+    permutations: how many random exchanges, 10,000 unless given. If k of them are at least as extreme, the p-value is
+        (1 + k) / (1 + permutations), which must be able to reach `level`.
+    seed: of the exchanges, 0 unless given.
 
 Returns:
     passed: whether p_value is above `level`.
-    p_value: the least of the statistics', times their number (Bonferroni), at most 1. 1 where no exchange changes any.
+    p_value: the smallest of the statistics, times their number (Bonferroni), at most 1; 1 if both sets are equal.
     level: as given.
-    comparisons: statistics that some exchange changes.
-    statistics: by name `statistic`, what exchanges make of it (`expected` is their mean, `deviation` their standard
-        deviation, `skewness` how much longer the upper tail is), and `p_value` (of this one alone).
+    comparisons: how many statistics were tested; one that no exchange can change is not.
+    statistics: by name `statistic`, its mean (`expected`), standard deviation (`deviation`) and `skewness` after
+        exchanges, and `p_value` (of this one, without Bonferroni).
 
 Raises:
-    ValueError: too few rows or permutations for `level`; or a level that is none.
+    ValueError: too few rows or permutations for `level`, or a level outside of 0 to 1.
 
 Example:
     >>> two_samples.compute(predictions=speculative_rows, references=plain_rows)["passed"]
@@ -54,8 +54,8 @@ CITATION = """@article{phipson2010permutation,
   year={2010}
 }"""
 
-CELLS = 2**23  # of an array of exchanges by kinds
-TIES = 1e-12  # rounding of equal statistics
+CELLS = 2**23  # entries of an array [exchanges, kinds]
+TIES = 1e-12  # statistics that differ by less are equal
 Statistic = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -97,13 +97,13 @@ class TwoSamples(evaluate.Metric):
 
 
 def chi_square(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """[...] of counts [..., kinds]: from 0 where relative frequencies are equal to 2 where no kind is in both."""
+    """[...] from counts [..., kinds]: 0 where relative frequencies are equal, 2 where no kind is in both."""
     a, b = _frequencies(left), _frequencies(right)
     return ((a - b) ** 2 / np.maximum(a + b, np.finfo(a.dtype).tiny)).sum(-1)
 
 
 def kolmogorov_smirnov(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """[...] of counts [..., kinds], the kinds in order: from 0 to 1."""
+    """[...] from counts [..., kinds], the kinds in order: 0 to 1."""
     return np.abs((_frequencies(left) - _frequencies(right)).cumsum(-1)).max(-1)
 
 
@@ -122,7 +122,7 @@ def _frequencies(counts: np.ndarray) -> np.ndarray:
 def _tables(
     left: list[Sequence[Hashable]], right: list[Sequence[Hashable]]
 ) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
-    """How often each row has each kind: [rows, kinds] of both sets, the kinds of either in order."""
+    """How often each row has each kind, for both sets: [rows, kinds], with the sorted kinds of both."""
     found: set[Any] = {kind for row in left + right for kind in row}
     kinds = {kind: i for i, kind in enumerate(sorted(found))}
     return _table(left, kinds), _table(right, kinds)
@@ -130,15 +130,15 @@ def _tables(
 
 def _table(rows: list[Sequence[Hashable]], kinds: dict[Hashable, int]) -> sparse.csr_matrix:
     columns = [kinds[kind] for row in rows for kind in row]
-    places = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    numbers = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     ones = np.ones(len(columns))
-    return sparse.csr_matrix((ones, (places, columns)), shape=(len(rows), len(kinds)))
+    return sparse.csr_matrix((ones, (numbers, columns)), shape=(len(rows), len(kinds)))
 
 
 def _permuted(
     left: sparse.csr_matrix, right: sparse.csr_matrix, statistic: Statistic, permutations: int, seed: int
 ) -> dict[str, float]:
-    """The statistic of two tables [rows, kinds], what exchanges make of it, and its p-value, as the seed says."""
+    """The statistic of two tables [rows, kinds], its moments after random exchanges, and its p-value."""
     generator = np.random.default_rng(seed)
     total = np.asarray((left + right).sum(0))  # [1, kinds]
     difference = (left - right).T.tocsr()  # [kinds, rows]

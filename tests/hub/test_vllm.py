@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_cards import full, measured
 
-from hf_specx.hub.export import vllm
 from hf_specx.hub.known_pairs import BY_NAME as KNOWN
+from hf_specx.hub.vllm import vllm
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 

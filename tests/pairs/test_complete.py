@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.ranks import in_group
-from hf_specx.pairs.pair import shares
-from hf_specx.pairs.shares import complete
+from hf_specx.pairs.complete import complete
 
 
 TEXTS = ["def read(", "import os, sys\nfrom pathlib import", "x", "class Path:\n    def", "for line in"]
@@ -94,7 +93,7 @@ def together(folder: Path) -> list[dict[str, Any]]:
     # not --cpu, by which accelerate 1.15 starts one process unless there is MPI; the processes find no accelerator
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    paths = [str(Path(__file__).parents[2]), str(Path(tiny.__file__).parent), str(Path(__file__).parent)]
+    paths = [str(Path(__file__).parents[2]), str(Path(zoo.__file__).parent), str(Path(__file__).parent)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
@@ -201,7 +200,8 @@ def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(ValueError, match="no tokenizer"):
         complete(pair, ["a"])
     pair = load(folder)
-    monkeypatch.setattr(shares, "synced_by_default", lambda *models: models == (pair.target, pair.draft))
+    models = (pair.target, pair.draft)
+    monkeypatch.setattr("hf_specx.pairs.complete.synced_by_default", lambda *given: given == models)
     with pytest.raises(ValueError, match="spread over processes"):
         complete(pair, ["a"])
 

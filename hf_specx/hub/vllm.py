@@ -1,8 +1,8 @@
-"""Handing a pair over to a server, for those who outgrow one process.
+"""The command that serves a pair by vLLM, for those who outgrow one process.
 
-The fields were read in the source of vLLM 0.33.0 (`vllm/config/speculative.py`, with `vllm/sampling_params.py`,
+The fields were taken from the source of vLLM 0.33.0 (`vllm/config/speculative.py`, with `vllm/sampling_params.py`,
 `vllm/v1/sample/logits_processor/` and `vllm/v1/worker/gpu/spec_decode/` for what it refuses) and in its documentation
-(`docs/features/speculative_decoding/draft_model.md`, commit 04329df5). No other version was looked at.
+(`docs/features/speculative_decoding/draft_model.md`, commit 04329df5). No other version was read.
 """
 
 import json
@@ -20,11 +20,11 @@ from hf_specx.validation.options import check_choices
 from .card_usage import SPEECH, auto_class_of
 
 
-OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # in the name of a draft, these count more than `method`
+OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # in the name of a draft, these overrule `method`
 DIFFERENCES = (
-    "vLLM drafts, samples and judges with code of its own: the distribution is the target's there too, the tokens of "
-    "a seed are others.",
-    "vLLM refuses min_p, logit_bias and logits processors of your own beside a draft.",
+    "vLLM drafts, samples and judges with code of its own: the distribution is the target's there too, but a seed "
+    "gives other tokens.",
+    "vLLM refuses min_p, logit_bias and logits processors of your own together with a draft.",
     "Fields are those of vLLM 0.33.0; earlier versions lack some, and may judge sampled drafts wrongly (its #54282).",
 )
 
@@ -35,8 +35,8 @@ class Export:
 
     Attributes:
         speculative_config: for `--speculative-config`, or `LLM(speculative_config=...)`.
-        arguments: the command, a word each.
-        remarks: sentences: what changes, and what the numbers go by.
+        arguments: the command, as a list of words.
+        remarks: sentences on what is different in vLLM, and on where the numbers come from.
     """
 
     speculative_config: dict[str, Any]
@@ -45,11 +45,11 @@ class Export:
 
     @property
     def command(self) -> str:
-        """For a shell."""
+        """The command as one line for a shell."""
         return shlex.join(self.arguments)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The attributes and the command, as plain values for JSON."""
         return {**asdict(self), "command": self.command}
 
     def __str__(self) -> str:
@@ -82,11 +82,11 @@ def server_without_encoder_decoders(model: ModelSource, role: str) -> str | None
 
 
 @refusal
-def draft_called_like_another_method(place: str) -> str | None:
-    word = next((word for word in OTHER_METHODS if word in place.lower()), None)
+def draft_called_like_another_method(location: str) -> str | None:
+    word = next((word for word in OTHER_METHODS if word in location.lower()), None)
     if word is None:
         return None
-    return f"the draft {place!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
+    return f"the draft {location!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
 
 
 @refusal
@@ -104,13 +104,13 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
 
     Args:
         config: of the pair.
-        name: id of its repository, or a local folder, which comes first; "embedded" is the pair in the package.
+        name: a local folder, else the id of its repository; "embedded" is the pair in the package.
         revision: of that repository; models by reference have theirs in the config.
-        num_draft_tokens: None is the config's, for "auto" the number of its fastest measurement, else
-            `FIXED_DRAFT_TOKENS`.
+        num_draft_tokens: None takes the config's; if that is "auto", the number of its fastest measurement, or
+            `FIXED_DRAFT_TOKENS` if nothing was measured.
 
     Raises:
-        ValueError: for what vLLM cannot load or refuses.
+        ValueError: vLLM cannot load this pair, or refuses it.
     """
     check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
     folder = _folder(name)
@@ -118,7 +118,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         server_without_encoder_decoders(model, role)
         if folder is None or model.name is not None:
             server_without_subfolders(model, role, name)
-    target, draft = (_place(model, name, folder) for model in (config.target, config.draft))
+    target, draft = (_location(model, name, folder) for model in (config.target, config.draft))
     draft_called_like_another_method(draft)
     padded_vocabulary_inside(config)
     number, reason = _number(config, num_draft_tokens)
@@ -132,26 +132,27 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
 
 
 def _folder(name: str) -> Path | None:
-    """A pair's local folder, if it is one."""
+    """The local folder that a name means, if it means one."""
     if Path(name).is_dir():
         return Path(name).resolve()
     return embedded_folder() if is_embedded(name) else None
 
 
-def _place(model: ModelSource, name: str, folder: Path | None) -> str:
+def _location(model: ModelSource, name: str, folder: Path | None) -> str:
+    """What vLLM loads a model from: an id on the Hub, or a folder."""
     if model.name is not None:
         return model.name
     return name if folder is None else str(folder / model.subfolder)
 
 
 def _revision(model: ModelSource, revision: str | None, folder: Path | None) -> dict[str, str]:
-    """The revision of a model on the Hub, if it has one."""
+    """{"revision": ...} for a model on the Hub, where one is known."""
     given = model.revision if model.name is not None else revision if folder is None else None
     return {} if given is None else {"revision": given}
 
 
 def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
-    """How many tokens to draft, and why."""
+    """How many tokens to draft, and a sentence that says why."""
     if given is not None:
         return given, f"num_speculative_tokens is {given} as asked for."
     if isinstance(config.num_draft_tokens, int):
@@ -166,7 +167,7 @@ def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
 
 
 def _judging(config: PairConfig) -> dict[str, Any]:
-    """How candidates are drawn and judged; sampled drafts, as here, where vLLM can."""
+    """How vLLM draws and judges candidates: as this package does, where it can."""
     if _differ_in_size(config):
         return {"use_heterogeneous_vocab": True}
     method = "block" if config.verification in (None, "block") else "standard"
@@ -181,10 +182,10 @@ def _differ_in_size(config: PairConfig) -> bool:
 def _remarks(config: PairConfig) -> list[str]:
     remarks = []
     if config.verification == "coupled":
-        remarks.append("vLLM has no coupled mode; rejection sampling takes its place.")
+        remarks.append("vLLM has no coupled mode; rejection sampling is used instead.")
     if _differ_in_size(config):
         remarks.append(
-            "The models score different numbers of tokens: vLLM then drafts greedily, so that acceptance is not as "
+            "The models score different numbers of tokens: vLLM then drafts greedily, so acceptance is not what was "
             "measured here."
         )
     if None in (config.target.vocab_size, config.draft.vocab_size):

@@ -1,4 +1,4 @@
-"""Many prompts over processes: each process completes its share, and all of them get the whole, in order."""
+"""Complete many prompts on several processes: each completes its share, and all get every text, in order."""
 
 import atexit
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from hf_specx.engine.ranks import in_group, synced_by_default
 from hf_specx.validation.rows import MAX_SEED
 
 
-SECONDS_UNSEEN = 3  # a progress bar appears after these
+DELAY = 3  # seconds, before a progress bar appears
 OF_ONE_CALL = (
     "inputs",
     "input_ids",
@@ -28,7 +28,7 @@ OF_ONE_CALL = (
 
 
 class Pair(Protocol):
-    """What is needed of a `DraftTargetPair`."""
+    """What `complete` needs of a `DraftTargetPair`."""
 
     tokenizer: PreTrainedTokenizerBase | None
 
@@ -44,26 +44,27 @@ class Pair(Protocol):
 def complete(pair: Pair, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
     """Complete texts in batches, the longest first; under `accelerate launch` each process takes its share of them.
 
-    The text does not depend on the number of processes: which prompts share a batch does not, and each prompt has a
-    seed of its own. Under "block" and "token", "auto" drafts a fixed number for that. With fewer batches than
-    processes some have nothing to do; give a smaller `batch_size` then. Every process loads its own copy of the pair,
-    on an accelerator by `device_map="cuda"` for example. The first to finish waits for the last, at most as long as
-    the process group allows; an error is raised everywhere once all have finished, while a process that is killed
-    leaves it to the launcher to end the others.
+    The result does not depend on the number of processes: neither do the batches, and each prompt has its own seed.
+    For the same reason "auto" drafts a fixed number of tokens under "block" and "token". Processes beyond the number
+    of batches have nothing to do; a smaller `batch_size` helps. Every process loads its own copy of the pair, on an
+    accelerator by `device_map="cuda"`, say. A process that has finished waits for the others, at most for the timeout
+    of the process group. An error in one is raised in all, once all have finished; if a process is killed, the
+    launcher has to end the others.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
         texts: prompts; the same on every process.
-        batch_size: rows of a batch.
-        seed: the prompt at place i samples under `seed + i`; what is drawn elsewhere does not matter, nor is it moved.
-        **options: for `pair.generate`, of every batch; `max_new_tokens` above all.
+        batch_size: rows of a batch, 8 unless given.
+        seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given. The global generator is neither used
+            nor changed.
+        **options: for each `pair.generate`, such as `max_new_tokens`.
 
     Returns:
         What was generated for each text, without special tokens, on every process.
 
     Raises:
-        ValueError: for a prompt without tokens, and for what the batches of a call cannot share.
-        RuntimeError: where another process failed.
+        ValueError: a prompt has no tokens, an option belongs to a single call, or the models are in shards.
+        RuntimeError: another process failed.
     """
     texts = texts if isinstance(texts, str) else list(texts)
     texts_of_no_kind(texts)
@@ -75,23 +76,32 @@ def complete(pair: Pair, texts: Sequence[str], *, batch_size: int = 8, seed: int
     assert pair.tokenizer is not None
     lengths = [len(ids) for ids in pair.tokenizer(list(texts))["input_ids"]] if texts else []
     text_without_tokens(lengths)
-    order = sorted(range(len(texts)), key=lambda place: -lengths[place])
+    order = sorted(range(len(texts)), key=lambda number: -lengths[number])
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
     def share(mine: list[list[int]]) -> Iterator[tuple[int, str]]:
-        for places in tqdm(mine, delay=SECONDS_UNSEEN, unit="batch", desc="completing"):
-            seeds = [seed + place for place in places]
-            yield from zip(places, _batch(pair, [texts[place] for place in places], seeds, options), strict=True)
+        for numbers in tqdm(mine, delay=DELAY, unit="batch", desc="completing"):
+            seeds = [seed + number for number in numbers]
+            yield from zip(numbers, _batch(pair, [texts[number] for number in numbers], seeds, options), strict=True)
 
     return [text for _, text in sorted(gathered(share, batches))]
 
 
 def gathered(work: Callable[[list[Any]], Iterable[Any]], items: list[Any]) -> list[Any]:
-    """What each process makes of its share of the items, from all of them; an error in one is raised in all."""
+    """The results of all processes, each of which does the work on its share of the items.
+
+    Args:
+        work: called with a share, gives any number of results.
+        items: the same on every process.
+
+    Raises:
+        Exception: the process's own error, as it was.
+        RuntimeError: another process failed.
+    """
     state, done, error = processes(), [], None
     try:
         done = list(work(items[state.process_index :: state.num_processes]))
-    except Exception as raised:  # the others must hear of it, or they wait for this share
+    except Exception as raised:  # the others wait for this share, so they must be told
         error = raised
     every = gather_object([(done, None if error is None else f"{type(error).__name__}: {error}")])
     if error is not None:
@@ -103,9 +113,9 @@ def gathered(work: Callable[[list[Any]], Iterable[Any]], items: list[Any]) -> li
 
 
 def processes() -> PartialState:
-    """This process among those that `accelerate launch` or `torchrun` has started; without an accelerator, by gloo.
+    """The state of this process among those of `accelerate launch` or `torchrun`; without an accelerator it uses gloo.
 
-    A group that starts here is destroyed before the process ends, which would abort now and then (pytorch#190489).
+    A process group that starts here is destroyed at exit; else the process may abort then (pytorch#190489).
     """
     found = in_group()
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
@@ -115,7 +125,7 @@ def processes() -> PartialState:
 
 
 def _batch(pair: Pair, texts: list[str], seeds: list[int], options: dict[str, Any]) -> list[str]:
-    """What is generated for the prompts of one batch."""
+    """What is generated for each prompt of one batch."""
     assert pair.tokenizer is not None
     decodes = pair.target.config.is_encoder_decoder
     encoded = pair.tokenizer(
