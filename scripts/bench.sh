@@ -6,7 +6,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 python -m pip install --quiet --disable-pip-version-check --editable ".[cli,plots]"
 name=cpu grid=--grid
 if [ "${1:-}" = --full ]; then
-    name=gpu grid=--full
+    name=full grid=--full
     shift
 fi
 mkdir -p scripts/results

@@ -1,11 +1,10 @@
 """Print a file of results of `specx bench --grid` as markdown: a table for each experiment, then the verdicts."""
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import typer
 
 from hf_specx.measure.points import verdicts
 
@@ -27,17 +26,16 @@ HEADINGS = ("pair", "dtype", "batch", "prompt + new", "T", "contender", *FIGURES
 OUTCOMES = {True: "holds", False: "**fails**", None: "not told"}
 
 
-def main(file: Path) -> None:
-    """Print them."""
-    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+def lines(cells: list[dict[str, Any]]) -> Iterator[str]:
+    """Of measured cells."""
     for experiment in dict.fromkeys(cell["cell"]["experiment"] for cell in cells):
         rows = [row for cell in cells if cell["cell"]["experiment"] == experiment for row in rows_of(cell)]
         if rows:
-            print(f"### {experiment}\n")
-            table(HEADINGS, rows)
-    print("### What it must show\n")
+            yield f"### {experiment}\n"
+            yield from table(HEADINGS, rows)
+    yield "### What it must show\n"
     claims = [(str(v.point), v.what, v.wanted, number(v.found), OUTCOMES[v.holds], v.note) for v in verdicts(cells)]
-    table(("point", "claim", "wanted", "found", "", ""), claims)
+    yield from table(("point", "claim", "wanted", "found", "", ""), claims)
 
 
 def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -54,11 +52,11 @@ def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print one."""
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Its lines, the last of them empty."""
     for cells in (headings, ("---",) * len(headings), *rows):
-        print(f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |")
-    print()
+        yield f"| {' | '.join(cell.replace('|', ' ') for cell in cells)} |"
+    yield ""
 
 
 def number(value: Any) -> str:
@@ -68,4 +66,4 @@ def number(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    print("\n".join(lines(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["cells"])))

@@ -5,13 +5,13 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.layouts.decoder import synchronize
@@ -210,7 +210,7 @@ def provenance(place: PreTrainedModel | torch.device) -> dict[str, Any]:
     """Where a number was made: versions, device, and the precision of a model."""
     device = place if isinstance(place, torch.device) else execution_device(place)
     made = {
-        "hf_specx": version("hf_specx"),
+        "hf_specx": hf_specx.__version__,  # also where it is not installed
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -72,7 +72,8 @@ class Turns:
         try:
             if name not in self.contenders:
                 self.contenders[name] = Contender(name, self.pair.target, self.pair.draft)
-                self.contenders[name].prepare(self.inputs)
+                if self.cell.experiment == "compiled":  # no other is held to what its forwards predict
+                    self.contenders[name].prepare(self.inputs)
             result = first = self._run(self.contenders[name], run)
             for _ in range(COMPILING):
                 if (report := self.contenders[name].report) is None or not report.compilations:

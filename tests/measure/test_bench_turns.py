@@ -40,6 +40,15 @@ def test_a_run_that_compiled_something_is_made_again(monkeypatch):
     assert len(noted["runs"]) == 1
 
 
+@pytest.mark.parametrize(("experiment", "times"), [("compiled", 1), ("quick", 0), ("speed", 0)])
+def test_forwards_are_timed_where_their_prediction_is_judged(monkeypatch, experiment: str, times: int):
+    """Elsewhere each of their lengths would be compiled for nothing."""
+    calls = []
+    monkeypatch.setattr(Contender, "prepare", lambda own, inputs: calls.append(own.name))
+    take_turns(small("block-2", experiment=experiment), tiny_pair(), lambda: None)
+    assert len(calls) == times
+
+
 def test_one_that_fails_is_reported_and_the_others_go_on(monkeypatch):
     calls = []
     generate = Contender.__call__

@@ -1,0 +1,149 @@
+"""The same tokens as plain `generate` on the device, greedily and under the same seed, in every layout."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from collectors import RowCollector
+from device import DEVICE, generator_state, moved, on_device
+from test_offload import counting
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding, generate
+from hf_specx.engine.report import SpeculationReport
+
+
+pytestmark = on_device
+LAYOUTS = {
+    "llama": "ragged padded packed lockstep",
+    "gpt2": "ragged padded packed lockstep",
+    "qwen2": "ragged padded packed lockstep",  # one of its layers has a sliding window
+    "opt": "ragged padded packed lockstep",
+    "t5": "padded lockstep",
+    "mamba2": "lockstep",
+}
+CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts.split()]
+NOISES = {"t5": 0.25, "mamba2": 0.02}
+MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 20, "temperature": 0.9}}
+NEW_TOKENS = 24
+PLACES = [(DEVICE, "cpu"), ("cpu", DEVICE)]
+
+
+@cache
+def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    known = {"t5": "seq2seq", "mamba2": "causal"}
+    target = zoo.build(known[model_type], model_type) if model_type in known else tiny(model_type)
+    draft = near(target, NOISES.get(model_type, 0.05))
+    return target.to(DEVICE), draft.to(DEVICE)
+
+
+def inputs_of(model_type: str, rows: int) -> dict[str, torch.Tensor]:
+    special = model_type in ("t5", "mamba2")
+    return moved(zoo.inputs(pair(model_type)[0], rows) if special else prompts(rows))
+
+
+def plain(target: PreTrainedModel, **call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The text, and the state in which the generator is left."""
+    torch.manual_seed(4)
+    return target.generate(**call), generator_state()
+
+
+def ours(
+    target: PreTrainedModel, draft: PreTrainedModel, layout: str = "auto", **call: Any
+) -> tuple[torch.Tensor, torch.Tensor, SpeculationReport]:
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", layout=layout)
+    torch.manual_seed(4)
+    output = target.generate(**call, custom_generate=strategy)
+    assert strategy.report is not None
+    return output, generator_state(), strategy.report
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(("model_type", "layout"), CASES)
+def test_equals_generate(model_type: str, layout: str, rows: int, mode: str):
+    target, draft = pair(model_type)
+    call = inputs_of(model_type, rows) | MODES[mode] | {"max_new_tokens": NEW_TOKENS}
+    expected, state = plain(target, **call)
+    with counting(target) as judged, counting(draft) as drafted:
+        output, left, report = ours(target, draft, layout, **call)
+    assert torch.equal(output, expected)
+    assert torch.equal(left, state)
+    assert report.layout == layout
+    assert len(drafted) > 1
+    if layout != "lockstep" or rows == 1:  # where one of many rows nearly always rejects
+        assert len(judged) < NEW_TOKENS
+
+
+def test_rows_that_end_early():
+    target, draft = pair("llama")
+    call = inputs_of("llama", 8) | MODES["sampled"] | {"eos_token_id": [5, 9, 20, 33], "pad_token_id": 0}
+    expected, state = plain(target, **call, max_new_tokens=40)
+    lengths = (expected != 0).sum(1).tolist()
+    assert len(set(lengths)) > 2
+    for layout in LAYOUTS["llama"].split():
+        output, left, _ = ours(target, draft, layout, **call, max_new_tokens=40)
+        assert torch.equal(output, expected), layout
+        assert torch.equal(left, state), layout
+
+
+def test_seeds_give_each_row_the_text_that_it_has_alone():
+    target, draft = pair("llama")
+    inputs, seeds, sampled = (
+        inputs_of("llama", 3),
+        [7, 0, 2**40 + 3],
+        MODES["sampled"] | {"max_new_tokens": NEW_TOKENS},
+    )
+    options = {"draft_model": draft, "num_draft_tokens": 3, "verification": "coupled"}
+    state = generator_state()
+    output = generate(model=target, **options, **inputs, **sampled, seeds=seeds)
+    assert torch.equal(generator_state(), state)
+    for row, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        alone = {name: tensor[row : row + 1] for name, tensor in inputs.items()}
+        assert torch.equal(output[row : row + 1], target.generate(**alone, **sampled))
+
+
+def test_rows_are_streamed():
+    target, draft = pair("llama")
+    inputs, streamer = inputs_of("llama", 3), RowCollector()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, streamer=streamer)
+    output = target.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=True, custom_generate=strategy)
+    width = inputs["input_ids"].shape[1]
+    streamed = [[token for piece in streamer.rows[row] for token in piece][-NEW_TOKENS:] for row in range(3)]
+    assert streamed == output[:, width:].tolist()
+    assert streamer.ends == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("home", "draft_home"), PLACES, ids=["draft on the CPU", "target on the CPU"])
+def test_models_on_two_devices(home: torch.device | str, draft_home: torch.device | str, mode: str):
+    made = tiny()
+    target, draft = near(made, 0.0).to(home), near(made, 0.05).to(draft_home)
+    inputs = {name: tensor.to(home) for name, tensor in prompts(3).items()}
+    call = inputs | MODES[mode] | {"max_new_tokens": NEW_TOKENS}
+    expected, state = plain(target, **call)
+    with Forwards(draft) as drafted:
+        output, left, _ = ours(target, draft, **call)
+    assert drafted.ids[0].device.type == torch.device(draft_home).type
+    assert torch.equal(output, expected)
+    assert torch.equal(left, state)
+
+
+@pytest.mark.parametrize("verification", ["block", "token", "coupled"])
+@pytest.mark.parametrize("layout", LAYOUTS["llama"].split())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_runs(dtype: torch.dtype, layout: str, verification: str):
+    """Other batch sizes round otherwise, so that texts may differ: here they are whole, and drafts are accepted."""
+    made = tiny()
+    target, draft = near(made, 0.0).to(DEVICE, dtype), near(made, 0.02).to(DEVICE, dtype)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification, layout=layout)
+    torch.manual_seed(4)
+    output = target.generate(**moved(prompts(8)), do_sample=True, max_new_tokens=NEW_TOKENS, custom_generate=strategy)
+    assert output.shape == (8, 11 + NEW_TOKENS)
+    assert ((output >= 0) & (output < VOCAB_SIZE)).all()
+    assert strategy.report is not None
+    assert strategy.report.accepted > strategy.report.drafted / 4
