@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Sequences
-from hf_specx.common.patching import in_this_thread, usually
+from hf_specx.common.patching import Overriding, beneath, patch_function
 from hf_specx.engine.prefill import prefill
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.sampling.rules import Draft, Judgement, Rule, law
@@ -30,12 +30,12 @@ class Recorder:
     def listening(self) -> Iterator[None]:
         """Note the calls of this thread."""
         place = prefill.__globals__  # where it looks for what makes a rule
-        usual = usually(place["_rule"])
+        usual = beneath(place["_rule"])[-1]
 
         def make(*args: Any) -> Rule:
             return self.attach(usual(*args))
 
-        with in_this_thread(place, "_rule", usual, make):
+        with Overriding({patch_function(place, "_rule"): make}):
             yield
 
     def attach(self, rule: Rule) -> Rule:
