@@ -13,11 +13,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import transformers
 
 
 OVERRIDES: ContextVar[Mapping[Hashable, Any]] = ContextVar("OVERRIDES", default=MappingProxyType({}))
-LOCK: threading.Lock = vars(transformers).setdefault("_hf_specx_lock", threading.Lock())  # one for all copies
+LOCK: threading.Lock = vars(threading).setdefault("_hf_specx_lock", threading.Lock())  # one for all copies
 
 
 class Overriding:
