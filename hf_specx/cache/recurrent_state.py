@@ -1,8 +1,7 @@
 """States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
 
-import contextlib
 import copy
-from collections.abc import Container, Iterator
+from collections.abc import Container, Hashable
 from types import MethodType
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from hf_specx.common.patching import in_this_thread, usually
+from hf_specx.common.patching import patch_attribute
 
 from .slots import self_attention
 
@@ -106,15 +105,10 @@ def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {number: None if state is None else state.clone() for number, state in states.items()}
 
 
-@contextlib.contextmanager
-def unlimited(modules: list[torch.nn.Module]) -> Iterator[None]:
-    """Let Mamba-2 layers read several tokens as single steps read them, in this thread: with no limit to the time step
-    (5.23)."""
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            usual = usually(module.time_step_limit)
-            stack.enter_context(in_this_thread(vars(module), "time_step_limit", usual, NO_LIMIT))
-        yield
+def without_limits(model: torch.nn.Module) -> dict[Hashable, Any]:
+    """Overrides by which Mamba-2 layers read several tokens as single steps: with no limit to the time step (5.23)."""
+    limited = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    return {patch_attribute(module, "time_step_limit"): NO_LIMIT for module in limited}
 
 
 def _update(

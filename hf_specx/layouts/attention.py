@@ -7,15 +7,14 @@ each layer.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hf_specx.common.patching import in_this_thread, usually
+from hf_specx.common.patching import Overriding, beneath, patch_function
 
 
 IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by the host's function as well
@@ -75,20 +74,12 @@ class GroupedAttention:
 
     def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """[R or 1, 1, n * q, S], additive as torch would make it in every layer."""
+        if torch.compiler.is_dynamo_compiling():  # torch finds by itself that all layers need the same
+            return tiled(mask, group, dtype)
         tiles = self.tiles.setdefault(mask, {})
         if (group, dtype) not in tiles:
             tiles[group, dtype] = tiled(mask, group, dtype)
         return tiles[group, dtype]
-
-
-class TracedAttention(GroupedAttention):
-    """The same for torch to compile, which finds by itself that all layers need the same mask."""
-
-    def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-        return tiled(mask, group, dtype)
-
-
-TRACED = TracedAttention()
 
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
@@ -98,16 +89,18 @@ def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     return mask if group == 1 else mask.repeat(1, 1, group, 1)
 
 
-@contextlib.contextmanager
-def grouped_queries() -> Iterator[None]:
-    """Let `sdpa` fold groups of query heads in this thread's forwards inside, also in what torch compiles of them.
+TRACED = GroupedAttention()
 
-    Another function of that name stays.
+
+def grouped_queries(traced: bool = False) -> contextlib.AbstractContextManager[None]:
+    """Let `sdpa` fold groups of query heads in this context's forwards inside.
+
+    Where `sdpa` is no longer the function of transformers, nothing is changed.
+
+    Args:
+        traced: whether torch may compile it into these forwards; what a user compiles serves plain `generate` as well.
     """
-    usual = usually(ALL_ATTENTION_FUNCTIONS["sdpa"])
-    if usual is not sdpa_attention_forward:
-        yield
-        return
-    own = ALL_ATTENTION_FUNCTIONS._local_mapping  # comes before what all such registries share
-    with in_this_thread(own, "sdpa", usual, GroupedAttention(), TRACED):
-        yield
+    if beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])[-1] is not sdpa_attention_forward:
+        return contextlib.nullcontext()
+    sdpa = patch_function(AttentionInterface._global_mapping, "sdpa", TRACED)
+    return Overriding({sdpa: TRACED if traced else GroupedAttention()})

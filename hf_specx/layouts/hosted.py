@@ -90,4 +90,4 @@ class HostedDecoder(Decoder):
             return True
         decoder = self.model.get_decoder()
         taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
-        return not self.tables.tables and "position_ids" in taken and "kwargs" in self.parameters
+        return not self.tables.forwards and "position_ids" in taken and "kwargs" in self.parameters

@@ -1,15 +1,14 @@
 """Position tables that number tokens by the slots before them, told in which columns stock would have the tokens."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.common.patching import in_this_thread, usually
+from hf_specx.common.patching import Overriding, patch_attribute
 
 
 class PositionTables:
@@ -24,17 +23,12 @@ class PositionTables:
     def __init__(self, model: PreTrainedModel, told: bool, even: bool):
         modules = () if told else (model.get_decoder() or model).modules()
         tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
-        self.tables = [t for t in tables if not even or getattr(t, "padding_idx", None) is not None]
+        tables = [t for t in tables if not even or getattr(t, "padding_idx", None) is not None]
+        self.forwards = {patch_attribute(table, "forward"): table.forward for table in tables}
 
-    @contextlib.contextmanager
-    def at(self, first: list[int], last: int) -> Iterator[None]:
-        """For this thread's forwards inside: where the first tokens of the rows lie, and the last column of any."""
-        with contextlib.ExitStack() as stack:
-            for table in self.tables:
-                usual = usually(table.forward)  # accelerate puts another one into `vars`
-                mine = partial(by_column, usual, first, last)
-                stack.enter_context(in_this_thread(vars(table), "forward", usual, mine))
-            yield
+    def at(self, first: list[int], last: int) -> Overriding:
+        """For this context's forwards inside: where the first tokens of the rows lie, and the last column of any."""
+        return Overriding({key: partial(by_column, usual, first, last) for key, usual in self.forwards.items()})
 
 
 def by_column(

@@ -4,17 +4,17 @@ A dense weight is read far below the speed of the memory where few rows are mult
 step take two to five times as long in float32, by a BLAS made for other processors, and twice in bfloat16.
 """
 
-import contextlib
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import linear as dense_linear
+
+from hf_specx.common.patching import OVERRIDES, Overriding
 
 
 # one for each copy of this file, as a published pair has its own
@@ -62,22 +62,14 @@ class Prepacked:
                     self.packs[place(weight)] = found
         return None if found is None else found.weight
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Let `linear` find these weights in this thread."""
-        token = IN_USE.set(self)
-        try:
-            yield
-        finally:
-            IN_USE.reset(token)
-
-
-IN_USE: ContextVar[Prepacked | None] = ContextVar("IN_USE", default=None)
+    def in_use(self) -> Overriding:
+        """Let `linear` find these weights in this context."""
+        return Overriding({linear: self})
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
-    prepacked = IN_USE.get()
+    prepacked: Prepacked | None = OVERRIDES.get().get(linear)
     packed = None if prepacked is None else prepacked.of(weight)
     if packed is None:
         return dense_linear(input, weight, bias)

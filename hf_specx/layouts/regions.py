@@ -56,7 +56,7 @@ class Regions:
                 self.functions[size] = self._compiled("_".join(map(str, size)))
         if self.captures:
             torch.compiler.cudagraph_mark_step_begin()
-        with grouped_queries(), self.prepacked.in_use():
+        with grouped_queries(traced=True), self.prepacked.in_use():
             logits = self.functions[size](model, self.masks, buffers, tokens, keep=keep, **given)
         return logits.clone() if self.captures else logits
 
@@ -168,7 +168,7 @@ def on_inputs(guards: Sequence[Any]) -> list[bool]:
     """The guards to keep: those on what differs from forward to forward, and on settings of torch.
 
     Those on a model are hundreds, and take as long as a small layer; its traits are looked at once a call. Globals
-    that a forward reads do not change, but for the registry of attention functions, in which other threads may have
-    put theirs meanwhile.
+    that a forward reads do not change, but for the registry of attention functions, where a copy of this package may
+    put its patch.
     """
     return [not guard.is_global and not OTHERS.search(guard.name) for guard in guards]

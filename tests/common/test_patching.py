@@ -1,11 +1,14 @@
 """Several threads on the same models: what one of them replaces for a forward, the others do not meet."""
 
-import inspect
+import copy
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,13 @@ import torch
 import zoo
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.common.patching import in_this_thread, usually
+from hf_specx.common.patching import OVERRIDES
+from hf_specx.hub.flatten import published_code
 from hf_specx.layouts.attention import GroupedAttention
 from hf_specx.layouts.position_tables import by_column
+from hf_specx.pair_files import pair_source
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 18}
@@ -44,12 +48,15 @@ def stock(name: str, rows: int = 3) -> torch.Tensor:
 
 
 def ours(
-    name: str, rows: int = 3, num_draft_tokens: int = 3, verification: str = "token", **settings: Any
+    name: str,
+    rows: int = 3,
+    num_draft_tokens: int = 3,
+    verification: str = "token",
+    by: type = SpeculativeDecoding,
+    **settings: Any,
 ) -> torch.Tensor:
     target, draft = models(name)
-    strategy = SpeculativeDecoding(
-        draft, num_draft_tokens=num_draft_tokens, verification=verification, layout=LAYOUTS[name]
-    )
+    strategy = by(draft, num_draft_tokens=num_draft_tokens, verification=verification, layout=LAYOUTS[name])
     output = target.generate(**inputs(name, rows), **GREEDY | settings, custom_generate=strategy)
     assert strategy.report.layout == LAYOUTS[name]
     assert 0 < strategy.report.accepted < strategy.report.drafted
@@ -63,10 +70,10 @@ def in_another_thread(job: Callable[[], Any]) -> Any:
 
 
 def as_it_was(name: str) -> list:
-    """All that a call could leave behind on the models and in the library."""
+    """All that a call could leave behind on the models and in this context."""
     modules = [module for model in models(name) for module in model.modules()]
     return [
-        dict(ALL_ATTENTION_FUNCTIONS._local_mapping),
+        OVERRIDES.get(),
         [(set(vars(module)), vars(module).get("time_step_limit")) for module in modules],
         [model.generation_config.to_dict() for model in models(name)],
     ]
@@ -112,7 +119,7 @@ def test_a_whole_call_in_the_middle_of_a_forward(name: str, other: Callable, met
     expected, here, forwards, found = stock(name), threading.get_ident(), [], []
 
     def hook(module, args):
-        if threading.get_ident() == here and ALL_ATTENTION_FUNCTIONS._local_mapping:
+        if threading.get_ident() == here and OVERRIDES.get():
             forwards.append(None)
             if len(forwards) == 3:
                 found.append(in_another_thread(lambda: (threading.get_ident(), other(name, rows=4))))
@@ -207,56 +214,59 @@ def test_the_draft_keeps_its_own_settings_while_it_is_prepared(monkeypatch: pyte
     assert expected.shape[1] < output.shape[1]
 
 
-def test_each_thread_finds_its_own():
-    place = {"there": min}
-    seen = {}
+def test_models_are_left_as_they_were_found(name: str, tmp_path: Path):
+    """In the middle of a forward of ours, another thread copies, pickles and saves the target."""
+    target, found = models(name)[0], []
+    expected, names, weights = stock(name), [set(vars(module)) for module in target.modules()], target.state_dict()
 
-    def look(name: str) -> Callable:
-        return place.get(name, max)
+    def look():
+        target.save_pretrained(tmp_path)
+        copies = [copy.deepcopy(target), pickle.loads(pickle.dumps(target)), type(target).from_pretrained(tmp_path)]
+        return [set(vars(module)) for module in target.modules()], copies
 
-    def in_between():
-        seen["other"] = look("there")([3, 5]), look("elsewhere")([3, 5])
-        with in_this_thread(place, "there", usually(look("there")), len):
-            seen["its own"] = look("there")([3, 5])
+    def hook(module, args):
+        if OVERRIDES.get():
+            handle.remove()
+            found.append(in_another_thread(look))
 
-    with in_this_thread(place, "there", min, sum), in_this_thread(place, "elsewhere", max, sum):
-        in_another_thread(in_between)
-        seen["here"] = look("there")([3, 5]), look("elsewhere")([3, 5])
-        with in_this_thread(place, "there", usually(look("there")), sorted):
-            seen["nested"] = look("there")([5, 3])
-        seen["after"] = look("there")([3, 5])
-    assert seen == {"other": (3, 5), "its own": 2, "here": (8, 8), "nested": [3, 5], "after": 8}
-    assert place == {"there": min}
-
-
-def test_the_last_thread_puts_back_what_was_there():
-    """One thread enters first and leaves first, as two calls that overlap do."""
-    place, inside, outside = {"limit": (1, 2)}, threading.Event(), threading.Event()
-
-    def first():
-        with in_this_thread(place, "limit", (1, 2), (3, 4)):
-            inside.set()
-            outside.wait(timeout=60)
-            return place["limit"][0]
-
-    with ThreadPoolExecutor(1) as pool:
-        job = pool.submit(first)
-        inside.wait(timeout=60)
-        with in_this_thread(place, "limit", usually(place["limit"]), (5, 6)):
-            outside.set()
-            assert job.result() == 3
-            assert place["limit"][1] == 6
-    assert place == {"limit": (1, 2)}
+    handle = target.get_decoder().layers[1].register_forward_pre_hook(hook)
+    assert torch.equal(ours(name), expected)
+    ((during, copies),) = found
+    assert during == names == [set(vars(module)) for module in target.modules()]
+    for other in copies:
+        assert torch.equal(other.generate(**inputs(name, 3), **GREEDY), expected)
+        state = other.state_dict()
+        assert state.keys() == weights.keys()
+        assert all(torch.equal(state[key], weights[key]) for key in weights)
 
 
-def test_an_exception_puts_it_back_and_its_signature_is_kept():
-    def usual(tokens, past_key_values_length=0):
-        return tokens
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
+    """`SpeculativeDecoding` of a copy of this package, as a published pair has it."""
+    folder = tmp_path_factory.mktemp("copy") / "published"
+    folder.mkdir()
+    source = {"__init__": "", "pair_source": Path(pair_source.__file__).read_text()}
+    for module, text in (published_code() | source).items():
+        (folder / f"{module}.py").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder.parent)
+        yield import_module("published.strategy").SpeculativeDecoding
 
-    place: dict[str, Any] = {}
-    with in_this_thread(place, "forward", usual, len):
-        assert inspect.signature(place["forward"]) == inspect.signature(usual)
-    assert place == {}
-    with pytest.raises(KeyboardInterrupt), in_this_thread(place, "forward", usual, len):
-        raise KeyboardInterrupt
-    assert place == {}
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_two_copies_of_this_package(name: str, ours_first: bool, published: type):
+    """A call by one begins and ends in the middle of a call by the other, more than once; all texts are stock's."""
+    expected, here, found = stock(name), threading.get_ident(), []
+    others = sys.modules[published.__module__.replace("strategy", "common")].OVERRIDES
+    outer, inner = (SpeculativeDecoding, published) if ours_first else (published, SpeculativeDecoding)
+
+    def hook(module, args):
+        if threading.get_ident() == here and (OVERRIDES if ours_first else others).get():
+            found.append(in_another_thread(lambda: ours(name, by=inner)))
+
+    for _ in range(2):
+        handle = models(name)[0].get_decoder().layers[1].register_forward_pre_hook(hook)
+        assert torch.equal(ours(name, by=outer, max_new_tokens=6), expected[:, :-12])
+        handle.remove()
+    assert len(found) > 2
+    assert all(torch.equal(text, expected) for text in found)

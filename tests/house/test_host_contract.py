@@ -23,8 +23,9 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from hf_specx.common.patching import beneath
 from hf_specx.hub.flatten import PACKAGE
 
 
@@ -72,12 +73,9 @@ def test_signatures_of_which_a_part_is_used():
 
 
 def test_attention_functions_can_be_put_over():
-    found, own = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_ATTENTION_FUNCTIONS._local_mapping
-    assert found is sdpa_attention_forward, "layouts.attention: sdpa is another function"
-    mine = own["sdpa"] = object()
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine, "layouts.attention: _local_mapping does not come first"
-    del own["sdpa"]
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is found, "layouts.attention: an override stays behind"
+    found = AttentionInterface._global_mapping["sdpa"]
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is found, "layouts.attention: _global_mapping is not looked at"
+    assert beneath(found)[-1] is sdpa_attention_forward, "layouts.attention: sdpa is another function"
 
 
 class Arrival:

@@ -1,7 +1,6 @@
 """Folding query heads that share keys into the query length gives what the host's `sdpa` function gives."""
 
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.patching import OVERRIDES, beneath
 from hf_specx.layouts.attention import GroupedAttention, grouped_queries
 
 
@@ -127,33 +127,43 @@ def test_what_the_host_refuses_stays_refused():
 
 
 def function_here():
-    """What this thread's forwards call."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"].mine[threading.get_ident()]
+    """What this thread's forwards call: our override, or else what lies beneath all patches."""
+    found, overrides = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"]), OVERRIDES.get()
+    return next((overrides[patch] for patch in found if patch in overrides), found[-1])
 
 
 def test_the_host_has_its_function_back():
-    before = dict(ALL_ATTENTION_FUNCTIONS)
     with grouped_queries():
         outer = function_here()
         assert isinstance(outer, GroupedAttention)
         with grouped_queries():
             assert isinstance(function_here(), GroupedAttention)
         assert function_here() is outer
-        assert AttentionInterface()["sdpa"] is sdpa_attention_forward  # what other modules own is not touched
-    assert dict(ALL_ATTENTION_FUNCTIONS) == before
-    assert not ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert function_here() is sdpa_attention_forward
     with pytest.raises(KeyError, match="inside"), grouped_queries():
         raise KeyError("inside")
-    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    assert function_here() is sdpa_attention_forward
 
 
-def test_a_function_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("mapping", ["_global_mapping", "_local_mapping"])
+@pytest.mark.parametrize("patched", [True, False])
+def test_a_function_of_the_user_is_left_alone(patched: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether it was put there before our first forward or after it, and also if it calls what was there."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+    if patched:
+        grouped_queries()
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
     def mine(*args, **kwargs):
-        return sdpa_attention_forward(*args, **kwargs)
+        return usual(*args, **kwargs)
 
-    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", mine)
+    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
+    module, query, key, value = tensors(4, 5)
+    expected, _ = sdpa_attention_forward(module, query, key, value, ragged_mask(5))
+    monkeypatch.setattr(GroupedAttention, "__call__", None)
     with grouped_queries():
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+        assert torch.equal(mine(module, query, key, value, ragged_mask(5))[0], expected)
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
 
 
@@ -185,7 +195,7 @@ def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: p
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_a_round_that_fails_leaves_the_model_as_it_was(layout: str):
     target = tiny("llama")
-    before, config = dict(ALL_ATTENTION_FUNCTIONS), target.config.to_dict()
+    config = target.config.to_dict()
     seen = []
 
     def fail(module, args, output):
@@ -198,6 +208,6 @@ def test_a_round_that_fails_leaves_the_model_as_it_was(layout: str):
     with pytest.raises(RuntimeError, match="in the middle of a round"):
         target.generate(**prompts(4), max_new_tokens=31, custom_generate=strategy)
     assert isinstance(seen[0], GroupedAttention)
-    assert dict(ALL_ATTENTION_FUNCTIONS) == before
+    assert function_here() is sdpa_attention_forward
     assert target.config.to_dict() == config
     assert target.config._attn_implementation == "sdpa"

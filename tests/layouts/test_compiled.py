@@ -11,14 +11,15 @@ from functools import cache
 
 import pytest
 import torch
+from hf_specx.engine.prefill import make_sequences
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
-from hf_specx.engine.prefill import make_sequences
-from hf_specx.layouts.choose import compiled, make_decoder, regions
+from hf_specx.common.patching import OVERRIDES
+from hf_specx.layouts import compiled, regions
+from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
 from hf_specx.layouts.prepacked import has_kernels
 from hf_specx.layouts.prompts import prepare
@@ -57,7 +58,7 @@ def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, v
 def test_two_buckets_of_rows():
     """Four places, then two: six forwards in all, for every call and strategy; rows end as stock ends them."""
     target, draft = pair(num_hidden_layers=1)
-    before = torch._dynamo.config.get_config_copy(), dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
+    before = torch._dynamo.config.get_config_copy()
     compilations = []
     for settings in (SAMPLED, {"do_sample": False}, SAMPLED):
         expected, _ = run(target, None, **settings, **ENDS)
@@ -68,7 +69,8 @@ def test_two_buckets_of_rows():
         compilations.append(report.compilations)
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
-    assert before == (torch._dynamo.config.get_config_copy(), ALL_ATTENTION_FUNCTIONS._local_mapping)
+    assert before == torch._dynamo.config.get_config_copy()
+    assert not OVERRIDES.get()
     block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
     assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
 
@@ -264,7 +266,6 @@ def test_a_model_of_another_precision_is_compiled_anew(traced: None):
 
 def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
     target, draft = pair()
-    registry = dict(ALL_ATTENTION_FUNCTIONS._local_mapping)
 
     def fail(graph, inputs, config_patches):
         raise RuntimeError("no space left")
@@ -273,7 +274,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
         patch.setattr(regions, "lookup_backend", lambda name: fail)
         with pytest.raises(Exception, match="no space left"):
             run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
-    assert ALL_ATTENTION_FUNCTIONS._local_mapping == registry
+    assert not OVERRIDES.get()
     expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
 

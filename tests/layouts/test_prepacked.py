@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from hf_specx.layouts.choose import prepacked
+from hf_specx.common.patching import OVERRIDES
+from hf_specx.layouts import prepacked
 from hf_specx.layouts.prepacked import Prepacked, has_kernels, linear, use_prepacked
 
 
@@ -202,7 +203,7 @@ def test_other_threads_and_other_models_have_none():
     model, x = Layers(), torch.randn(2, 3, 8)
     own, others, found = Prepacked(), Prepacked(), []
     with torch.no_grad(), own.in_use():
-        thread = threading.Thread(target=lambda: found.append(prepacked.IN_USE.get()))
+        thread = threading.Thread(target=lambda: found.append(OVERRIDES.get().get(linear)))
         thread.start()
         thread.join()
         with others.in_use():
@@ -210,7 +211,7 @@ def test_other_threads_and_other_models_have_none():
         linear(x, model.up.weight)
     assert found == [None]
     assert [len(own.packs), len(others.packs)] == [1, 1]
-    assert prepacked.IN_USE.get() is None
+    assert linear not in OVERRIDES.get()
 
 
 def test_a_copy_under_another_name():
