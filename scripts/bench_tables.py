@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from hf_specx.measure.points import verdicts
+from hf_specx.measure.points import claims
 
 
 FIGURES = {
@@ -36,8 +36,8 @@ def main(file: Path) -> None:
             print(f"### {experiment}\n")
             table(HEADINGS, rows)
     print("### What it must show\n")
-    claims = [(str(v.point), v.what, v.wanted, number(v.found), WORDS[v.holds], v.note) for v in verdicts(cells)]
-    table(("point", "claim", "wanted", "found", "", ""), claims)
+    rows = [(str(v.point), v.what, v.wanted, number(v.found), WORDS[v.holds], v.note) for v in claims(cells)]
+    table(("point", "claim", "wanted", "found", "", ""), rows)
 
 
 def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""`specx bench`: contenders in turns on one machine, the limits beside them, and what the measurements show."""
+"""`specx bench`: contenders in turns on one machine, their limits, and what the measurements show."""
 
 from functools import partial
 from pathlib import Path
@@ -10,26 +10,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.measure.bench_pairs import load_bench_pair
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks_bench import check_cell, check_grafted, check_grid, check_out
-from hf_specx.measure.checks_tune import check_study
+from hf_specx.measure.checks import check_cell, check_grafted, check_grid, check_out, check_study
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import PREFIX, RECIPES
-from hf_specx.measure.grid import Results, run_grid
+from hf_specx.measure.grid import results, run_grid
+from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.measure.plots import check_can_plot, plot
-from hf_specx.measure.points import Verdict, verdicts
+from hf_specx.measure.points import Claim, claims
 
 from .console import errors_in_one_line, progress
 from .options import (
-    MAX_SEED,
+    LARGEST_SEED,
     PromptFile,
     Revision,
     Token,
     Trust,
     check_dtype,
     hub_options,
-    load_pair,
+    load_given_pair,
     read_prompts,
     typed,
 )
@@ -37,8 +36,8 @@ from .options import (
 
 GRID_FILE = Path("specx-bench.json")
 COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
-LEGEND = (
-    "medians; x plain: beside the runs of plain in the same turns, spread: of these; tokens a row and ms, of a round; "
+BENCH_LEGEND = (
+    "medians; x plain: compared with plain in the same turns, spread: of these; tokens a row and ms, of a round; "
     "a round over its bare forwards; limit: the speed-up if there were nothing but forwards, and the one of Theorem "
     "3.8, for which a target step over all candidates costs no more than one over a single token"
 )
@@ -70,7 +69,7 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Timed runs of each contender; else 3.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; else as saved.")] = None,
     file: PromptFile = None,
-    seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=MAX_SEED)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=LARGEST_SEED)] = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -82,7 +81,7 @@ def bench(
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
 ) -> None:
-    """Time plain, stock assisted and speculative generation in turns, beside their bare forwards.
+    """Time plain, stock assisted and speculative generation in turns, and compare them with their bare forwards.
 
     Without options one or two minutes on the pair in the package. A grid says which of the project's claims hold here.
     """
@@ -96,13 +95,13 @@ def bench(
         if plots is not None:
             check_can_plot()
         prompts = [] if file is None else read_prompts([], file, "")
-        load = partial(load_pair, **hub_options(revision, token, trust_remote_code))
-        results = Results(out or (GRID_FILE if grid or full else None))
+        load = partial(load_given_pair, **hub_options(revision, token, trust_remote_code))
+        store = results(out or (GRID_FILE if grid or full else None))
         with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
-            made = run_grid(cells, results, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
-        show(made)
+            made = run_grid(cells, store, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
+        show_cells(made)
         if grid or full:
-            show_verdicts(verdicts(made))
+            show_claims(claims(made))
         for path in plot(made, plots) if plots is not None else ():
             Console().print(Text(f"wrote {path}"), soft_wrap=True)
 
@@ -130,7 +129,7 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     return quick_cells(pair, batches, contenders, **asked)
 
 
-def show(made: list[dict[str, Any]]) -> None:
+def show_cells(made: list[dict[str, Any]]) -> None:
     """A table for each cell."""
     console = Console()
     for measured in made:
@@ -146,7 +145,7 @@ def show(made: list[dict[str, Any]]) -> None:
             for name, noted in measured["contenders"].items():
                 if "unavailable" in noted:
                     console.print(Text(f"{name} is not available: {noted['unavailable']}", "yellow"), soft_wrap=True)
-    console.print(Text(LEGEND, "dim"))
+    console.print(Text(BENCH_LEGEND, "dim"))
     if any(measured.get("pair", {}).get("synthetic") for measured in made):
         console.print(Text(SYNTHETIC, "dim"))
 
@@ -176,7 +175,7 @@ def contenders_table(contenders: dict[str, Any]) -> Table:
     return table
 
 
-def show_verdicts(found: list[Verdict]) -> None:
+def show_claims(found: list[Claim]) -> None:
     """What the measurements show, point by point."""
     table = Table("point", "claim", "wanted", "found", "", "", show_edge=False)
     words = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
@@ -189,7 +188,7 @@ def show_verdicts(found: list[Verdict]) -> None:
 def _probe(noted: dict[str, Any]) -> str:
     if "ratio" in noted:
         short, long = (1000 * noted[name]["median"] for name in ("outside_short", "outside_long"))
-        return f"{short:.2f} ms a round outside of forwards, {long:.2f} behind the long prompt"
+        return f"{short:.2f} ms a round outside of forwards, {long:.2f} after the long prompt"
     return f"{noted['beyond'] / 1e6:.2f} million floats beyond models and KV, {noted['limit'] / 1e6:.2f} allowed"
 
 

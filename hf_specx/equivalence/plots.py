@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-SIZE, DPI = (4.4, 3.5), 200  # inches, so that text can be read where a phone shows the whole width
+PNG_SIZE, DPI = (4.4, 3.5), 200  # inches, so that text can be read where a phone shows the whole width
 Z = 1.96  # of 95 % intervals
-STYLES = {  # by verification: colour, marker, hatch; colours alone tell nothing
+VERIFICATION_STYLES = {  # by verification: colour, marker, hatch; colours alone tell nothing
     "greedy": ("#0072b2", "o", ""),
     "coupled": ("#b85c00", "s", "///"),
     "token": ("#00795a", "^", "..."),
@@ -25,7 +25,7 @@ class Plot(NamedTuple):
         alt: what it shows, for those who do not see it.
         caption: how to read it.
         header, rows: the numbers in it, as text.
-        png: the picture, `SIZE` times `DPI` pixels.
+        png: the picture, `PNG_SIZE` times `DPI` pixels.
     """
 
     name: str
@@ -59,13 +59,13 @@ def acceptance_plot(cells: dict[str, dict[str, Any]]) -> Plot:
     figure, axes = _figure("Acceptance by position", "candidate of a round", "kept, of those judged there")
     told = []
     pooled = by_verification(cells)
-    for place, (name, counts) in enumerate(pooled.items()):
-        colour, marker, _ = STYLES[name]
+    for index, (name, counts) in enumerate(pooled.items()):
+        colour, marker, _ = VERIFICATION_STYLES[name]
         kept = list(zip(counts["accepted_per_position"], counts["judged_per_position"], strict=True))
         known = [(i, *interval(k, n)) for i, (k, n) in enumerate(kept, 1) if n]
         if not known:
             continue
-        aside = 0.07 * (place - (len(pooled) - 1) / 2)
+        aside = 0.07 * (index - (len(pooled) - 1) / 2)
         x, shares = [i + aside for i, *_ in known], [share for _, share, _, _ in known]
         ends = [[share - low for _, share, low, _ in known], [high - share for _, share, _, high in known]]
         axes.errorbar(x, shares, ends, color=colour, marker=marker, markersize=4, linewidth=1, label=name)
@@ -95,9 +95,9 @@ def lengths_plot(cells: dict[str, dict[str, Any]]) -> Plot:
     figure, axes = _figure("Accepted candidates of a round", "candidates kept", "share of the rounds")
     pooled, told = by_verification(cells), []
     width = 0.8 / len(pooled)
-    for place, (name, counts) in enumerate(pooled.items()):
-        colour, _, hatch = STYLES[name]
-        lengths, left = counts["accepted_lengths"], (place - (len(pooled) - 1) / 2) * width
+    for index, (name, counts) in enumerate(pooled.items()):
+        colour, _, hatch = VERIFICATION_STYLES[name]
+        lengths, left = counts["accepted_lengths"], (index - (len(pooled) - 1) / 2) * width
         shares = [number / max(1, sum(lengths)) for number in lengths]
         x = [n + left for n in range(len(lengths))]
         axes.bar(x, shares, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=name)
@@ -193,7 +193,7 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     """A figure of its own; pyplot, which keeps those that it has made, is left out."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, facecolor="white", layout="constrained")
+    figure = Figure(figsize=PNG_SIZE, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x, fontsize=10)

@@ -6,24 +6,25 @@ from typing import Any
 
 
 GAMMA = 5  # candidates a round where verifiers are compared
+Measured = dict[str, Any]  # a cell with what was measured, as a file of results has it
 AUTO_NUMBERS = range(1, 9)  # fixed numbers that "auto" is compared with
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 SHORT, LONG = 100, 4000  # tokens of context whose rounds are compared
 FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
-COMPILED = ("plain-compiled", f"{FIXED}-compiled")
-STOCKS = ("stock", f"stock-{GAMMA}")  # they take one row alone
+COMPILED_NAMES = ("plain-compiled", f"{FIXED}-compiled")
+STOCK_NAMES = ("stock", f"stock-{GAMMA}")  # they take one row alone
 BARED = ("plain", FIXED)
-EXPERIMENTS = {  # in the words of a table
+EXPERIMENTS = {  # what each is for
     "quick": "a first look",
-    "speed": "a fixed number of candidates beside plain, stock and the bare forwards",
+    "speed": "a fixed number of candidates, compared with plain, stock and the bare forwards",
     "verifiers": "a round of each verifier",
-    "compiled": "compiled forwards beside plain compiled ones and stock",
-    "long": "the same behind prompts of 1,000 tokens",
+    "compiled": "compiled forwards, compared with plain compiled ones and stock",
+    "long": "the same after prompts of 1,000 tokens",
     "defaults": "what users get without options",
     "unrelated": "a draft that knows nothing of its target",
-    "auto": "the number of candidates that is chosen, beside every fixed one",
-    "context": "a round outside of its forwards, behind 100 tokens and behind 4,000",
+    "auto": "the number of candidates that is chosen, compared with every fixed one",
+    "context": "a round outside of its forwards, after 100 tokens and after 4,000",
     "memory": "what a call allocates beyond models, keys and values",
     "temperature": "acceptance and latency by temperature",
 }
@@ -35,7 +36,7 @@ class Cell:
 
     Attributes:
         experiment: one of `EXPERIMENTS`, which says how it is measured and what for.
-        pair: as `load_bench_pair` knows it.
+        pair: its name, as `load_bench_pair` knows it.
         contenders: names, as `contenders.way` reads them.
         dtype: "float32", "bfloat16", or "auto".
         batch: B.
@@ -44,7 +45,7 @@ class Cell:
         top_p: 1 is off.
         repeats: timed runs of each contender, after one that warms up.
         bare: those of the contenders, plain and eager ours, whose forwards are run on their own as well.
-        seed: run i of every contender starts from `torch.manual_seed(seed + i)`.
+        seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
     """
 
     experiment: str
@@ -62,7 +63,7 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `generate`."""
+        """The options of `generate`."""
         if self.temperature == 0:
             return {"do_sample": False, "max_new_tokens": self.new_tokens}
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -70,7 +71,7 @@ class Cell:
 
     @property
     def turns(self) -> int:
-        """Calls of contenders."""
+        """How often contenders are called."""
         return len(self.contenders) * (1 + self.repeats) * (2 if self.experiment == "context" else 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,8 +86,8 @@ class Cell:
 
 
 def contenders(batch: int, *names: str) -> tuple[str, ...]:
-    """The names, without stock's for more than one row, which it does not take."""
-    return tuple(name for name in names if batch == 1 or name not in STOCKS)
+    """The names, without those of transformers' assisted decoding for more than one row, which it does not take."""
+    return tuple(name for name in names if batch == 1 or name not in STOCK_NAMES)
 
 
 def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **settings: Any) -> list[Cell]:
@@ -108,7 +109,7 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
 
 
 def cpu_grid() -> list[Cell]:
-    """What can be told on two cores within half an hour."""
+    """What two cores can measure within half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
     half: dict[str, Any] = {"dtype": "bfloat16"}
     warpers = {"temperature": 0.7, "top_p": 0.9}
@@ -159,13 +160,13 @@ def gpu_grid() -> list[Cell]:
 
 def speed_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
     """Points 1, 2 and 3."""
-    names = ("plain", *STOCKS, FIXED)
+    names = ("plain", *STOCK_NAMES, FIXED)
     return [Cell("speed", pair, contenders(b, *names), batch=b, bare=BARED, **settings) for b in batches]
 
 
 def compiled_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
     """Points 2 and 3, their second halves."""
-    names = ("plain", f"stock-{GAMMA}", FIXED, *COMPILED)
+    names = ("plain", f"stock-{GAMMA}", FIXED, *COMPILED_NAMES)
     return [Cell("compiled", pair, contenders(b, *names), batch=b, **settings) for b in batches]
 
 

@@ -5,8 +5,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from .cells import AUTO_NUMBERS, FIXED, GAMMA
-from .checks_bench import check_plots
+from .cells import AUTO_NUMBERS, FIXED, GAMMA, Measured
+from .checks import check_plots
 
 
 try:
@@ -18,9 +18,8 @@ else:
     from matplotlib import pyplot
 
 
-Measured = dict[str, Any]
 BY_BATCH = (f"{FIXED}-compiled", FIXED, f"coupled-{GAMMA}", "block-auto", "coupled-auto", f"stock-{GAMMA}", "stock")
-SIZE = (7.0, 4.2)  # inches of a figure
+FIGURE_SIZE = (7.0, 4.2)  # inches of a figure
 
 
 def check_can_plot() -> None:
@@ -73,7 +72,7 @@ def _median(cell: Measured, contender: str, key: str) -> float | None:
 
 
 def _axes(x: str, y: str, title: str) -> Any:
-    axes = pyplot.figure(figsize=SIZE).add_subplot()
+    axes = pyplot.figure(figsize=FIGURE_SIZE).add_subplot()
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     return axes
@@ -135,11 +134,11 @@ def _by_gamma(cells: list[Measured]) -> Any:
 
 
 def _by_temperature(cells: list[Measured]) -> Any:
-    """Acceptance and speed-up in one picture, latency in another one beside it."""
+    """Acceptance and speed-up in one picture, latency in another one next to it."""
     chosen = [cell for cell in cells if cell["cell"]["experiment"] == "temperature"]
     if not chosen:
         return None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(1.6 * SIZE[0], SIZE[1]))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(1.6 * FIGURE_SIZE[0], FIGURE_SIZE[1]))
     left.set(xlabel="temperature (0 is greedy)", title="α, and times as fast as plain generate")
     right.set(xlabel="temperature (0 is greedy)", ylabel="ms a token and row", title="Latency")
     for label in sorted({_row(cell) for cell in chosen}):
@@ -163,7 +162,7 @@ def _row(cell: Measured) -> str:
 
 
 def _of_rounds(cells: list[Measured]) -> Any:
-    """A bar for each cell: its phases one on the other, and beside them the bare forwards."""
+    """A bar for each cell: its phases one after another, as times of the bare forwards."""
     own = [
         (f"{_label(c)}\nbatch {c['cell']['batch']}, {name}", c["contenders"][name])
         for c in cells
@@ -173,7 +172,7 @@ def _of_rounds(cells: list[Measured]) -> Any:
     ]
     if not own:
         return None
-    figure, axes = pyplot.subplots(figsize=(SIZE[0], 1.5 + 0.4 * len(own)))
+    figure, axes = pyplot.subplots(figsize=(FIGURE_SIZE[0], 1.5 + 0.4 * len(own)))
     axes.set(xlabel="times the bare forwards of a round", title="Where a round's time goes")
     scales = [noted["round_over_bare"]["median"] / noted["seconds_per_round"]["median"] for _, noted in own]
     left = [0.0] * len(own)

@@ -1,10 +1,10 @@
-"""What the measurements must show: points with thresholds, told from measured cells alone."""
+"""What the measurements must show: claims with thresholds, judged by measured cells alone."""
 
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .cells import AUTO_NUMBERS, COMPILED, FIXED, GAMMA, VERIFIED
+from .cells import AUTO_NUMBERS, COMPILED_NAMES, FIXED, GAMMA, VERIFIED, Measured
 
 
 ROUND_OVER_BARE = 1.08
@@ -16,19 +16,18 @@ USELESS = 0.97
 OF_BEST = 0.95
 CONTEXT_RATIO = 1.2
 VERIFIER_RATIO = 1.1
-Measured = dict[str, Any]
 
 
-class Verdict(NamedTuple):
-    """One claim.
+class Claim(NamedTuple):
+    """A claim, and whether it holds.
 
     Attributes:
-        point: its number.
+        point: the number of the point that it belongs to.
         what: what is claimed, and of what.
         wanted: the threshold, with its sense.
         found: the measured value, or None.
-        holds: None where it could not be told.
-        note: what helps to read it, or why it could not be told.
+        holds: None where too little was measured.
+        note: what helps to read it, or what was not measured.
     """
 
     point: int
@@ -39,7 +38,7 @@ class Verdict(NamedTuple):
     note: str = ""
 
 
-def verdicts(cells: Iterable[Measured]) -> list[Verdict]:
+def claims(cells: Iterable[Measured]) -> list[Claim]:
     """All claims that these measured cells let us judge, in order."""
     known = [cell for cell in cells if "failed" not in cell]
     judges = (_rounds, _over_stock, _by_default, _limits, _compiled, _unrelated, _auto, _context, _memory, _verifiers)
@@ -80,15 +79,15 @@ def _ratio(cell: Measured, over: str, under: str) -> float | None:
     return statistics.median(first / second for first, second in turns) if turns else None
 
 
-def _at_least(point: int, what: str, least: float, found: float | None, note: str) -> Verdict:
-    return Verdict(point, what, f">= {least:.2f}", found, None if found is None else found >= least, note)
+def _at_least(point: int, what: str, least: float, found: float | None, note: str) -> Claim:
+    return Claim(point, what, f">= {least:.2f}", found, None if found is None else found >= least, note)
 
 
-def _at_most(point: int, what: str, most: float, found: float | None, note: str) -> Verdict:
-    return Verdict(point, what, f"<= {most:.2f}", found, None if found is None else found <= most, note)
+def _at_most(point: int, what: str, most: float, found: float | None, note: str) -> Claim:
+    return Claim(point, what, f"<= {most:.2f}", found, None if found is None else found <= most, note)
 
 
-def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
+def _rounds(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "speed"):
         if cell["cell"]["batch"] > 8:
             continue
@@ -97,17 +96,17 @@ def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
         yield _at_most(1, f"median round over bare forwards: {_name(cell)}", ROUND_OVER_BARE, found, note)
 
 
-def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
+def _over_stock(cells: list[Measured]) -> Iterator[Claim]:
     stock = f"stock-{GAMMA}"
-    for experiment, ours, place in (("speed", FIXED, 0), ("compiled", COMPILED[1], 1)):
+    for experiment, ours, index in (("speed", FIXED, 0), ("compiled", COMPILED_NAMES[1], 1)):
         for cell in _of(cells, experiment, batch=1):
-            least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[place]
+            least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[index]
             found = _ratio(cell, ours, stock)
             note = _why(cell, stock, ours) if found is None else ""
             yield _at_least(2, f"{ours} over {stock}: {_name(cell)}", least, found, note)
 
 
-def _by_default(cells: list[Measured]) -> Iterator[Verdict]:
+def _by_default(cells: list[Measured]) -> Iterator[Claim]:
     at_eight = []
     for cell in _of(cells, "defaults"):
         batch = cell["cell"]["batch"]
@@ -123,12 +122,12 @@ def _by_default(cells: list[Measured]) -> Iterator[Verdict]:
         yield _faster(best, 2, f"over plain, defaults, better dtype: {_name(best)}", found or None)
 
 
-def _faster(cell: Measured, point: int, what: str, found: float | None) -> Verdict:
+def _faster(cell: Measured, point: int, what: str, found: float | None) -> Claim:
     note = _why(cell, "plain", "block-auto") if found is None else ""
-    return Verdict(point, what, "> 1.00", found, None if found is None else found > 1, note)
+    return Claim(point, what, "> 1.00", found, None if found is None else found > 1, note)
 
 
-def _limits(cells: list[Measured]) -> Iterator[Verdict]:
+def _limits(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "speed"):
         limit = _value(cell, FIXED, "forward_limited_speedup")
         for what, name in (("whole calls", "speedup"), ("while all rows run", "steady_speedup")):
@@ -151,27 +150,27 @@ def gap(cell: Measured, contender: str) -> str:
     )
 
 
-def _compiled(cells: list[Measured]) -> Iterator[Verdict]:
-    plain, ours = COMPILED
+def _compiled(cells: list[Measured]) -> Iterator[Claim]:
+    plain, ours = COMPILED_NAMES
     for cell in _of(cells, "compiled"):
         found, said = _ratio(cell, ours, plain), _value(cell, ours, "predicted_speedup")
         what = f"{ours} over {plain}: {_name(cell)}"
         if found is None or said is None:
-            yield Verdict(3, what, "> 1.00", found, None, _why(cell, plain, ours))
+            yield Claim(3, what, "> 1.00", found, None, _why(cell, plain, ours))
         elif said > WORTH_IT:
-            yield Verdict(3, what, "> 1.00", found, found > 1, f"its forwards say {said:.2f}")
+            yield Claim(3, what, "> 1.00", found, found > 1, f"its forwards say {said:.2f}")
         else:
-            yield Verdict(3, what, "-", found, True, f"its forwards say {said:.2f}, so nothing is claimed")
+            yield Claim(3, what, "-", found, True, f"its forwards say {said:.2f}, so nothing is claimed")
 
 
-def _unrelated(cells: list[Measured]) -> Iterator[Verdict]:
+def _unrelated(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "unrelated"):
         found = _value(cell, "block-auto", "speedup")
         note = _why(cell, "plain", "block-auto") if found is None else ""
         yield _at_least(4, f"unrelated draft over plain: {_name(cell)}", USELESS, found, note)
 
 
-def _auto(cells: list[Measured]) -> Iterator[Verdict]:
+def _auto(cells: list[Measured]) -> Iterator[Claim]:
     fixed = [f"block-{number}" for number in AUTO_NUMBERS]
     for cell in _of(cells, "auto"):
         rates = {name: _rates(cell, name, "expected_tokens") for name in ("block-auto", *fixed)}
@@ -191,23 +190,23 @@ def _rates(cell: Measured, contender: str, tokens: str = "tokens") -> list[float
     return [run[tokens] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
 
 
-def _context(cells: list[Measured]) -> Iterator[Verdict]:
+def _context(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "context"):
         found = _value(cell, FIXED, "ratio")
-        what = f"outside of forwards, behind {cell['cell']['prompt_tokens']} tokens: {_name(cell)}"
+        what = f"outside of forwards, after {cell['cell']['prompt_tokens']} tokens: {_name(cell)}"
         yield _at_most(5, what, CONTEXT_RATIO, found, "" if found is not None else _why(cell, FIXED))
 
 
-def _memory(cells: list[Measured]) -> Iterator[Verdict]:
+def _memory(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "memory"):
         for name, noted in cell["contenders"].items():
             found = noted["beyond"] / noted["limit"]
             note = f"{noted['beyond'] / 1e6:.2f} of {noted['limit'] / 1e6:.2f} million floats"
             what = f"memory beyond models and KV, of 16 B γ V floats, {name}: {_name(cell)}"
-            yield Verdict(5, what, "< 1.00", found, found < 1, note)
+            yield Claim(5, what, "< 1.00", found, found < 1, note)
 
 
-def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
+def _verifiers(cells: list[Measured]) -> Iterator[Claim]:
     for cell in _of(cells, "verifiers"):
         rounds = [[run["full_round"] for run in cell["contenders"].get(name, {}).get("runs", [])] for name in VERIFIED]
         what = f"slowest over fastest verifier, time a round: {_name(cell)}"

@@ -107,7 +107,7 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
     return {"target": target, "draft": draft_kwargs}
 
 
-class Place(NamedTuple):
+class Located(NamedTuple):
     """Where a model of a pair is: its files, checked, or the model itself where it was given.
 
     Attributes:
@@ -121,11 +121,11 @@ class Place(NamedTuple):
     model: PreTrainedModel | None = None
 
 
-def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> Place:
+def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> Located:
     if isinstance(other, PreTrainedModel):
         facts = model_facts(other)
         same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
-        return Place(None, ModelSource(), other.config, not same, other)
+        return Located(None, ModelSource(), other.config, not same, other)
     if other is None:
         files = get_model(pair, source, **options, **hub)
         changed = is_changed(files, source)
@@ -134,11 +134,11 @@ def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **o
         files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), **options, **hub)
         changed = not options["use_safetensors"] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
-    return Place(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
+    return Located(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
 
 
 def _plan(
-    places: dict[str, Place], own: dict[str, dict[str, Any]], device_map: Any, draft_device_map: Any, **options: Any
+    places: dict[str, Located], own: dict[str, dict[str, Any]], device_map: Any, draft_device_map: Any, **options: Any
 ) -> dict[str, dict[str, Any]]:
     """Arguments of `from_pretrained` that say where a model goes, by role."""
     options["quantization_config"] = own["target"].get("quantization_config")
@@ -151,7 +151,7 @@ def _plan(
     return {"target": planned.target, "draft": planned.draft}
 
 
-def _load(place: Place, **kwargs: Any) -> PreTrainedModel:
+def _load(place: Located, **kwargs: Any) -> PreTrainedModel:
     if place.model is not None:
         return place.model
     assert place.files is not None
@@ -161,7 +161,7 @@ def _load(place: Place, **kwargs: Any) -> PreTrainedModel:
 
 
 def _tokenizers(
-    pair: Files, places: dict[str, Place], config: PairConfig, trust_remote_code: bool
+    pair: Files, places: dict[str, Located], config: PairConfig, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
     """The target's, if it comes from elsewhere with one, or else the pair's; and the draft's, if that may differ."""
     found = [get_tokenizer(pair, "", config.tokenizers, trust_remote_code)]
@@ -171,7 +171,7 @@ def _tokenizers(
     return found[1] or found[0], found[2] or (found[0] if found[1] else None)
 
 
-def _reference(place: Place) -> ModelSource | None:
+def _reference(place: Located) -> ModelSource | None:
     """What a config would say to load a model from where it was loaded from."""
     if place.files is None or place.files.revision is None:
         return None
