@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks import check_cell, check_grafted, check_grid, check_out, check_study
+from hf_specx.measure.checks import check_cell, check_grid, check_out, check_study, grafted_pair_of_no_recipe
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import PREFIX, RECIPES
 from hf_specx.measure.grid import results, run_grid
@@ -123,7 +123,7 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     check_study(batches, asked["repeats"])
     check_cell(*(asked[name] for name in ("prompt_tokens", "new_tokens", "temperature", "top_p")))
     check_dtype(asked["dtype"])
-    check_grafted(pair, PREFIX, list(RECIPES))
+    grafted_pair_of_no_recipe(pair, PREFIX, list(RECIPES))
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)

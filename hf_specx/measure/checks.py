@@ -55,11 +55,6 @@ def contender_of_no_kind(name: str, kind: str, numbers: list[str], compiled: boo
     )
 
 
-def check_contender(name: str, kind: str, numbers: list[str], compiled: bool) -> None:
-    """Whether a name means a way to generate."""
-    contender_of_no_kind(name, kind, numbers, compiled)
-
-
 @refusal
 def pair_without_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> str | None:
     if tokenizer is not None and prompts:
@@ -94,26 +89,6 @@ def grafted_pair_of_no_recipe(name: str, prefix: str, known: list[str]) -> str |
     if not name.startswith(prefix) or name.removeprefix(prefix) in known:
         return None
     return f"the grafted pair {name!r} is unknown; choose one of {', '.join(prefix + each for each in known)}."
-
-
-def check_grafted(name: str, prefix: str, known: list[str]) -> None:
-    """Whether a name that says so is one of a grafted pair."""
-    grafted_pair_of_no_recipe(name, prefix, known)
-
-
-def check_decodes(name: str, encodes: bool) -> None:
-    """Whether a pair's prompts are what its target goes on with."""
-    encoder_decoder_in_turns(name, encodes)
-
-
-def check_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> None:
-    """Whether there is anything to read, and something to read it with."""
-    pair_without_prompts(name, tokenizer, prompts)
-
-
-def check_room(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> None:
-    """Whether a text fits into the positions of a model."""
-    no_room_for_prompts(name, prompt_tokens, new_tokens, limit)
 
 
 @refusal
@@ -159,11 +134,6 @@ def check_store(path: Path | None, kind: str, version: int = FILE_VERSION) -> No
 @refusal
 def plots_without_matplotlib(found: bool) -> str | None:
     return None if found else "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out."
-
-
-def check_plots(found: bool) -> None:
-    """Whether figures can be drawn."""
-    plots_without_matplotlib(found)
 
 
 @refusal
@@ -288,8 +258,3 @@ def check_drafts(drafts: Sequence[str], revisions: Sequence[str | None]) -> None
     """Whether each draft is named once, before any of them is loaded."""
     drafts_that_are_one(drafts)
     revisions_of_other_drafts(drafts, revisions)
-
-
-def check_reads(name: str, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Whether a target can read prompts."""
-    prompts_without_tokenizer(name, tokenizer)

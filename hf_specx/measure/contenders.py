@@ -17,7 +17,7 @@ from hf_specx.common.devices import execution_device
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks import check_contender
+from .checks import contender_of_no_kind
 from .inputs import Inputs
 
 
@@ -52,7 +52,7 @@ def way(name: str) -> Way:
     kind, *rest = name.split("-")
     compiled = rest[-1:] == [COMPILED_SUFFIX]
     numbers = rest[:-1] if compiled else rest
-    check_contender(name, kind, numbers, compiled)
+    contender_of_no_kind(name, kind, numbers, compiled)
     number = numbers[0] if numbers else None
     return Way(kind, int(number) if number is not None and number != "auto" else number, compiled)
 

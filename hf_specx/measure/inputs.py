@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import check_decodes, check_grafted, check_prompts, check_room
+from .checks import encoder_decoder_in_turns, grafted_pair_of_no_recipe, no_room_for_prompts, pair_without_prompts
 from .grafted import PREFIX, RECIPES, graft
 
 
@@ -43,14 +43,14 @@ class BenchPair:
         Row b has the prompts from number b on, one after another, as far as they are needed.
         """
         limit = self.target.config.get_text_config().max_position_embeddings
-        check_room(self.name, prompt_tokens, new_tokens, limit)
+        no_room_for_prompts(self.name, prompt_tokens, new_tokens, limit)
         device = execution_device(self.target)
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
             ids = torch.randint(1, self.target.config.vocab_size, (batch, prompt_tokens), generator=generator)
         else:
             rows = [row for text in self.prompts or [] if (row := self.tokenizer(text)["input_ids"])]
-            check_prompts(self.name, self.tokenizer, rows)
+            pair_without_prompts(self.name, self.tokenizer, rows)
             endless = [
                 itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
             ]
@@ -70,7 +70,7 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
     Raises:
         ValueError: for a grafted pair that is unknown, and a pair that cannot be measured by the bench.
     """
-    check_grafted(name, PREFIX, list(RECIPES))
+    grafted_pair_of_no_recipe(name, PREFIX, list(RECIPES))
     if name.startswith(PREFIX):
         recipe, device = RECIPES[name.removeprefix(PREFIX)], "cuda" if torch.cuda.is_available() else "cpu"
         best = torch.float32 if device == "cpu" else torch.bfloat16
@@ -83,8 +83,8 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
         }
         return BenchPair(name, made.target, made.draft, facts | sizes(made.target, made.draft))
     pair = load(name, dtype)
-    check_decodes(name, pair.target.config.is_encoder_decoder)
-    check_prompts(name, pair.tokenizer, prompts or pair.prompts)
+    encoder_decoder_in_turns(name, pair.target.config.is_encoder_decoder)
+    pair_without_prompts(name, pair.tokenizer, prompts or pair.prompts)
     facts = {"synthetic": False} | sizes(pair.target, pair.draft)
     return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, prompts or pair.prompts)
 

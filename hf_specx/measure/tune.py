@@ -19,7 +19,7 @@ from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks import check_drafts, check_reads, looking_for
+from .checks import check_drafts, looking_for, prompts_without_tokenizer
 from .compatibility import ERROR, find_fit
 from .inputs import Inputs, encode
 from .store import provenance
@@ -102,7 +102,7 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
     """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
-    check_reads(name, target.tokenizer)
+    prompts_without_tokenizer(name, target.tokenizer)
     assert target.tokenizer is not None
     found: dict[int, list[Inputs]] = {}
     for size in study.batches:

@@ -68,7 +68,7 @@ def test_speedups_are_ratios_of_times(noted):
 
 
 def test_all_take_turns(noted):
-    """In an order that rotates, with the same prompts and seed in a turn, and others in the next; the first warms up."""
+    """In an order that rotates, with the same prompts and seed in a turn, then others; the first turn warms up."""
     measure_speed(subject(new_tokens=40), lambda: None)
     turns = [noted[first : first + len(TIMED)] for first in range(0, TIMED_RUNS, len(TIMED))]
     assert [[drafted for drafted, *_ in turn] for turn in turns] == [

@@ -17,11 +17,11 @@ from hf_specx.measure.checks import (
     check_drafts,
     check_grid,
     check_out,
-    check_plots,
-    check_reads,
     check_store,
     check_study,
     looking_for,
+    plots_without_matplotlib,
+    prompts_without_tokenizer,
 )
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import Recipe
@@ -125,7 +125,10 @@ CASES = {
         "'org/none' cannot be got from the Hub, and there is no folder of that name here: no route",
         not_found,
     ),
-    "prompts_without_tokenizer": ("'a' has no tokenizer, so it cannot read", lambda: check_reads("a", None)),
+    "prompts_without_tokenizer": (
+        "'a' has no tokenizer, so it cannot read",
+        lambda: prompts_without_tokenizer("a", None),
+    ),
     "server_without_subfolders": (
         "draft is in the subfolder 'small' of 'org/draft', and vLLM loads roots only; save",
         exported(TARGET, ModelSource("org/draft", subfolder="small")),
@@ -168,7 +171,7 @@ CASES = {
         lambda: load_bench_pair("grafted-3B", "auto", [], pair),
     ),
     "file_of_another_kind": ("is there already and has no results .*; name", lambda: results(Path(__file__))),
-    "plots_without_matplotlib": ("figures need matplotlib: pip install", lambda: check_plots(False)),
+    "plots_without_matplotlib": ("figures need matplotlib: pip install", lambda: plots_without_matplotlib(False)),
     "options_with_a_grid": (
         "--grid has its own .*leave PAIR, --batch out",
         grid("--grid", given=("PAIR", "--batch")),
