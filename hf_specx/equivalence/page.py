@@ -96,8 +96,8 @@ def page(result: CheckResult, drawn: list[Plot]) -> str:
         width=round(PNG_SIZE[0] * 100),
         height=round(PNG_SIZE[1] * 100),
         models={role: found["provenance"].get(role, DASH) for role in ("target", "draft")},
-        settings=told(found["settings"]),
-        provenance=told(found["provenance"]),
+        settings=as_text(found["settings"]),
+        provenance=as_text(found["provenance"]),
         prompts=found["prompts"],
         trace=trace_of(found["trace"], found["prompts"]),
         origins=ORIGINS,
@@ -122,7 +122,7 @@ def picture(plot: Plot) -> dict[str, Any]:
     return plot._asdict() | {"source": f"data:image/png;base64,{base64.b64encode(plot.png).decode()}"}
 
 
-def told(values: dict[str, Any]) -> list[tuple[str, str]]:
+def as_text(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values as text."""
     shown = ((name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in values.items())
     return [(name.replace("_", " "), value) for name, value in shown]

@@ -33,7 +33,7 @@ def power_of(settings: Settings, cells: dict[str, JudgedCell]) -> list[dict[str,
     Returns:
         For each kind of test of each verification "what" is tested, the "smallest" deviation that it would have
         rejected with probability `POWER`, a "note" on what that comes from, all in words, and its "values": the
-        numbers by "batch N" or by measure, each None where it cannot be told.
+        numbers by "batch N" or by measure, each None where too little was generated.
     """
     found = []
     for way in (way for way in settings.ways if way in settings.verifications):
@@ -96,9 +96,9 @@ def quality_power(way: str, cell: JudgedCell | None) -> dict[str, Any]:
     if cell is None:
         return {"what": what, "smallest": UNTOLD, "note": "too few texts for this level", "values": {}}
     values = {name: least_difference(measured["interval"], measured["widened"]) for name, measured in cell.items()}
-    told = [f"{name} {FORMS[name].format(value)}" for name, value in values.items()]
+    smallest = [f"{name} {FORMS[name].format(value)}" for name, value in values.items()]
     plain = [f"{name} {FORMS[name].format(measured['reference'])}" for name, measured in cell.items()]
-    return {"what": what, "smallest": ", ".join(told), "note": f"plain has {', '.join(plain)}", "values": values}
+    return {"what": what, "smallest": ", ".join(smallest), "note": f"plain has {', '.join(plain)}", "values": values}
 
 
 def least_share(tokens: int) -> float | None:

@@ -21,7 +21,7 @@ class CheckLine(NamedTuple):
 
     Attributes:
         what: in words.
-        verdict: "passed", "failed", or "not told" where there was too little to tell from.
+        verdict: "passed", "failed", or "not told" where too little was generated.
         figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
             to the end of its interval (1 is there); None where there is none.
         threshold: figures of units and of quality must not be above it, p-values not below.

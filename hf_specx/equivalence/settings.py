@@ -30,7 +30,7 @@ class Settings:
         verifications: some of `CHECKED`.
         samples: texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16
             texts and one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these.
-        num_draft_tokens: candidates a round. A fixed number, since "auto" goes by the clock.
+        num_draft_tokens: candidates a round. A fixed number, since "auto" depends on the clock.
         seed: of all random numbers.
         level: chance that a check of correct code fails, at most, over all its tests together.
         options: what `generate` is given besides, plain and speculative alike; plain values.

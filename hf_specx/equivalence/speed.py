@@ -1,6 +1,6 @@
 """How fast: plain `generate` and each number of candidates in turns, with what theory and the forwards predict.
 
-It is measured for a report only, since it goes by the clock, unlike all else in a check; nothing is judged by it.
+It is measured for a report only, since it depends on the clock, unlike all else in a check; nothing is judged by it.
 """
 
 import statistics

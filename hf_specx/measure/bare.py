@@ -58,11 +58,6 @@ class Bare:
         """Seconds of all forwards but the prompts'."""
         return sum(each.draft + each.target for each in self.rounds)
 
-    @property
-    def seconds(self) -> float:
-        """Of all forwards."""
-        return self.prompt + self.decoding
-
     def full(self, rows: int) -> list[BareRound]:
         """The rounds in which all rows took part and drafted the number that most rounds drafted."""
         whole = [each for each in self.rounds if each.rows == rows]

@@ -50,7 +50,6 @@ def run_grid(
     command: str,
     load: LoadBenchPair,
     advance: Advance = lambda: None,
-    say: Callable[[str], object] = lambda text: None,
 ) -> list[dict[str, Any]]:
     """Measure the cells that the store does not have.
 
@@ -60,7 +59,6 @@ def run_grid(
         command: what the measurements say that they were made by.
         load: makes a pair from its name and a dtype.
         advance: called `sum(cell.turns for cell in cells)` times, as work is done.
-        say: told each cell before it is measured.
 
     Returns:
         What was measured of each cell, now or before; where a pair or a cell failed as a whole, {"failed": why}.
@@ -70,7 +68,6 @@ def run_grid(
     for cell in cells:
         known, steps = store.find(cell.to_dict()), StepCounter(cell.turns, advance)
         if known is None:
-            say(str(cell))
             try:
                 if loaded is None or loaded[0] != (cell.pair, cell.dtype):
                     loaded = None  # so that its memory is free before the next takes its own

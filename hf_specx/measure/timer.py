@@ -23,7 +23,7 @@ from .inputs import Inputs, emitted
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
 RETRIES = 5  # times that a run in which something was compiled is made again
-RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup", "measured_speedup")
+REPORTED_RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup")
 Advance = Callable[[], object]
 
 
@@ -203,27 +203,13 @@ class Comparison:
         return self.ours.reports
 
     @property
-    def measured_speedup(self) -> float:
-        """Our tokens per second divided by those of plain `generate` in the same turn."""
-        return statistics.median(speedups(self.ours.rates, self.plain.rates))
+    def ratios(self) -> dict[str, Any]:
+        """What the reports say, and how many times as fast ours was as plain `generate` in the same turn.
 
-    @property
-    def alpha(self) -> float:
-        return statistics.median(report.alpha for report in self.reports)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return statistics.median(report.mean_acceptance_length for report in self.reports)
-
-    @property
-    def expected_speedup(self) -> float | None:
-        """Theorem 3.8; None where no costs were measured."""
-        return median_known(report.expected_speedup for report in self.reports)
-
-    @property
-    def forward_limited_speedup(self) -> float | None:
-        """What the forwards alone would allow; None where no costs were measured."""
-        return median_known(report.forward_limited_speedup for report in self.reports)
+        "expected_speedup" (Theorem 3.8) and "forward_limited_speedup" are None where no costs were measured.
+        """
+        known = {name: median_known(getattr(report, name) for report in self.reports) for name in REPORTED_RATIOS}
+        return known | {"measured_speedup": statistics.median(speedups(self.ours.rates, self.plain.rates))}
 
     def to_dict(self) -> dict[str, Any]:
         """Times and ratios as plain values."""
@@ -232,22 +218,22 @@ class Comparison:
             "ours": self.ours.to_dict(),
             # "auto" learns from each run, so these may differ
             "num_draft_tokens": [report.num_draft_tokens for report in self.reports],
-            **{name: getattr(self, name) for name in RATIOS},
-        }
+        } | self.ratios
 
     def __str__(self) -> str:
+        ratios = self.ratios
         lines = [
             f"medians of {len(self.reports)} runs each, in turns; tokens up to and including each row's end token",
             f"plain generate {self.plain}",
             f"speculative    {self.ours}",
-            f"alpha {self.alpha:.3f}, {self.mean_acceptance_length:.2f} tokens a row and round",
+            f"alpha {ratios['alpha']:.3f}, {ratios['mean_acceptance_length']:.2f} tokens a row and round",
         ]
-        if self.expected_speedup is not None and self.forward_limited_speedup is not None:
+        if ratios["expected_speedup"] is not None and ratios["forward_limited_speedup"] is not None:
             lines.append(
-                f"predicted speed-up {self.expected_speedup:.2f} (Theorem 3.8), {self.forward_limited_speedup:.2f} "
-                "limited by the forwards"
+                f"predicted speed-up {ratios['expected_speedup']:.2f} (Theorem 3.8), "
+                f"{ratios['forward_limited_speedup']:.2f} limited by the forwards"
             )
-        return "\n".join([*lines, f"measured speed-up {self.measured_speedup:.2f}"])
+        return "\n".join([*lines, f"measured speed-up {ratios['measured_speedup']:.2f}"])
 
 
 def compare(

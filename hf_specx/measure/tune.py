@@ -210,19 +210,16 @@ def _learn(
 def _measurement(
     size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
 ) -> Measurement:
-    report, made = found.reports[0], provenance(target)
+    report, made, ratios = found.reports[0], provenance(target), found.ratios
     return Measurement(
         batch=size,
         dtype=made["dtype"],
         verification=report.verification,
         num_draft_tokens=int(strategy.num_draft_tokens),
         layout=report.layout,
-        alpha=found.alpha,
         cost_coefficient=strategy.costs.cost_coefficient(size),
-        tokens_per_round=found.mean_acceptance_length,
-        expected_speedup=found.expected_speedup,
-        forward_limited_speedup=found.forward_limited_speedup,
-        measured_speedup=found.measured_speedup,
+        tokens_per_round=ratios.pop("mean_acceptance_length"),
+        **ratios,
         hardware=hardware(execution_device(target)),
         versions={name: made[name] for name in VERSIONS},
         command=command,
