@@ -91,7 +91,7 @@ def median_of(cell: Measured, contender: str, figure: str) -> float | None:
     return value["median"] if isinstance(value, dict) else value
 
 
-WARPERS: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+CHAT_SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
 SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
     "quick": {"contenders": ("plain", "stock", "block-auto", "coupled-auto"), "new_tokens": 64},
@@ -104,7 +104,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
         "prompt_tokens": 1000,
         "new_tokens": 64,
     },
-    "defaults": {"contenders": ("plain", *STOCK_NAMES, "block-auto"), "repeats": 5} | WARPERS,
+    "defaults": {"contenders": ("plain", *STOCK_NAMES, "block-auto"), "repeats": 5} | CHAT_SAMPLING,
     "unrelated": {"contenders": ("plain", "block-auto"), "new_tokens": 512},
     "auto": {"contenders": ("plain", "block-auto", *(f"block-{number}" for number in AUTO_NUMBERS)), "repeats": 6},
     "context": {"contenders": (FIXED,), "prompt_tokens": LONG, "new_tokens": 64, "repeats": 5},
@@ -170,7 +170,7 @@ def cpu_grid() -> list[Cell]:
         *cells_of("defaults", "embedded", (1, 8)),
         *cells_of("defaults", "embedded", (1, 8), **HALF),
         *cells_of("defaults", "embedded", (4,)),
-        *cells_of("long", "embedded", **WARPERS),
+        *cells_of("long", "embedded", **CHAT_SAMPLING),
         *cells_of("unrelated", f"{small}-unrelated", (1, 8), repeats=2),
         *(x for pair in ("embedded", f"{small}-low", f"{small}-deep") for x in cells_of("auto", pair, new_tokens=64)),
         *(x for pair in (small, f"{small}-gqa") for x in cells_of("context", pair)),
