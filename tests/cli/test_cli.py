@@ -155,7 +155,7 @@ def test_accelerators_are_used(pair, monkeypatch):
     seen = []
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cli_options.load_pair("embedded", "auto")
+    cli_options.load_given_pair("embedded", "auto")
     assert seen == [{"dtype": "auto", "device_map": "auto"}]
 
 

@@ -87,7 +87,7 @@ def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
     saved = []
     config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
     pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
-    cli_tune.save(DraftTrial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
+    cli_tune.save_best(DraftTrial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
     assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
 
 
