@@ -103,3 +103,11 @@ def test_rows_end_with_their_first_end_token(end_ids, texts):
     assert emitted(tiny(), inputs, output[:, :2], options) == [[], [], []]
     # an encoder-decoder's output begins with the token that its decoder starts from
     assert emitted(t5(), {"input_ids": torch.full((3, 9), 5)}, output[:, 1:], options) == texts
+
+
+def test_what_fails_is_raised():
+    """A comparison without one of the two says nothing; only the bench goes on with the others."""
+    target, inputs = tiny(), {"input_ids": torch.full((1, 4), 5), "attention_mask": torch.ones(1, 4)}
+    strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(1))
+    with pytest.raises(ValueError, match="num_beams=2"):  # which plain generate takes
+        compare(target, strategy, inputs, {"max_new_tokens": 2, "do_sample": False, "num_beams": 2}, repeats=1)
