@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_specx.measure.points import verdicts
+from hf_specx.measure.points import claims
 
 
 FIGURES = {
@@ -34,8 +34,8 @@ def lines(cells: list[dict[str, Any]]) -> Iterator[str]:
             yield f"### {experiment}\n"
             yield from table(HEADINGS, rows)
     yield "### What it must show\n"
-    claims = [(str(v.point), v.what, v.wanted, number(v.found), OUTCOMES[v.holds], v.note) for v in verdicts(cells)]
-    yield from table(("point", "claim", "wanted", "found", "", ""), claims)
+    rows = [(str(v.point), v.what, v.wanted, number(v.found), OUTCOMES[v.holds], v.note) for v in claims(cells)]
+    yield from table(("point", "claim", "wanted", "found", "", ""), rows)
 
 
 def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:

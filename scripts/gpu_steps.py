@@ -18,10 +18,10 @@ import torch
 from gpu_results import note, read, write
 
 from hf_specx import DraftTargetPair
-from hf_specx.measure.bench_pairs import BenchPair, load_bench_pair
-from hf_specx.measure.cells import Cell, quick_cells, speed_cells
+from hf_specx.measure.cells import Cell, cells_of, quick_cells
 from hf_specx.measure.grafted import RECIPES, Recipe
-from hf_specx.measure.grid import Results, machine, run_grid
+from hf_specx.measure.grid import results, run_grid
+from hf_specx.measure.inputs import BenchPair, load_bench_pair
 
 
 ROOT = Path(__file__).parents[1]
@@ -34,13 +34,13 @@ Plan = list[tuple[int, Cell]]
 def plan() -> Plan:
     """Cells, what matters most first, and the seconds that each may well take, most of them for compiling."""
     given: dict[str, Any] = {"dtype": "bfloat16", "new_tokens": 64}
-    cells: Plan = [(45, cell) for cell in speed_cells("grafted-7B", (1, 8), **given)]
+    cells: Plan = [(45, cell) for cell in cells_of("speed", "grafted-7B", (1, 8), **given)]
     for batches in ((1, 8), (4, 16)):
         for pair, seconds in (("grafted-7B", 110), ("grafted-1B", 70)):
             for batch in batches:
                 names = [name for name in CONTENDERS if batch == 1 or name != "stock-5"]  # which takes one row alone
                 cells += [(seconds, cell) for cell in quick_cells(pair, (batch,), names, **given)]
-    return cells + [(30, cell) for cell in speed_cells("grafted-1B", (1, 8), **given)]
+    return cells + [(30, cell) for cell in cells_of("speed", "grafted-1B", (1, 8), **given)]
 
 
 def rehearsal() -> Plan:
@@ -48,7 +48,7 @@ def rehearsal() -> Plan:
     RECIPES["tiny"] = Recipe(64, 96, 4, 2, heads=4, kv_heads=1, vocab=256, epsilon=0.1, positions=256)
     given: dict[str, Any] = {"dtype": "float32", "new_tokens": 8, "prompt_tokens": 8, "repeats": 1}
     names = ("plain", "stock-5", "block-5")
-    cells = [Cell("quick", "grafted-absent", names, **given), *speed_cells("grafted-tiny", (1,), **given)]
+    cells = [Cell("quick", "grafted-absent", names, **given), *cells_of("speed", "grafted-tiny", (1,), **given)]
     return [(30, cell) for cell in [*cells, *quick_cells("grafted-tiny", (2,), names, **given)]]
 
 
@@ -56,7 +56,7 @@ def note_machine(path: Path, rehearses: bool) -> None:
     """Fails where there is no CUDA device, unless it is a rehearsal."""
     if not rehearses and not torch.cuda.is_available():
         sys.exit("there is no CUDA device here; bash scripts/gpu.sh --rehearse tries the scripts on the CPU")
-    found: dict[str, Any] = machine() | {name: _version(name) for name in PACKAGES}
+    found: dict[str, Any] = results(None).made | {name: _version(name) for name in PACKAGES}
     found |= {
         "cuda": torch.version.cuda,
         "commit": _said("git", "describe", "--always", "--dirty", "--abbrev=40"),
@@ -143,13 +143,13 @@ def run_cells(path: Path, asked: argparse.Namespace) -> None:
 
     An error of the device that stays with this process ends it; scripts/gpu.py starts another for the other cells.
     """
-    here, found, results = machine(), read(path), Results(None)
-    known = (cell for cell in found.get("cells", []) if here.items() <= cell["provenance"].items())
-    results.cells, failed = list(known), found["failed"]
-    cells = [(n, x) for n, x in (rehearsal() if asked.rehearse else plan()) if results.find(x, here) is None]
+    found, store = read(path), results(None)
+    known = (cell for cell in found.get("cells", []) if store.made.items() <= cell["provenance"].items())
+    store.cells, failed = list(known), found["failed"]
+    cells = [(n, x) for n, x in (rehearsal() if asked.rehearse else plan()) if store.find(x.to_dict()) is None]
     cells = [(seconds, cell) for seconds, cell in cells if str(cell) not in failed]
     skipped = {str(cell): "it was not reached" for _, cell in cells}
-    note(path, cells=results.cells, skipped=skipped)
+    note(path, cells=store.cells, skipped=skipped)
     for seconds, cell in cells:
         left = asked.until - time.time()
         if left < seconds:
@@ -158,13 +158,13 @@ def run_cells(path: Path, asked: argparse.Namespace) -> None:
             continue
         note(path, running={"what": str(cell), "until": time.time() + PATIENCE * seconds})
         try:
-            (measured,) = run_grid([cell], results, "bash scripts/gpu.sh", load, say=print)
+            (measured,) = run_grid([cell], store, "bash scripts/gpu.sh", load)
         except Exception as error:  # any of them is a result, and the other cells can still be measured
             measured = {"failed": f"{type(error).__name__}: {error}"}
         if "failed" in measured:
             failed[str(cell)] = measured["failed"]
         del skipped[str(cell)]
-        note(path, cells=results.cells, failed=failed, skipped=skipped)
+        note(path, cells=store.cells, failed=failed, skipped=skipped)
         write_page(path, asked)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -6,7 +6,7 @@ from typing import Any
 from train_pair import HELD_OUT
 
 from hf_specx.hub.markdown import row
-from hf_specx.measure.contenders import PLAIN
+from hf_specx.measure.contenders import PLAIN_NAME
 
 
 BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
@@ -40,7 +40,7 @@ def tables(found: dict[str, Any]) -> str:
         measured = [(each["quality"][name], digits) for name, (_, digits) in MEASURES.items()]
         means = [shown(m["prediction"], m["prediction_interval"], f".{digits}f") for m, digits in measured]
         equal, faster = "", "1"
-        if each["contender"] != PLAIN:
+        if each["contender"] != PLAIN_NAME:
             equal, faster = shown(**each["equal"], form=".0%"), shown(**each["speedup"], form=".2f")
             apart = [shown(m["difference"], m["interval"], f"+.{digits}f") for m, digits in measured]
             differences.append(row([*first, *apart]))

@@ -14,9 +14,7 @@ Intervals assume that prompts, or batches of them, are independent, though sever
 """
 
 import json
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,13 +28,13 @@ from train_pair import source_files
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.console import progress
-from hf_specx.common.devices import execution_device, synchronize
 from hf_specx.equivalence.cells import CONFIDENCE, metric, stretch
 from hf_specx.equivalence.check import generator_untouched
-from hf_specx.measure.bench import Timing, emitted_per_row, encode, provenance
-from hf_specx.measure.checks_bench import check_out
-from hf_specx.measure.contenders import PLAIN, Contender
-from hf_specx.measure.turns import WARM_UP
+from hf_specx.measure.checks import check_out
+from hf_specx.measure.contenders import PLAIN_NAME, Contender
+from hf_specx.measure.inputs import Inputs, encode
+from hf_specx.measure.store import provenance
+from hf_specx.measure.timer import Advance, Timer, Timing
 
 
 NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
@@ -55,63 +53,33 @@ class Way(NamedTuple):
 
 
 WAYS = (
-    Way("plain, nucleus", PLAIN, NUCLEUS, "plain, nucleus"),
+    Way("plain, nucleus", PLAIN_NAME, NUCLEUS, "plain, nucleus"),
     Way("speculative, nucleus", "block-auto", NUCLEUS, "plain, nucleus"),
     Way("coupled, nucleus", "coupled-auto", NUCLEUS, "plain, nucleus"),
-    Way("plain, greedy", PLAIN, GREEDY, "plain, greedy"),
+    Way("plain, greedy", PLAIN_NAME, GREEDY, "plain, greedy"),
     Way("speculative, greedy", "block-auto", GREEDY, "plain, greedy"),
 )
 
 
-@dataclass
-class Runs(Timing):
-    """The runs of one way, one for each batch.
+class WayContender(Contender):
+    """A contender that samples as its way does."""
 
-    Attributes:
-        texts: emitted ids of each row, with its end token.
-    """
+    def __init__(self, way: Way, pair: DraftTargetPair):
+        super().__init__(way.contender, pair.target, pair.draft)
+        self.sampling = way.options
 
-    texts: list[list[int]] = field(default_factory=list)
+    def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
+        return super().__call__(inputs, options | self.sampling)
 
 
 def take_turns(
-    pair: DraftTargetPair,
-    batches: Sequence[dict[str, torch.Tensor]],
-    new_tokens: int,
-    seed: int,
-    advance: Callable[[], object],
-) -> dict[str, Runs]:
-    """The runs of each way, by name; `advance` is called after each run, also those that warm up."""
-    contenders = {way.name: Contender(way.contender, pair.target, pair.draft) for way in WAYS}
-    found = {way.name: Runs() for way in WAYS}
-    for run in range(-1, len(batches)):
-        number, length = max(run, 0), new_tokens if run >= 0 else min(WARM_UP, new_tokens)
-        first = number % len(WAYS)
-        for way in (*WAYS[first:], *WAYS[:first]):
-            options = way.options | {"max_new_tokens": length}
-            seconds, texts = timed(contenders[way.name], batches[number], options, seed + number)
-            advance()
-            if run >= 0:
-                found[way.name].seconds.append(seconds)
-                found[way.name].tokens.append(sum(map(len, texts)))
-                found[way.name].texts += texts
-    return found
-
-
-def timed(
-    contender: Contender, inputs: dict[str, torch.Tensor], options: dict[str, Any], seed: int
-) -> tuple[float, list[list[int]]]:
-    """One run: its seconds, and the emitted ids of each row."""
-    device = execution_device(contender.target)
-    torch.manual_seed(seed)
-    synchronize(device)
-    started = time.perf_counter()
-    output = contender(inputs, options)
-    synchronize(device)
-    seconds = time.perf_counter() - started
-    width, ends = inputs["input_ids"].shape[1], contender.target.generation_config.eos_token_id
-    counts = emitted_per_row(output, width, ends)
-    return seconds, [ids[:count] for ids, count in zip(output[:, width:].tolist(), counts, strict=True)]
+    pair: DraftTargetPair, batches: Sequence[Inputs], new_tokens: int, seed: int, advance: Advance
+) -> dict[str, Timing]:
+    """The runs of each way, one a batch, by its name; `advance` is called after each run, warm-ups too."""
+    contenders = {way.name: WayContender(way, pair) for way in WAYS}
+    seeds = range(seed, seed + len(batches))
+    timer = Timer(contenders.__getitem__, batches, {"max_new_tokens": new_tokens}, seeds, advance)
+    return timer.time(list(contenders))
 
 
 def milliseconds(seconds: np.ndarray, tokens: np.ndarray, axis: int = -1) -> np.ndarray:
@@ -126,7 +94,7 @@ def speedup(
     return milliseconds(plain_seconds, plain_tokens, axis) / milliseconds(seconds, tokens, axis)
 
 
-def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict[str, Any]:
+def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Timing) -> dict[str, Any]:
     """A statistic of times with a percentile bootstrap over batches; the runs on one batch are resampled together.
 
     It is widened as Student's t says, in proportion, since there may be few batches.
@@ -138,7 +106,7 @@ def figure(statistic: Callable[..., np.ndarray], seed: int, *runs: Runs) -> dict
     return {"value": value, "interval": [value * float(end / value) ** wider for end in found.confidence_interval]}
 
 
-def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
+def agreement(ours: Timing, plain: Timing) -> dict[str, Any]:
     """The share of rows with the same tokens as plain text, with its exact interval (Clopper and Pearson)."""
     share = metric("sequence_equality").compute(predictions=ours.texts, references=plain.texts)["exact_match"]
     rows = len(ours.texts)
@@ -147,7 +115,7 @@ def agreement(ours: Runs, plain: Runs) -> dict[str, Any]:
 
 
 def row_of(
-    pair: DraftTargetPair, prompts: list[Prompt], way: Way, ours: Runs, plain: Runs, seed: int
+    pair: DraftTargetPair, prompts: list[Prompt], way: Way, ours: Timing, plain: Timing, seed: int
 ) -> dict[str, Any]:
     """All figures of one way at one batch size, compared with plain generation at the same size."""
     assert pair.tokenizer is not None

@@ -10,26 +10,25 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.measure.bench_pairs import load_bench_pair
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks_bench import check_cell, check_grafted, check_grid, check_out
-from hf_specx.measure.checks_tune import check_study
+from hf_specx.measure.checks import check_cell, check_grid, check_out, check_study, grafted_pair_of_no_recipe
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import PREFIX, RECIPES
-from hf_specx.measure.grid import Results, run_grid
+from hf_specx.measure.grid import results, run_grid
+from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.measure.plots import check_can_plot, plot
-from hf_specx.measure.points import Verdict, verdicts
+from hf_specx.measure.points import Claim, claims
 
 from .console import errors_in_one_line, progress
 from .options import (
-    MAX_SEED,
+    LARGEST_SEED,
     PromptFile,
     Revision,
     Token,
     Trust,
     check_dtype,
     hub_options,
-    load_pair,
+    load_given_pair,
     read_prompts,
     typed,
 )
@@ -37,7 +36,7 @@ from .options import (
 
 GRID_FILE = Path("specx-bench.json")
 COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
-LEGEND = (
+BENCH_LEGEND = (
     "medians; x plain: speed over that of plain in the same turn, spread: the least and the largest; tokens: per row "
     "and round; ms: of a round; /bare: a round over its bare forwards; limit: the speed-up if there were nothing but "
     "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
@@ -70,7 +69,7 @@ def bench(
     repeats: Annotated[int | None, typer.Option(help="Timed runs of each contender; else 3.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; else as saved.")] = None,
     file: PromptFile = None,
-    seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=MAX_SEED)] = None,
+    seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=LARGEST_SEED)] = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -97,13 +96,13 @@ def bench(
         if plots is not None:
             check_can_plot()
         prompts = [] if file is None else read_prompts([], file, "")
-        load = partial(load_pair, **hub_options(revision, token, trust_remote_code))
-        results = Results(out or (GRID_FILE if grid or full else None))
+        load = partial(load_given_pair, **hub_options(revision, token, trust_remote_code))
+        store = results(out or (GRID_FILE if grid or full else None))
         with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
-            made = run_grid(cells, results, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
-        show(made)
+            made = run_grid(cells, store, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
+        show_cells(made)
         if grid or full:
-            show_verdicts(verdicts(made))
+            show_claims(claims(made))
         for path in plot(made, plots) if plots is not None else ():
             Console().print(Text(f"wrote {path}"), soft_wrap=True)
 
@@ -129,13 +128,13 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     check_study(batches, asked["repeats"])
     check_cell(*(asked[name] for name in ("prompt_tokens", "new_tokens", "temperature", "top_p")))
     check_dtype(asked["dtype"])
-    check_grafted(pair, PREFIX, list(RECIPES))
+    grafted_pair_of_no_recipe(pair, PREFIX, list(RECIPES))
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)
 
 
-def show(made: list[dict[str, Any]]) -> None:
+def show_cells(made: list[dict[str, Any]]) -> None:
     """Print a table for each cell."""
     console = Console()
     for measured in made:
@@ -151,7 +150,7 @@ def show(made: list[dict[str, Any]]) -> None:
             for name, noted in measured["contenders"].items():
                 if "unavailable" in noted:
                     console.print(Text(f"{name} is not available: {noted['unavailable']}", "yellow"), soft_wrap=True)
-    console.print(Text(LEGEND, "dim"))
+    console.print(Text(BENCH_LEGEND, "dim"))
     if any(measured.get("pair", {}).get("synthetic") for measured in made):
         console.print(Text(SYNTHETIC, "dim"))
 
@@ -181,7 +180,7 @@ def contenders_table(contenders: dict[str, Any]) -> Table:
     return table
 
 
-def show_verdicts(found: list[Verdict]) -> None:
+def show_claims(found: list[Claim]) -> None:
     """Print which claims hold."""
     table = Table("point", "claim", "wanted", "found", "", "", show_edge=False)
     outcomes = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}

@@ -10,17 +10,15 @@ from rich.text import Text
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.equivalence.check import run_check, subject_of
-from hf_specx.equivalence.checks_check import check_place
 from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
-from hf_specx.equivalence.result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
-from hf_specx.equivalence.settings import VERIFICATIONS, Settings
-from hf_specx.equivalence.store import SCHEMA
-from hf_specx.measure.checks_bench import check_out
+from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
+from hf_specx.equivalence.settings import CHECKED, Settings
+from hf_specx.measure.checks import check_out, check_store
 
 from .console import errors_in_one_line, progress
 from .options import (
-    MAX_SEED,
+    LARGEST_SEED,
     Dtype,
     PromptFile,
     Revision,
@@ -31,7 +29,7 @@ from .options import (
     Trust,
     check_dtype,
     hub_options,
-    load_pair,
+    load_given_pair,
     read_prompts,
 )
 
@@ -51,12 +49,12 @@ def check(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     verification: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(VERIFICATIONS)}, once for each; else all.")
+        list[str] | None, typer.Option(help=f"{', '.join(CHECKED)}, once for each; else all.")
     ] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
     num_draft_tokens: Annotated[int, typer.Option(help="Candidates per round.")] = FIXED_DRAFT_TOKENS,
     level: Annotated[float, typer.Option(help="Chance of a false alarm, at most, of the whole check.")] = 0.001,
-    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
     revision: Revision = None,
     token: Token = None,
@@ -73,19 +71,19 @@ def check(
         check_dtype(dtype)
         check_out(out)
         check_can_write(report)
-        check_place(resume, SCHEMA)
+        check_store(resume, "check")
         sampling = (temperature, top_p, top_k)
-        names = tuple(verification or VERIFICATIONS)
+        names = tuple(verification or CHECKED)
         settings = Settings(
             tuple(batch or (1, 8)), new_tokens, *sampling, names, samples, num_draft_tokens, seed, level
         )
         given = None if file is None else read_prompts([], file, "with --file")
-        loaded = load_pair(pair, dtype, **hub_options(revision, token, trust_remote_code))
+        loaded = load_given_pair(pair, dtype, **hub_options(revision, token, trust_remote_code))
         subject = subject_of(loaded, given or loaded.prompts, settings)
         steps = settings.steps(len(subject.prompts), timed=report is not None)
         with progress("plain and speculative, and both compared", steps) as advance:
             result = run_check(subject, advance, resume, timed=report is not None)
-        show(result)
+        show_result(result)
         if out is not None:
             Console().print(Text(f"wrote {result.save(out)}"), soft_wrap=True)
         if report is not None:
@@ -94,11 +92,11 @@ def check(
         raise typer.Exit(1)
 
 
-def show(result: CheckResult) -> None:
+def show_result(result: CheckResult) -> None:
     """Print the results of all tests, the verdict, and the smallest deviations that would have been found."""
     console = Console()
     console.print(lines_table(result))
-    console.print(Text(LEGEND, "dim"))
+    console.print(Text(CHECK_LEGEND, "dim"))
     console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
     console.print(power_table(result))
 

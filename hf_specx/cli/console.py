@@ -116,7 +116,7 @@ def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.update(task, advance=1, refresh=True)
 
 
-def one_line(error: object) -> str:
+def error_line(error: object) -> str:
     """The message of an error, with options of commands where it names arguments of functions."""
     text = " ".join(str(error).split())
     for argument, option in OPTIONS.items():
@@ -130,5 +130,5 @@ def errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(Text(f"error: {one_line(error)}", "red"), soft_wrap=True)
+        Console(stderr=True).print(Text(f"error: {error_line(error)}", "red"), soft_wrap=True)
         raise typer.Exit(2) from error

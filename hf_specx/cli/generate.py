@@ -10,12 +10,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from hf_specx.measure.bench import Comparison, compare, emitted_per_row, encode, prompt_width, provenance
+from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
+from hf_specx.measure.store import provenance
+from hf_specx.measure.timer import Comparison, compare
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import OriginStreamer, TokenDecoder, coloured, errors_in_one_line, legend, progress
 from .options import (
-    MAX_SEED,
+    LARGEST_SEED,
     AsJson,
     Dtype,
     Greedy,
@@ -28,7 +30,7 @@ from .options import (
     TopP,
     Trust,
     hub_options,
-    load_pair,
+    load_given_pair,
     read_prompts,
     sampling_options,
     strategy_options,
@@ -54,7 +56,7 @@ def generate(
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=MAX_SEED)
+        int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=LARGEST_SEED)
     ] = None,
     dtype: Dtype = "auto",
     repeats: Annotated[int, typer.Option(help="Timed runs of plain and of speculative generation, odd.")] = 5,
@@ -72,7 +74,7 @@ def generate(
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
-        seed = torch.seed() % MAX_SEED if seed is None else seed
+        seed = torch.seed() % LARGEST_SEED if seed is None else seed
         session = Session(loaded, options, 0 if no_compare else repeats, seed)
         session.console.print(legend(), soft_wrap=True)
         runs = [session.run(batch) for batch in (demo_batches(loaded.prompts, pair) if demo else [given])]
@@ -87,7 +89,7 @@ def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[
     Raises:
         ValueError: the pair has no tokenizer.
     """
-    pair = load_pair(name, dtype, **hub)
+    pair = load_given_pair(name, dtype, **hub)
     if pair.tokenizer is None:
         raise ValueError(f"the pair {name!r} has no tokenizer, so it cannot read text.")
     for option, value in options.items():
@@ -132,9 +134,7 @@ class Session:
         output = target.generate(**inputs, **self.options, custom_generate=strategy)  # type: ignore[operator]
         report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
         assert report is not None
-        width = prompt_width(target, inputs)
-        counts = emitted_per_row(output, width, target.generation_config.eos_token_id)
-        new = [row[:n] for row, n in zip(output[:, width:].tolist(), counts, strict=True)]
+        new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)
         if len(prompts) > 1:
             for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
                 body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
@@ -149,7 +149,7 @@ class Session:
             "comparison": None if comparison is None else comparison.to_dict(),
         }
 
-    def compare(self, inputs: dict[str, torch.Tensor]) -> Comparison:
+    def compare(self, inputs: Inputs) -> Comparison:
         """Time plain and speculative generation in turns, and print the comparison."""
         with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
             comparison = compare(

@@ -12,14 +12,14 @@ import typer
 from hf_specx.hub.cards import unknown_known_pair
 from hf_specx.hub.known_pairs import BY_NAME, NAMES, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
-from hf_specx.measure.checks_tune import looking_for
+from hf_specx.measure.checks import looking_for
 from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.options import check_choices
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-MAX_SEED = 2**32 - 1
+LARGEST_SEED = 2**32 - 1
 
 PromptFile = Annotated[
     Path | None, typer.Option("--file", "--prompts", help="Prompts, one per line.", exists=True, dir_okay=False)
@@ -119,7 +119,7 @@ def hub_options(revision: str | None, token: str | None, trust_remote_code: bool
     return {name: value for name, value in given.items() if value is not None}
 
 
-def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
+def load_given_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
     """Load a pair, on the accelerator if there is one.
 
     Args:

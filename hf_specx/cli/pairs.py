@@ -15,12 +15,12 @@ from hf_specx.hub.known_pairs import BY_NAME, NAMES, embedded_folder, is_embedde
 from hf_specx.hub.publish import CODE, write_repository
 from hf_specx.hub.saving import INSIDE, REFERENCE
 from hf_specx.hub.vllm import vllm as export_vllm
-from hf_specx.measure.checks_tune import looking_for
+from hf_specx.measure.checks import looking_for
 from hf_specx.pair_files.fetch import get_files, get_pair
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 from .console import errors_in_one_line
-from .options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_pair, saved_as
+from .options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_given_pair, saved_as
 
 
 def card(
@@ -128,7 +128,7 @@ def publish(
         else:
             check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
             check_folder(folder, overwrite)
-        loaded = load_pair(pair, "auto", **hub_options(revision, token, trust_remote_code))
+        loaded = load_given_pair(pair, "auto", **hub_options(revision, token, trust_remote_code))
         asked = {"target": reference_target, "draft": reference_draft}
         where: dict[str, Any] = {
             role: publish_as(getattr(loaded.config, role), reference) for role, reference in asked.items()

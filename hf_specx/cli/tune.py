@@ -12,12 +12,12 @@ from rich.text import Text
 
 from hf_specx.hub.checks_saving import check_folder
 from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
-from hf_specx.measure.study import BATCHES, Study, Trial
+from hf_specx.measure.study import BATCHES, DraftTrial, Study
 from hf_specx.measure.tune import tune as try_drafts
 
-from .console import errors_in_one_line, one_line, progress
+from .console import error_line, errors_in_one_line, progress
 from .options import (
-    MAX_SEED,
+    LARGEST_SEED,
     AsJson,
     Dtype,
     Greedy,
@@ -42,7 +42,7 @@ from .options import (
 
 
 VERDICTS = {OK: "green", NOTE: "yellow", ERROR: "red"}
-MEASURED = (
+MEASURED_TABLE = (
     ("draft", "batch", "α", "c", "drafts", "tokens", "expected", "limited", "measured"),
     "alpha; c, a draft step over a target step; the recommended number of drafts; tokens a row and round; speed-ups: "
     "expected by Theorem 3.8, limited by the forwards, and measured",
@@ -62,7 +62,7 @@ def tune(
     top_k: TopK = 0,
     greedy: Greedy = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the default.")] = None,
-    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=MAX_SEED)] = 0,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
     revision: Revision = None,
     draft_revision: Annotated[list[str] | None, typer.Option(help="The same for the drafts, once for each.")] = None,
@@ -91,13 +91,13 @@ def tune(
         study.command, study.keep_prompts = typed(), save_prompts
         with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
             found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
-        show(target, found)
+        show_drafts(target, found)
         recommend(found[0])
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         check_one_fits(found[0])
         if out is not None:
-            line = save(found[0], out, inside, overwrite)
+            line = save_best(found[0], out, inside, overwrite)
             Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
 
 
@@ -119,13 +119,13 @@ def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> N
         raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
-def check_one_fits(best: Trial) -> None:
+def check_one_fits(best: DraftTrial) -> None:
     """Raise a ValueError if there is no draft to recommend."""
     if best.error is not None:
         raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
 
 
-def show(target: str, trials: list[Trial]) -> None:
+def show_drafts(target: str, trials: list[DraftTrial]) -> None:
     """Print each draft compared with the target, then the measurements of all drafts."""
     console = Console()
     for trial in trials:
@@ -133,11 +133,11 @@ def show(target: str, trials: list[Trial]) -> None:
             console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
             console.print(findings_table(trial.findings))
         if trial.error is not None:
-            console.print(Text(f"{trial.name}: {one_line(trial.error)}", VERDICTS[ERROR]), soft_wrap=True)
+            console.print(Text(f"{trial.name}: {error_line(trial.error)}", VERDICTS[ERROR]), soft_wrap=True)
     if any(trial.speedup for trial in trials):
         console.print()
         console.print(measured_table(trials))
-        console.print(Text(MEASURED[1], "dim"))
+        console.print(Text(MEASURED_TABLE[1], "dim"))
 
 
 def findings_table(findings: list[Finding]) -> Table:
@@ -152,10 +152,10 @@ def findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def measured_table(trials: list[Trial]) -> Table:
+def measured_table(trials: list[DraftTrial]) -> Table:
     """A row for each draft and batch size, the best draft first."""
     table = Table(show_edge=False)
-    for heading in MEASURED[0]:
+    for heading in MEASURED_TABLE[0]:
         named = heading == "draft"
         table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
     for trial in trials:
@@ -166,7 +166,7 @@ def measured_table(trials: list[Trial]) -> Table:
     return table
 
 
-def recommend(best: Trial) -> None:
+def recommend(best: DraftTrial) -> None:
     """Print which draft is recommended, if any was measured."""
     if best.speedup:
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
@@ -175,7 +175,7 @@ def recommend(best: Trial) -> None:
         Console().print(Text(line), soft_wrap=True)
 
 
-def save(best: Trial, out: Path, inside: bool, overwrite: bool) -> str:
+def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str:
     """Save the pair with the best draft; returns a line that says where its models are."""
     assert best.pair is not None
     assert best.config is not None

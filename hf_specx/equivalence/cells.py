@@ -1,4 +1,4 @@
-"""What a check finds: what `evaluate` says of the texts of each way to generate."""
+"""The cells of a check: what the metrics say of the texts of each way to generate."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ from .power import CONFIDENCE, least_replaced
 from .texts import Subject
 
 
-TESTS_OF_TEXTS = 4  # statistics of `two_samples`, and as many measures of quality
+TESTS_OF_TEXTS = 4  # statistics of `two_samples`, and as many of `text_quality`
 LOOKS = (0.05, 0.002)  # levels of permutation tests that come before the one of a check
 SPARE = 4  # times as many exchanges as a p-value needs to get below its level
 
@@ -37,11 +37,11 @@ def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
-    """How often something came about in the rounds of all rows.
+    """Counts over the rounds of all rows.
 
     Returns:
-        "accepted_lengths": of n = 0 to γ accepted candidates; "judged_per_position" and "accepted_per_position": of a
-        candidate at position 1 to γ whose predecessors were all kept, and that was kept itself.
+        "accepted_lengths": rounds with n = 0 to γ accepted candidates; "judged_per_position": candidates at position 1
+        to γ whose predecessors were all accepted; "accepted_per_position": those of them that were accepted.
     """
     by_row = zip(ours["accepted"], ours["drafted"], strict=True)
     rounds = [each for row in by_row for each in zip(*row, strict=True)]
@@ -49,8 +49,8 @@ def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
     judged = [min(accepted + 1, drafted) for accepted, drafted in rounds]
     return {
         "accepted_lengths": [sum(accepted == n for accepted, _ in rounds) for n in range(longest + 1)],
-        "judged_per_position": [sum(number > place for number in judged) for place in range(longest)],
-        "accepted_per_position": [sum(accepted > place for accepted, _ in rounds) for place in range(longest)],
+        "judged_per_position": [sum(number > position for number in judged) for position in range(longest)],
+        "accepted_per_position": [sum(accepted > position for accepted, _ in rounds) for position in range(longest)],
     }
 
 
@@ -61,7 +61,7 @@ def judge_equality(
     texts = ours["texts"], plain["texts"]
     found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
     options = subject.settings.generation(sampled=way != "greedy")
-    places, differences = subject.places(way, batch), []
+    indices, differences = subject.prompt_indices(way, batch), []
     for row, position in enumerate(found["first_difference"]):
         if position < 0:
             continue
@@ -69,15 +69,15 @@ def judge_equality(
         if way != "greedy":
             noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
         both = plain["texts"][row], ours["texts"][row]
-        prompt = subject.ids[places[row]]
+        prompt = subject.ids[indices[row]]
         differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
     counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
     return {"exact_match": found["exact_match"], **counts, "differences": differences}
 
 
-def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
+def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
     """`sampled_law` of the texts at one batch size; "impossible" tokens do not count where rounding explains them."""
-    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    prompts = [subject.ids[index] for index in subject.prompt_indices(way, batch)]
     options = subject.settings.generation(sampled=True)
     found = metric("sampled_law").compute(
         predictions=ours["texts"],
@@ -97,11 +97,11 @@ def judge_law(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> d
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
     """`overrated` of the texts at one batch size, by the p-values of `sampled_law`."""
-    prompts = [subject.ids[place] for place in subject.places(way, batch)]
+    prompts = [subject.ids[index] for index in subject.prompt_indices(way, batch)]
     options = subject.settings.generation(sampled=True)
     sums = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
-    law = sys.modules[type(metric("sampled_law")).__module__]
-    return judged(sums, subject.settings.share, law.p_value, law.least_excess)
+    tests = sys.modules[type(metric("sampled_law")).__module__]
+    return judged(sums, subject.settings.share, tests.p_value, tests.least_excess)
 
 
 def too_few(rows: int, share: float) -> bool:
@@ -110,7 +110,7 @@ def too_few(rows: int, share: float) -> bool:
 
 
 def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]]) -> dict[str, Any] | None:
-    """`two_samples` of all texts of a verification beside plain ones; None where they are too few for the level."""
+    """`two_samples` of all texts of a verification and plain ones; None where they are too few for the level."""
     settings = subject.settings
     if too_few(len(ours), settings.share):
         return None
@@ -125,7 +125,7 @@ def judge_texts(subject: Subject, plain: list[list[int]], ours: list[list[int]])
     other = max(map(max, ours + plain)) + 1
 
     def replaced(number: int) -> dict[str, float]:
-        rows = [[token + other for token in row] if place < number else row for place, row in enumerate(ours)]
+        rows = [[token + other for token in row] if index < number else row for index, row in enumerate(ours)]
         unchanged = {"statistic": 0.0, "expected": 0.0, "deviation": 0.0, "skewness": 0.0}
         return compare(predictions=rows, **looks[0])["statistics"].get("tokens", unchanged)
 
@@ -140,9 +140,9 @@ def exchanges(level: float) -> int:
 
 
 def judge_quality(
-    subject: Subject, places: list[int], plain: list[list[int]], ours: list[list[int]]
+    subject: Subject, indices: list[int], plain: list[list[int]], ours: list[list[int]]
 ) -> dict[str, Any] | None:
-    """`text_quality` of all texts of a verification beside plain ones of the same prompts.
+    """`text_quality` of all texts of a verification, compared with plain ones of the same prompts, given by index.
 
     Its intervals are those of 95 %. "within" says whether 0 is in the interval of the level that each measure has,
     which is "widened" from them as Student's t says; a bootstrap itself cannot tell so small a level. None where the
@@ -152,7 +152,7 @@ def judge_quality(
     if too_few(len(ours), settings.share):
         return None
     texts = [subject.decoded(each) for each in (ours, plain)]
-    judge = {"model": subject.target, "prompts": [subject.prompts[place] for place in places]}
+    judge = {"model": subject.target, "prompts": [subject.prompts[index] for index in indices]}
     # decoding drops end tokens, so a text may have none left; its pair then has no perplexity
     pairs = sum(bool(left.strip() and right.strip()) for left, right in zip(*texts, strict=True))
     found = metric("text_quality").compute(
@@ -178,7 +178,7 @@ def stretch(level: float, rows: int) -> float:
 
 
 def trace_one(subject: Subject) -> dict[str, Any]:
-    """How one text of the first prompt came about, by token verification if that is checked."""
+    """`trace` of one text of the first prompt, by token verification if that is checked."""
     chosen = subject.settings.verifications
     way = "token" if "token" in chosen else chosen[-1]
     options = subject.settings.generation(sampled=way != "greedy")

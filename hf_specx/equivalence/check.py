@@ -1,5 +1,6 @@
 """`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,33 +13,32 @@ from accelerate.utils import tqdm
 
 from hf_specx.common.devices import execution_device
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.measure.bench import provenance
-from hf_specx.measure.grid import Steps
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.measure.store import StepCounter, Store, code_digest, digest_of, provenance, weights_digest
+from hf_specx.measure.timer import Advance
+from hf_specx.pairs.complete import DELAY
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .cells import (
     judge_acceptance,
+    judge_distribution,
     judge_draft,
     judge_equality,
-    judge_law,
     judge_quality,
     judge_texts,
     trace_one,
 )
-from .checks_check import check_subject
+from .checks import check_subject
 from .page import check_can_write, write_report
 from .power import power_of
 from .result import CheckResult, lines_of
-from .settings import PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, VERIFICATIONS, Settings
+from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, Settings
 from .speed import measure_speed
-from .store import Store, package_digest, weights_digest
 from .texts import Subject, ask_first, generate_texts
 
 
-NEEDED = ("evaluate", "datasets", "scipy")
-SECONDS_UNSEEN = 3  # a progress bar appears after these
+PACKAGES = ("evaluate", "datasets", "scipy")
 SHOWN = 4  # texts of each way that a result has
-Advance = Callable[[], object]
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
 
@@ -51,7 +51,7 @@ def check(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
-    verifications: Sequence[str] = VERIFICATIONS,
+    verifications: Sequence[str] = CHECKED,
     samples: int | None = None,
     num_draft_tokens: int = FIXED_DRAFT_TOKENS,
     seed: int = 0,
@@ -61,7 +61,7 @@ def check(
     report: str | Path | None = None,
     **options: Any,
 ) -> CheckResult:
-    """Compare speculative with plain generation: the same tokens, the same law, the same quality.
+    """Compare speculative with plain generation: the same tokens, the same distribution, the same quality.
 
     Needs `evaluate`, `datasets` and `scipy`. The default generator is left as it was.
 
@@ -72,8 +72,8 @@ def check(
         advance: called after each step, `Settings(...).steps(len(prompts), timed=report is not None)` times; None
             shows a progress bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
-        report: of a page (.html) to write, with its figures in a folder beside it; then speed is measured as well.
-        **options: what else `generate` is given, plain and speculative alike; plain values.
+        report: of a page (.html) to write, with a folder of its figures; then speed is measured as well.
+        **options: what `generate` is given besides, plain and speculative alike; plain values.
 
     Raises:
         ValueError: before any forward, for what cannot be checked.
@@ -98,10 +98,10 @@ def run_check(
 ) -> CheckResult:
     """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
-    made = provenance(pair.target) | described(pair) | {"code": package_digest()}
+    made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
     models = [weights_digest(model) for model in (pair.target, pair.draft)]
-    identity = {"settings": settings.to_dict(), "prompts": prompts, "made": made, "models": models}
-    store = Store(path, identity | {"layout": pair.strategy.layout, "compile": pair.strategy.compile})
+    asked = [settings.to_dict(), prompts, models, pair.strategy.layout, pair.strategy.compile]
+    store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
     with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
         parts = Parts(store, step)
         texts = all_texts(subject, parts)
@@ -126,7 +126,7 @@ def run_check(
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
-    lacking = [name for name in NEEDED if find_spec(name) is None]
+    lacking = [name for name in PACKAGES if find_spec(name) is None]
     check_subject(lacking, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
     subject = Subject(pair, prompts, settings)
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
@@ -150,10 +150,10 @@ class Parts:
 
     def __init__(self, store: Store, advance: Advance):
         self.store, self.advance = store, advance
-        self.steps = Steps(0, advance)
+        self.steps = StepCounter(0, advance)
 
     def __call__(self, name: str, steps: int, make: Callable[[], Any]) -> Any:
-        self.steps = Steps(steps, self.advance)
+        self.steps = StepCounter(steps, self.advance)
         found = self.store.take(name, make)
         self.steps.finish()
         return found
@@ -175,7 +175,7 @@ def all_texts(subject: Subject, parts: Parts) -> Texts:
 
 
 def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[str, Any]]:
-    """What `evaluate` says of each verification."""
+    """What the metrics say of each verification."""
     settings, cells = subject.settings, {}
     for way in settings.ways:
         if way in (PLAIN_GREEDY, PLAIN_SAMPLED):
@@ -183,20 +183,20 @@ def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[st
         for batch in settings.batch_sizes:
             name, ours = f"{way}, batch {batch}", texts[way, batch]
             cells[name] = {"acceptance": judge_acceptance(ours)}
-            if way in settings.lawful:
-                cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_law, subject, way, batch, ours))
+            if way in settings.in_distribution:
+                cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_distribution, subject, way, batch, ours))
                 make = partial(judge_draft, subject, way, batch, ours)
                 cells[name]["draft"] = parts(f"draft, {name}", 1, make)
             else:
                 plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
                 make = partial(judge_equality, subject, way, batch, plain, ours)
                 cells[name]["equality"] = parts(f"equality, {name}", 1, make)
-        if way in settings.lawful:
+        if way in settings.in_distribution:
             pooled = [pool(settings, texts, each) for each in (PLAIN_SAMPLED, way)]
-            places = [place for batch in settings.batch_sizes for place in subject.places(way, batch)]
+            indices = [index for batch in settings.batch_sizes for index in subject.prompt_indices(way, batch)]
             cells[way] = {
                 "two_samples": parts(f"two samples, {way}", 1, partial(judge_texts, subject, *pooled)),
-                "quality": parts(f"quality, {way}", 1, partial(judge_quality, subject, places, *pooled)),
+                "quality": parts(f"quality, {way}", 1, partial(judge_quality, subject, indices, *pooled)),
             }
     return cells
 
@@ -208,16 +208,11 @@ def pool(settings: Settings, texts: Texts, way: str) -> list[list[int]]:
 
 def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:
     """The first texts of each way at the first batch size, as strings."""
-    first = subject.settings.batch_sizes[0]
-    return {
-        way: [
-            {"prompt": place, "text": text}
-            for place, text in zip(
-                subject.places(way, first)[:SHOWN], subject.decoded(texts[way, first]["texts"][:SHOWN]), strict=True
-            )
-        ]
-        for way in subject.settings.ways
-    }
+    first, found = subject.settings.batch_sizes[0], {}
+    for way in subject.settings.ways:
+        indices, shown = subject.prompt_indices(way, first), subject.decoded(texts[way, first]["texts"][:SHOWN])
+        found[way] = [{"prompt": index, "text": text} for index, text in zip(indices, shown, strict=False)]
+    return found
 
 
 @contextmanager
@@ -226,13 +221,13 @@ def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
     if advance is not None:
         yield advance
         return
-    with tqdm(total=steps, delay=SECONDS_UNSEEN, desc="checking") as bar:
+    with tqdm(total=steps, delay=DELAY, desc="checking") as bar:
         yield bar.update
 
 
 @contextmanager
 def generator_untouched(pair: DraftTargetPair) -> Iterator[None]:
-    """Whatever is drawn inside, the default generators are as before."""
+    """Whatever is drawn inside, the default generators are left as they were."""
     devices = {execution_device(model) for model in (pair.target, pair.draft)}
     numbers = [torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"]
     with torch.random.fork_rng(devices=sorted(set(numbers))):

@@ -1,6 +1,6 @@
 """Whether tokens that the draft overrates come as often as they should.
 
-The law of the target's tokens is tested by `sampled_law`, which does not know the draft. Most faults of a verifier
+The distribution of the tokens is tested by `sampled_law`, which does not know the draft. Most faults of a verifier
 let too much or too little of the draft through. So each emitted token is also asked whether the draft gave it more
 than the target did, q(x) > p(x): if all is right, the sum of p over such tokens is its chance, whatever came before.
 """
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device
 from hf_specx.layouts.decoder import vocabulary
 
-from .equality import stock_processors
+from .equality import prepared_processors
 
 
 MOST = 1.0  # by which one token can move the number away from what is expected
@@ -37,14 +37,14 @@ def overrated(
         target, draft: decoders.
         options: of `generate`.
         prompts: ids of each row, without pads.
-        texts: ids emitted there, up to and with the end token.
+        texts: ids emitted there, up to and including the end token.
 
     Returns:
         "observed" and "expected" numbers, "variance" and "third" (sum of E|f - E f|^3) of the observed, "positions".
     """
     found = dict.fromkeys(("observed", "expected", "variance", "third"), 0.0)
     for prompt, text in zip(prompts, texts, strict=True):
-        p, q = laws(target, draft, options, prompt, text)
+        p, q = distributions(target, draft, options, prompt, text)
         above = q > p  # [n, V]
         chance = (p * above).sum(-1).clamp(max=1)
         tokens = torch.tensor(list(text), device=p.device)[:, None]
@@ -79,7 +79,7 @@ def judged(sums: dict[str, float], level: float, p_value: PValue, least_excess: 
     }
 
 
-def laws(
+def distributions(
     target: PreTrainedModel,
     draft: PreTrainedModel,
     options: dict[str, Any],
@@ -99,7 +99,7 @@ def laws(
             surplus = found[0].shape[1] - logits.shape[1]
             logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
         ids = ids.to(home)
-        processors = stock_processors(target, ids[:, : len(prompt)], options)
+        processors = prepared_processors(target, ids[:, : len(prompt)], options)
         rows = [processors(ids[:, : len(prompt) + i], logits[i : i + 1]) for i in range(len(text))]  # type: ignore[arg-type]
         found.append(torch.cat(rows).double().softmax(-1))
     return found

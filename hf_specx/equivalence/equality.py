@@ -1,6 +1,6 @@
 """Where text that should be the same is not, and whether rounding explains it.
 
-Plain logits are computed once more behind the tokens that both texts share, in the model's own precision. Two forwards
+Plain logits are computed once more after the tokens that both texts share, in the model's own precision. Two forwards
 of different shapes round differently, by some units of the precision at the magnitude of the logits. So a difference
 counts as explained where each of the two tokens would be chosen if its logit alone were so much larger.
 """
@@ -16,7 +16,7 @@ from hf_specx.common.devices import execution_device
 
 
 UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
-FAR = 40  # doublings of a unit, after which a token is taken to be out of reach
+DOUBLINGS = 40  # doublings of a unit, after which a token is taken to be out of reach
 
 
 class Difference(NamedTuple):
@@ -41,17 +41,17 @@ class Difference(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Where the noise of a sampled token comes from.
+    """Where the noise of a sampled token comes from: the row of a batch, and the seed of that batch.
 
     Attributes:
         seed: of the batch.
         rows: of the batch.
-        place: the row's own among them.
+        row: index of the token's row among them.
     """
 
     seed: int
     rows: int
-    place: int
+    row: int
 
 
 @torch.no_grad()
@@ -71,7 +71,7 @@ def explain(
         target: the model that both come from.
         options: of `generate`.
         prompt: ids, without pads.
-        plain, ours: ids of the texts, up to and with the end token.
+        plain, ours: ids of the texts, up to and including the end token.
         row, position: as in `Difference`.
         noise: None if greedy.
     """
@@ -83,7 +83,7 @@ def explain(
     ids = torch.tensor([[*prompt, *plain[:position]]], device=device)
     logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1].to(device)
     exponentials = None if noise is None else race_noise(noise, position, logits)
-    processors = stock_processors(target, start, options)
+    processors = prepared_processors(target, start, options)
 
     def chosen(changed: torch.Tensor) -> int:
         scores = processors(ids, changed)  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
 
     if wins(0.0):
         return 0.0
-    high = next((unit * 2.0**n for n in range(FAR) if wins(unit * 2.0**n)), math.inf)
+    high = next((unit * 2.0**n for n in range(DOUBLINGS) if wins(unit * 2.0**n)), math.inf)
     low = 0.0 if high == unit else high / 2
     while math.isfinite(high) and high - low > high / 100:
         middle = (low + high) / 2
@@ -129,7 +129,7 @@ def impossible(
         target: the model that the texts come from.
         options: of `generate`.
         prompts: ids of each row, without pads.
-        texts: ids of each row, up to and with the end token.
+        texts: ids of each row, up to and including the end token.
     """
     found, device = 0, execution_device(target)
     for prompt, text in zip(prompts, texts, strict=True):
@@ -137,11 +137,11 @@ def impossible(
         logits = (
             target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(device).float()
         )
-        processors = stock_processors(target, ids[:, : len(prompt)], options)
-        for place, token in enumerate(text, len(prompt)):
-            raised = logits[place - 1 : place].clone()
+        processors = prepared_processors(target, ids[:, : len(prompt)], options)
+        for position, token in enumerate(text, len(prompt)):
+            raised = logits[position - 1 : position].clone()
             raised[0, token] += UNITS * unit_of(target, raised)
-            found += bool(processors(ids[:, :place], raised)[0, token].isneginf())  # type: ignore[arg-type]
+            found += bool(processors(ids[:, :position], raised)[0, token].isneginf())  # type: ignore[arg-type]
     return found
 
 
@@ -151,15 +151,15 @@ def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
 
 
 def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
-    """The Exp(1) numbers [1, V] that stock draws for a row at a position: one [B, V] a position, from the seed on."""
+    """The Exp(1) numbers [1, V] that `generate` draws for a row at a position: one [B, V] for each position so far."""
     generator = torch.Generator(like.device).manual_seed(noise.seed)
     drawn = torch.empty(noise.rows, like.shape[-1], device=like.device)
     for _ in range(position + 1):
         drawn.exponential_(generator=generator)
-    return drawn[noise.place : noise.place + 1].double()
+    return drawn[noise.row : noise.row + 1].double()
 
 
-def stock_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:
+def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:
     """The processors that `generate` prepares for a prompt [1, L]."""
     caught: list[LogitsProcessorList] = []
 

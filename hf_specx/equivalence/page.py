@@ -1,4 +1,4 @@
-"""The report of a check: one page that needs nothing but itself, and its figures as files beside it."""
+"""The report of a check: one page that needs nothing but itself, and its figures as files of their own."""
 
 import base64
 import datetime
@@ -9,40 +9,40 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .checks_check import check_report
-from .plots import SIZE, Plot, plots
-from .result import FAILED, LEGEND, PASSED, UNTOLD, CheckResult, summary
+from .checks import check_report
+from .plots import PNG_SIZE, Plot, plots
+from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 
 
-NEEDED = ("jinja2", "matplotlib")
+REPORT_PACKAGES = ("jinja2", "matplotlib")
 SIGNS = {PASSED: "✓", FAILED: "✗", UNTOLD: "?"}
-UNKNOWN = "-"
+DASH = "-"
 SPOKEN = {" ": "space", "\n": "line break", "\t": "tab"}
 ORIGINS = {
     "accepted": "drafted, and kept",
     "recovered": "the target's own, in place of a candidate that was rejected",
     "bonus": "the target's own, after all candidates of a round were kept, or where there was none",
 }
-KEPT = {  # by verification, what the chance of a candidate is
+HOW_KEPT = {  # by verification, what the chance of a candidate is
     "token": "A candidate is kept with probability min(1, p / q), its acceptance.",
     "block": "Acceptance is min(1, p / q), by which token verification keeps a candidate; block verification, which "
     "made this text, looks at the candidates of a round together and keeps no fewer on average.",
     "coupled": "A candidate is kept where both models, drawing with the same noise, choose the same token; acceptance "
     "is min(1, p / q), by which token verification would keep it.",
     "greedy": "A candidate is kept where it is the target's own choice, so its acceptance is 1 or 0. It is no draw "
-    "from a law, so it has no q.",
+    "from a distribution, so it has no q.",
 }
 
 
 def check_can_write(path: str | Path | None) -> None:
     """Raise a ValueError if there could be no report at a path; None is none."""
     if path is not None:
-        missing = [name for name in NEEDED if find_spec(name) is None]
+        missing = [name for name in REPORT_PACKAGES if find_spec(name) is None]
         check_report(Path(path), figures_of(Path(path)), missing)
 
 
 def figures_of(path: Path) -> Path:
-    """The folder of the figures of a page: beside it, "report_files" of "report.html"."""
+    """The folder of a page's figures: "report_files" next to "report.html"."""
     return path.with_name(f"{path.stem}_files")
 
 
@@ -90,14 +90,14 @@ def page(result: CheckResult, drawn: list[Plot]) -> str:
         summary=summary(result).partition(": ")[2],
         signs=SIGNS,
         lines=[line_of(line) for line in found["lines"]],
-        legend=LEGEND,
+        legend=CHECK_LEGEND,
         power=found.get("power"),
         plots=[picture(plot) for plot in drawn],
-        width=round(SIZE[0] * 100),
-        height=round(SIZE[1] * 100),
-        models={role: found["provenance"].get(role, UNKNOWN) for role in ("target", "draft")},
-        settings=told(found["settings"]),
-        provenance=told(found["provenance"]),
+        width=round(PNG_SIZE[0] * 100),
+        height=round(PNG_SIZE[1] * 100),
+        models={role: found["provenance"].get(role, DASH) for role in ("target", "draft")},
+        settings=as_text(found["settings"]),
+        provenance=as_text(found["provenance"]),
         prompts=found["prompts"],
         trace=trace_of(found["trace"], found["prompts"]),
         origins=ORIGINS,
@@ -122,7 +122,7 @@ def picture(plot: Plot) -> dict[str, Any]:
     return plot._asdict() | {"source": f"data:image/png;base64,{base64.b64encode(plot.png).decode()}"}
 
 
-def told(values: dict[str, Any]) -> list[tuple[str, str]]:
+def as_text(values: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and values as text."""
     shown = ((name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in values.items())
     return [(name.replace("_", " "), value) for name, value in shown]
@@ -130,7 +130,7 @@ def told(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def number(value: float | None) -> str:
     """Three digits of it, or that it is not known."""
-    return UNKNOWN if value is None else f"{value:.3g}"
+    return DASH if value is None else f"{value:.3g}"
 
 
 def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None:
@@ -138,7 +138,7 @@ def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None
     if not trace:
         return None
     tokens = []
-    for place, each in enumerate(trace["rounds"], 1):
+    for round_number, each in enumerate(trace["rounds"], 1):
         candidates = each["candidates"]
         for position, token in enumerate(each["tokens"]):
             accepted = token["origin"] == "accepted"
@@ -148,14 +148,14 @@ def trace_of(trace: dict[str, Any], prompts: list[str]) -> dict[str, Any] | None
             own = {
                 "origin": token["origin"],
                 "spoken": spoken(token["text"]),
-                "round": f"{place}{which}",
+                "round": f"{round_number}{which}",
                 "pieces": token["text"].split("\n"),
                 "rejected": None if rejected is None else shown(rejected, rejected["acceptance"]),
             }
             tokens.append(shown(token, chance) | own)
     return {
         "verification": trace["verification"],
-        "kept": KEPT[trace["verification"]],
+        "kept": HOW_KEPT[trace["verification"]],
         "prompt": prompts[0],
         "tokens": tokens,
         "counts": {name: sum(token["origin"] == name for token in tokens) for name in ORIGINS},

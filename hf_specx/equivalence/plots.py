@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-SIZE, DPI = (4.4, 3.5), 200  # inches, so that text can be read where a phone shows the whole width
+PNG_SIZE, DPI = (4.4, 3.5), 200  # inches, so that text can be read where a phone shows the whole width
 Z = 1.96  # of 95 % intervals
-STYLES = {  # by verification: colour, marker, hatch; colours alone tell nothing
+VERIFICATION_STYLES = {  # by verification: colour, marker, hatch; colours alone tell nothing
     "greedy": ("#0072b2", "o", ""),
     "coupled": ("#b85c00", "s", "///"),
     "token": ("#00795a", "^", "..."),
@@ -25,7 +25,7 @@ class Plot(NamedTuple):
         alt: what it shows, for those who do not see it.
         caption: how to read it.
         header, rows: the numbers in it, as text.
-        png: the picture, `SIZE` times `DPI` pixels.
+        png: the picture, `PNG_SIZE` times `DPI` pixels.
     """
 
     name: str
@@ -57,24 +57,24 @@ def plots(found: dict[str, Any]) -> list[Plot]:
 def acceptance_plot(cells: dict[str, dict[str, Any]]) -> Plot:
     """How often a candidate is kept whose predecessors were, by position and verification."""
     figure, axes = _figure("Acceptance by position", "candidate of a round", "kept, of those judged there")
-    told = []
+    shares_shown = []
     pooled = by_verification(cells)
-    for place, (name, counts) in enumerate(pooled.items()):
-        colour, marker, _ = STYLES[name]
+    for index, (name, counts) in enumerate(pooled.items()):
+        colour, marker, _ = VERIFICATION_STYLES[name]
         kept = list(zip(counts["accepted_per_position"], counts["judged_per_position"], strict=True))
         known = [(i, *interval(k, n)) for i, (k, n) in enumerate(kept, 1) if n]
         if not known:
             continue
-        aside = 0.07 * (place - (len(pooled) - 1) / 2)
+        aside = 0.07 * (index - (len(pooled) - 1) / 2)
         x, shares = [i + aside for i, *_ in known], [share for _, share, _, _ in known]
         ends = [[share - low for _, share, low, _ in known], [high - share for _, share, _, high in known]]
         axes.errorbar(x, shares, ends, color=colour, marker=marker, markersize=4, linewidth=1, label=name)
-        told.append(f"{name} {shares[0]:.2f} at the first position and {shares[-1]:.2f} at the last")
+        shares_shown.append(f"{name} {shares[0]:.2f} at the first position and {shares[-1]:.2f} at the last")
     axes.set_ylim(0, 1.02)
     axes.set_xticks(range(1, _longest(cells) + 1))
     return Plot(
         "acceptance",
-        f"Share of judged candidates that were kept, by position in the round: {'; '.join(told)}.",
+        f"Share of judged candidates that were kept, by position in the round: {'; '.join(shares_shown)}.",
         "How often a candidate was kept of those that were judged at its position, all batch sizes together; bars are "
         "95 % intervals, as if rounds did not depend on each other. α is the mean of the sum of min(p, q) over the "
         "vocabulary; of greedy text it is the share of matches.",
@@ -93,20 +93,20 @@ def _acceptance_row(name: str, cell: dict[str, Any]) -> list[str]:
 def lengths_plot(cells: dict[str, dict[str, Any]]) -> Plot:
     """How many candidates rounds kept, by verification."""
     figure, axes = _figure("Accepted candidates of a round", "candidates kept", "share of the rounds")
-    pooled, told = by_verification(cells), []
+    pooled, shares_shown = by_verification(cells), []
     width = 0.8 / len(pooled)
-    for place, (name, counts) in enumerate(pooled.items()):
-        colour, _, hatch = STYLES[name]
-        lengths, left = counts["accepted_lengths"], (place - (len(pooled) - 1) / 2) * width
+    for index, (name, counts) in enumerate(pooled.items()):
+        colour, _, hatch = VERIFICATION_STYLES[name]
+        lengths, left = counts["accepted_lengths"], (index - (len(pooled) - 1) / 2) * width
         shares = [number / max(1, sum(lengths)) for number in lengths]
         x = [n + left for n in range(len(lengths))]
         axes.bar(x, shares, width, color=colour, hatch=hatch, edgecolor="white", linewidth=0.5, label=name)
-        told.append(f"{name} none in {shares[0]:.0%} and {len(shares) - 1} in {shares[-1]:.0%}")
+        shares_shown.append(f"{name} none in {shares[0]:.0%} and {len(shares) - 1} in {shares[-1]:.0%}")
     longest = _longest(cells)
     axes.set_xticks(range(longest + 1))
     return Plot(
         "lengths",
-        f"Share of rounds by the number of candidates that were kept: {'; '.join(told)}.",
+        f"Share of rounds by the number of candidates that were kept: {'; '.join(shares_shown)}.",
         "How many candidates of a round were kept, all batch sizes together. The last rounds of a text may have had "
         "fewer than the others.",
         ["rounds that kept", *map(str, range(longest + 1))],
@@ -193,7 +193,7 @@ def _figure(title: str, x: str, y: str) -> tuple[Any, Any]:
     """A figure of its own; pyplot, which keeps those that it has made, is left out."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=SIZE, facecolor="white", layout="constrained")
+    figure = Figure(figsize=PNG_SIZE, facecolor="white", layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=11)
     axes.set_xlabel(x, fontsize=10)

@@ -1,29 +1,29 @@
-"""What a check would have seen: for each kind of test the smallest deviation that it rejects with probability 0.9.
+"""What a check would have found: for each kind of test the smallest deviation that it rejects with probability 0.9.
 
 Each is said for the samples, the level and the variances of this very check. A test rejects beyond a limit; a mean has
-to be 1.28 standard errors behind it to be there with probability 0.9.
+to be 1.28 standard errors beyond it to be there with probability 0.9.
 """
 
 from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
+from .result import UNTOLD
 from .settings import Settings
 
 
 POWER = 0.9
-MARGIN = NormalDist().inv_cdf(POWER)  # standard errors
+BEYOND_LIMIT = NormalDist().inv_cdf(POWER)  # standard errors
 CONFIDENCE = 0.95  # of the intervals that are shown
-UNKNOWN = "not told"
-Cell = dict[str, Any]
-LAW = {
+JudgedCell = dict[str, Any]  # a cell of a check
+STATISTICS_SHOWN = {
     "surprisal": ("log p of its tokens, in the mean", "{:.2g} nats a token"),
     "top_1": ("how often the likeliest token comes", "{:.1%} of tokens"),
 }
 FORMS = {"perplexity": "{:.3g}", "distinct_1": "{:.2g}", "distinct_2": "{:.2g}", "length": "{:.2g} tokens"}
 
 
-def power_of(settings: Settings, cells: dict[str, Cell]) -> list[dict[str, Any]]:
+def power_of(settings: Settings, cells: dict[str, JudgedCell]) -> list[dict[str, Any]]:
     """The power of all tests of a check.
 
     Args:
@@ -33,13 +33,13 @@ def power_of(settings: Settings, cells: dict[str, Cell]) -> list[dict[str, Any]]
     Returns:
         For each kind of test of each verification "what" is tested, the "smallest" deviation that it would have
         rejected with probability `POWER`, a "note" on what that comes from, all in words, and its "values": the
-        numbers by "batch N" or by measure, each None where it cannot be told.
+        numbers by "batch N" or by measure, each None where too little was generated.
     """
     found = []
     for way in (way for way in settings.ways if way in settings.verifications):
         sizes = {f"batch {batch}": cells[f"{way}, batch {batch}"] for batch in settings.batch_sizes}
-        if way in settings.lawful:
-            found += [law_power(way, sizes, name) for name in LAW]
+        if way in settings.in_distribution:
+            found += [mean_power(way, sizes, name) for name in STATISTICS_SHOWN]
             found += [draft_power(way, sizes), texts_power(way, cells[way]["two_samples"])]
             found.append(quality_power(way, cells[way]["quality"]))
         else:
@@ -47,7 +47,7 @@ def power_of(settings: Settings, cells: dict[str, Cell]) -> list[dict[str, Any]]
     return found
 
 
-def tokens_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
+def tokens_power(way: str, sizes: dict[str, JudgedCell]) -> dict[str, Any]:
     """Of equal tokens, from the cells of each batch size."""
     counts = {size: cell["equality"]["tokens"] for size, cell in sizes.items()}
     values = {size: least_share(count) for size, count in counts.items()}
@@ -55,16 +55,19 @@ def tokens_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
     return _row(f"{way}: tokens other than those of plain generate", values, "{:.2%} of tokens", note)
 
 
-def law_power(way: str, sizes: dict[str, Cell], name: str) -> dict[str, Any]:
+def mean_power(way: str, sizes: dict[str, JudgedCell], name: str) -> dict[str, Any]:
     """Of one statistic of `sampled_law`, from the cells of each batch size."""
-    laws, (what, form) = {size: cell["law"] for size, cell in sizes.items()}, LAW[name]
-    seen = {size: law["statistics"].get(name) for size, law in laws.items()}
-    values = {size: statistic and least_mean(**_law(statistic)) for size, statistic in seen.items()}
-    counts = [f"{law['comparisons']} statistics of {law['positions']} tokens" for law in laws.values()]
+    cells, (what, form) = {size: cell["law"] for size, cell in sizes.items()}, STATISTICS_SHOWN[name]
+    seen = {size: cell["statistics"].get(name) for size, cell in cells.items()}
+    values = {
+        size: known and least_mean(known["limit"], known["standard_error"], known["weight"])
+        for size, known in seen.items()
+    }
+    counts = [f"{cell['comparisons']} statistics of {cell['positions']} tokens" for cell in cells.values()]
     return _row(f"{way}: {what}", values, form, f"one of {', '.join(counts)}")
 
 
-def draft_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
+def draft_power(way: str, sizes: dict[str, JudgedCell]) -> dict[str, Any]:
     """Of tokens that the draft overrates, from the cells of each batch size."""
     cells = {size: cell["draft"] for size, cell in sizes.items()}
     values = {
@@ -76,26 +79,26 @@ def draft_power(way: str, sizes: dict[str, Cell]) -> dict[str, Any]:
     return _row(f"{way}: how often tokens come that the draft overrates", values, "{:.1%} of tokens", note)
 
 
-def texts_power(way: str, cell: Cell | None) -> dict[str, Any]:
+def texts_power(way: str, cell: JudgedCell | None) -> dict[str, Any]:
     """Of `two_samples`, from its cell; None where there were too few texts."""
     what = f"{way}: texts of quite other tokens among its own"
     if cell is None:
-        return {"what": what, "smallest": UNKNOWN, "note": "too few texts for this level", "values": {}}
+        return {"what": what, "smallest": UNTOLD, "note": "too few texts for this level", "values": {}}
     number, rows = cell["least_replaced"], cell["rows"]
-    smallest = UNKNOWN if number is None else f"{number} of {rows} texts"
+    smallest = UNTOLD if number is None else f"{number} of {rows} texts"
     note = f"by how often tokens come there and in {rows} plain texts"
     return {"what": what, "smallest": smallest, "note": note, "values": {"texts": number}}
 
 
-def quality_power(way: str, cell: Cell | None) -> dict[str, Any]:
+def quality_power(way: str, cell: JudgedCell | None) -> dict[str, Any]:
     """Of `text_quality`, from its cell; None where there were too few texts."""
-    what = f"{way}: quality beside plain text"
+    what = f"{way}: quality compared with plain text"
     if cell is None:
-        return {"what": what, "smallest": UNKNOWN, "note": "too few texts for this level", "values": {}}
+        return {"what": what, "smallest": UNTOLD, "note": "too few texts for this level", "values": {}}
     values = {name: least_difference(measured["interval"], measured["widened"]) for name, measured in cell.items()}
-    told = [f"{name} {FORMS[name].format(value)}" for name, value in values.items()]
+    smallest = [f"{name} {FORMS[name].format(value)}" for name, value in values.items()]
     plain = [f"{name} {FORMS[name].format(measured['reference'])}" for name, measured in cell.items()]
-    return {"what": what, "smallest": ", ".join(told), "note": f"plain has {', '.join(plain)}", "values": values}
+    return {"what": what, "smallest": ", ".join(smallest), "note": f"plain has {', '.join(plain)}", "values": values}
 
 
 def least_share(tokens: int) -> float | None:
@@ -111,7 +114,7 @@ def least_mean(limit: float, standard_error: float, weight: float) -> float:
         standard_error: of the sum.
         weight: tokens of the sum.
     """
-    return (limit + MARGIN * standard_error) / weight
+    return (limit + BEYOND_LIMIT * standard_error) / weight
 
 
 def least_replaced(rows: int, level: float, compare: Callable[[int], dict[str, float]]) -> int | None:
@@ -127,7 +130,7 @@ def least_replaced(rows: int, level: float, compare: Callable[[int], dict[str, f
 
     def rejects(number: int) -> bool:
         found = compare(number)
-        return found["statistic"] - luck - MARGIN * found["deviation"] >= limit_of(found, level)
+        return found["statistic"] - luck - BEYOND_LIMIT * found["deviation"] >= limit_of(found, level)
 
     low, high = 0, rows + 1
     while high - low > 1:
@@ -155,15 +158,11 @@ def least_difference(interval: list[float], widened: list[float]) -> float:
         widened: that of the test, which rejects if 0 is outside.
     """
     standard_error = (interval[1] - interval[0]) / 2 / NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    return (widened[1] - widened[0]) / 2 + MARGIN * standard_error
-
-
-def _law(statistic: dict[str, float]) -> dict[str, float]:
-    return {name: statistic[name] for name in ("limit", "standard_error", "weight")}
+    return (widened[1] - widened[0]) / 2 + BEYOND_LIMIT * standard_error
 
 
 def _row(what: str, values: dict[str, float | None], form: str, note: str) -> dict[str, Any]:
-    known = {size: UNKNOWN if value is None else form.format(value) for size, value in values.items()}
+    known = {size: UNTOLD if value is None else form.format(value) for size, value in values.items()}
     smallest = "; ".join(f"{size}: {value}" for size, value in known.items())
     return {"what": what, "smallest": smallest, "note": note, "values": values}
 

@@ -1,4 +1,4 @@
-"""What a check has found: a verdict in lines, and all figures behind it."""
+"""What a check has found: a verdict in lines, and all figures that it rests on."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +9,7 @@ from .settings import Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
-LEGEND = (
+CHECK_LEGEND = (
     "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
     "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
 )
@@ -21,7 +21,7 @@ class CheckLine(NamedTuple):
 
     Attributes:
         what: in words.
-        verdict: "passed", "failed", or "not told" where there was too little to tell from.
+        verdict: "passed", "failed", or "not told" where too little was generated.
         figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
             to the end of its interval (1 is there); None where there is none.
         threshold: figures of units and of quality must not be above it, p-values not below.
@@ -49,11 +49,11 @@ class CheckResult:
         prompts: as given.
         cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
             verification alone "two_samples" and "quality", None where there were too few texts.
-        texts: by way to generate a few texts, as strings, each with the place of its prompt.
-        trace: how one text came about; see `hf_specx.trace.trace`.
-        speed: as `hf_specx.check_speed.measure_speed` has it; {} where no report was asked for.
+        texts: by way to generate a few texts, as strings, each with the index of its prompt.
+        trace: how one text came about; see `hf_specx.measure.trace.trace`.
+        speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
         power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
-            `hf_specx.check_power.power_of`.
+            `hf_specx.equivalence.power.power_of`.
     """
 
     lines: list[CheckLine]
@@ -120,7 +120,7 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
         if "equality" in cell:
             found.append(equality_line(name, cell["equality"]))
         if "law" in cell:
-            found += [law_line(name, cell["law"]), draft_line(name, cell["draft"])]
+            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"])]
         if "quality" in cell:
             found.append(texts_line(name, cell["two_samples"], settings.share))
             found.append(quality_line(name, cell["quality"]))
@@ -145,8 +145,8 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
 
 
-def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
-    """Of `judge_law`."""
+def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_distribution`."""
     note = f"{cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
         note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
@@ -156,7 +156,7 @@ def law_line(name: str, cell: dict[str, Any]) -> CheckLine:
     if cell.get("on_the_edge"):
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
     verdict = PASSED if cell["passed"] else FAILED
-    return CheckLine(f"{name}: sampled from the target's law", verdict, cell["p_value"], cell["level"], note)
+    return CheckLine(f"{name}: sampled from the target's distribution", verdict, cell["p_value"], cell["level"], note)
 
 
 def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
@@ -185,7 +185,7 @@ def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:
     furthest = max(cell, key=lambda key: reach(cell[key]))
     measured = cell[furthest]
     low, high = measured["interval"]
-    seen = f"{furthest} {measured['prediction']:.3g} beside {measured['reference']:.3g}"
+    seen = f"{furthest} {measured['prediction']:.3g}, plain {measured['reference']:.3g}"
     note = f"of {len(cell)} measures furthest off: {seen}, 95 % interval of the difference {low:.2g} to {high:.2g}"
     verdict = PASSED if all(each["within"] for each in cell.values()) else FAILED
     return CheckLine(what, verdict, reach(measured), 1.0, note)

@@ -1,4 +1,4 @@
-"""How a check is made: what is generated, in how many rows, by which seeds, and at which level each test is made."""
+"""How a check is made: what is generated, in how many rows, from which seeds, and the level of each test."""
 
 import math
 import random
@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 
-from .checks_check import check_settings
+from .checks import check_settings
 
 
-VERIFICATIONS = ("greedy", "coupled", "token", "block")
-LAWFUL = ("token", "block")  # of which nothing but the law is promised
+CHECKED = ("greedy", "coupled", "token", "block")
+IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
 TIMED = tuple(range(MAX_DRAFT_TOKENS + 1))  # candidates a round of what is timed for a report; 0 is plain
@@ -27,13 +27,13 @@ class Settings:
         batch_sizes: rows of a batch, each size on its own.
         new_tokens: of each row, at most.
         temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
-        verifications: some of `VERIFICATIONS`.
+        verifications: some of `CHECKED`.
         samples: texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16
             texts and one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these.
-        num_draft_tokens: candidates a round. A fixed number, since "auto" goes by the clock.
+        num_draft_tokens: candidates a round. A fixed number, since "auto" depends on the clock.
         seed: of all random numbers.
         level: chance that a check of correct code fails, at most, over all its tests together.
-        options: what else `generate` is given, plain and speculative alike; plain values.
+        options: what `generate` is given besides, plain and speculative alike; plain values.
 
     Raises:
         ValueError: for settings with which nothing can be checked.
@@ -44,7 +44,7 @@ class Settings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    verifications: tuple[str, ...] = VERIFICATIONS
+    verifications: tuple[str, ...] = CHECKED
     samples: int | None = None
     num_draft_tokens: int = FIXED_DRAFT_TOKENS
     seed: int = 0
@@ -52,17 +52,17 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_settings(asdict(self), VERIFICATIONS)
+        check_settings(asdict(self), CHECKED)
 
     @property
-    def lawful(self) -> list[str]:
-        """The verifications that are compared by their laws."""
-        return [name for name in LAWFUL if name in self.verifications]
+    def in_distribution(self) -> list[str]:
+        """The verifications whose distributions are compared, not their tokens."""
+        return [name for name in IN_DISTRIBUTION if name in self.verifications]
 
     @property
     def comparisons(self) -> int:
-        """Tests that share the level: for each lawful verification two of its law a batch size, texts and quality."""
-        return len(self.lawful) * (2 * len(self.batch_sizes) + 2)
+        """Tests that share the level: for each `in_distribution` two a batch size, one of texts, one of quality."""
+        return len(self.in_distribution) * (2 * len(self.batch_sizes) + 2)
 
     @property
     def share(self) -> float:
@@ -72,24 +72,24 @@ class Settings:
     @property
     def ways(self) -> list[str]:
         """All ways in which texts are generated, those without a draft before those that are compared with them."""
-        sampled = [name for name in VERIFICATIONS[1:] if name in self.verifications]
+        sampled = [name for name in CHECKED[1:] if name in self.verifications]
         greedy = [PLAIN_GREEDY, "greedy"] if "greedy" in self.verifications else []
         return greedy + ([PLAIN_SAMPLED, *sampled] if sampled else [])
 
     def generation(self, sampled: bool) -> dict[str, Any]:
-        """What `generate` is told."""
-        told = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": sampled}
+        """The options of `generate`."""
+        options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": sampled}
         if sampled:
-            told |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return told
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
-        """The places of the prompts in each batch: all in order, again and again, as far as they are wanted."""
+        """The indices of the prompts in each batch: all in order, again and again, as far as they are needed."""
         rows = self._rows(batch, prompts)
         if way in (PLAIN_GREEDY, "greedy"):
             rows = prompts if batch == max(self.batch_sizes) else min(prompts, rows)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
-        return [[place % prompts for place in range(first, first + batch)] for first in firsts]
+        return [[index % prompts for index in range(first, first + batch)] for first in firsts]
 
     def _rows(self, batch: int, prompts: int) -> int:
         """Sampled texts at a batch size; at smaller ones fewer, since a token takes longer there."""
@@ -97,14 +97,15 @@ class Settings:
         return self.samples or max(RUNS * batch, least)
 
     def run_seed(self, way: str, batch: int, run: int) -> int:
-        """Of one batch; coupled sampling has the seeds of plain sampling, all others have their own."""
+        """The seed of one batch; coupled sampling has those of plain sampling, all others have their own."""
         stream = PLAIN_SAMPLED if way == "coupled" else way
         return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
 
     def steps(self, prompts: int, timed: bool = False) -> int:
         """How often a check of so many prompts says that it has advanced; `timed` with speed, for a report."""
         runs = sum(len(self.batches(way, batch, prompts)) for way in self.ways for batch in self.batch_sizes)
-        judged = (len(self.verifications) + len(self.lawful)) * len(self.batch_sizes) + 2 * len(self.lawful)
+        tests = len(self.in_distribution) * (len(self.batch_sizes) + 2)
+        judged = len(self.verifications) * len(self.batch_sizes) + tests
         timing = TIMED_RUNS if timed else 0
         return runs + judged + timing + 1  # the last is the trace
 

@@ -1,21 +1,16 @@
-"""How fast: plain generation and each number of candidates in turns, beside what theory and forwards predict.
+"""How fast: plain `generate` and each number of candidates in turns, with what theory and the forwards predict.
 
-It is made for a report only, as it goes by the clock, unlike all else in a check; nothing is judged by it.
+It is measured for a report only, since it depends on the clock, unlike all else in a check; nothing is judged by it.
 """
 
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from hf_specx.common.devices import execution_device, synchronize
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_speedup
-from hf_specx.engine.report import SpeculationReport
-from hf_specx.measure.bench import Timing, emitted_per_row, prompt_width
-from hf_specx.measure.turns import COMPILING, spread
+from hf_specx.measure.contenders import PLAIN_NAME, Contender
+from hf_specx.measure.inputs import Inputs
+from hf_specx.measure.timer import Advance, Timer, Timing, speedups, spread
 from hf_specx.strategy import SpeculativeDecoding
 
 from .settings import REPEATS, TIMED
@@ -23,13 +18,10 @@ from .texts import Subject
 
 
 PREFERRED = ("block", "token", "coupled", "greedy")  # the first of them that is checked is timed
-WARM_UP = 8  # new tokens of the run that is not counted
 
 
-def measure_speed(subject: Subject, advance: Callable[[], object]) -> dict[str, Any]:
+def measure_speed(subject: Subject, advance: Advance) -> dict[str, Any]:
     """Time plain `generate` and 1 to 8 candidates a round, on the prompts, sampling and first batch size of a check.
-
-    All of them take turns, in an order that rotates, with the same prompts and seed in a turn.
 
     Args:
         subject: what is checked.
@@ -37,104 +29,60 @@ def measure_speed(subject: Subject, advance: Callable[[], object]) -> dict[str, 
 
     Returns:
         Plain values: "verification", "batch", "new_tokens", "repeats"; "alpha" (mean of sum min(p, q) over the judged
-        candidates of all runs) and "cost_coefficient"; "plain", tokens a second; and "numbers", for each number:
+        candidates of all runs) and "cost_coefficient"; "plain", tokens per second; and "numbers", for each number:
         "num_draft_tokens", "tokens_per_second", "speedup" (times plain in the same turn), "tokens_per_round" (mean),
-        "expected" (Theorem 3.8, at that α) and "forward_limited" (by the tokens a round that were met). What was
-        measured has its "median", "min" and "max".
+        "expected" (Theorem 3.8, at that α) and "forward_limited" (by the measured tokens a round). What was measured
+        has its "median", "min" and "max".
     """
-    turns = Turns(subject)
-    for run in range(-1, REPEATS):
-        shift = max(run, 0) % len(TIMED)
-        for number in (*TIMED[shift:], *TIMED[:shift]):
-            turns.take(number, run)
-            advance()
-    return turns.found()
+    settings, batch = subject.settings, subject.settings.batch_sizes[0]
+    way = next(name for name in PREFERRED if name in settings.verifications)
+    rows = settings.batches(way, batch, len(subject.prompts))
+    batches = [subject.encoded(indices) for indices in rows[:REPEATS]]
+    strategies = strategies_of(subject, way, batches[0])
+    contenders = {str(n): Contender(str(n), subject.target, strategy=strategy) for n, strategy in strategies.items()}
+    contenders[PLAIN_NAME] = Contender(PLAIN_NAME, subject.target)
+    names = [str(number) if number else PLAIN_NAME for number in TIMED]
+    seeds = [settings.run_seed("speed", batch, run) for run in range(REPEATS)]
+    options = settings.generation(sampled=way != "greedy")
+    timings = Timer(contenders.__getitem__, batches, options, seeds, advance).time(names)
+    plain, costs = timings.pop(PLAIN_NAME), strategies[1].costs
+    reports = [report for timing in timings.values() for report in timing.reports]
+    judged = sum(report.judged for report in reports)
+    alpha = sum(float(report.overlap) for report in reports) / judged if judged else 0.0
+    return {
+        "verification": way,
+        "batch": batch,
+        "new_tokens": settings.new_tokens,
+        "repeats": REPEATS,
+        "alpha": alpha,
+        "cost_coefficient": costs.cost_coefficient(batch),
+        "plain": spread(plain.rates),
+        "numbers": [
+            number_figures(int(number), timing, plain, alpha, batch, costs) for number, timing in timings.items()
+        ],
+    }
 
 
-class Turns:
-    """The runs, and what is timed in them.
+def strategies_of(subject: Subject, way: str, inputs: Inputs) -> dict[int, SpeculativeDecoding]:
+    """By number of candidates; they share one table of costs, and learn apart."""
+    strategies = {number: subject.strategy(way, number) for number in TIMED if number}
+    strategies[1].calibrate(subject.target, inputs["input_ids"])
+    for number, strategy in strategies.items():
+        if number > 1:
+            strategy.costs = strategies[1].costs.apart()
+    return strategies
 
-    Attributes:
-        strategies: by number of candidates; None for plain. They share one table of costs.
-        timings, reports: of each number.
-    """
 
-    def __init__(self, subject: Subject):
-        self.subject, self.batch = subject, subject.settings.batch_sizes[0]
-        self.way = next(name for name in PREFERRED if name in subject.settings.verifications)
-        self.options = subject.settings.generation(sampled=self.way != "greedy")
-        self.places = subject.settings.batches(self.way, self.batch, len(subject.prompts))
-        self.timings = {number: Timing() for number in TIMED}
-        self.reports: dict[int, list[SpeculationReport]] = {number: [] for number in TIMED}
-        self.strategies: dict[int, SpeculativeDecoding | None] = {0: None}
-        self.costs = self._strategies()
-
-    def _strategies(self) -> Costs:
-        first = self.subject.strategy(self.way)
-        first.calibrate(self.subject.target, self.subject.encoded(self.places[0])["input_ids"])
-        for number in TIMED[1:]:
-            strategy = self.subject.strategy(self.way, number)
-            strategy.costs = first.costs.apart()
-            self.strategies[number] = strategy
-        return first.costs
-
-    def take(self, number: int, run: int) -> None:
-        """Run number `run` with so many candidates, in which nothing is compiled; -1 warms up."""
-        strategy, options = self.strategies[number], dict(self.options)
-        compiled = strategy is not None and strategy.compile
-        if run < 0 and not compiled:
-            options["max_new_tokens"] = min(WARM_UP, options["max_new_tokens"])
-        inputs = self.subject.encoded(self.places[max(run, 0) % len(self.places)])
-        for _ in range(COMPILING if compiled else 1):
-            seconds, tokens = self._run(strategy, inputs, options, max(run, 0))
-            if strategy is None or strategy.report is None or not strategy.report.compilations:
-                break  # else a size had not occurred before
-        if run < 0:
-            return
-        self.timings[number].seconds.append(seconds)
-        self.timings[number].tokens.append(tokens)
-        if strategy is not None and strategy.report is not None:
-            self.reports[number].append(strategy.report)
-
-    def _run(
-        self, strategy: SpeculativeDecoding | None, inputs: dict[str, torch.Tensor], options: dict[str, Any], run: int
-    ) -> tuple[float, int]:
-        """Seconds of a call, and its tokens over all rows, up to and with each row's end."""
-        target, extra = self.subject.target, {} if strategy is None else {"custom_generate": strategy}
-        device = execution_device(target)
-        torch.manual_seed(self.subject.settings.run_seed("speed", self.batch, run))
-        synchronize(device)
-        started = time.perf_counter()
-        output = target.generate(**inputs, **options, **extra)  # type: ignore[operator]
-        synchronize(device)
-        seconds = time.perf_counter() - started
-        ends = options.get("eos_token_id", target.generation_config.eos_token_id)
-        return seconds, sum(emitted_per_row(output, prompt_width(target, inputs), ends))
-
-    def found(self) -> dict[str, Any]:
-        """What `measure_speed` returns."""
-        reports = [report for each in self.reports.values() for report in each]
-        judged = sum(report.judged for report in reports)
-        alpha = sum(float(report.overlap) for report in reports) / judged if judged else 0.0
-        return {
-            "verification": self.way,
-            "batch": self.batch,
-            "new_tokens": self.subject.settings.new_tokens,
-            "repeats": REPEATS,
-            "alpha": alpha,
-            "cost_coefficient": self.costs.cost_coefficient(self.batch),
-            "plain": spread(self.timings[0].rates),
-            "numbers": [self._of_number(number, alpha) for number in TIMED[1:]],
-        }
-
-    def _of_number(self, number: int, alpha: float) -> dict[str, Any]:
-        rates, beside = self.timings[number].rates, self.timings[0].rates
-        tokens = statistics.mean(report.tokens_per_round for report in self.reports[number])
-        return {
-            "num_draft_tokens": number,
-            "tokens_per_second": spread(rates),
-            "speedup": spread([ours / plain for ours, plain in zip(rates, beside, strict=True)]),
-            "tokens_per_round": tokens,
-            "expected": expected_speedup(alpha, number, self.costs.cost_coefficient(self.batch)),
-            "forward_limited": self.costs.forward_limited_speedup(self.batch, tokens, number),
-        }
+def number_figures(
+    number: int, timing: Timing, plain: Timing, alpha: float, batch: int, costs: Costs
+) -> dict[str, Any]:
+    """What `measure_speed` says of a number of candidates."""
+    tokens = statistics.mean(report.tokens_per_round for report in timing.reports)
+    return {
+        "num_draft_tokens": number,
+        "tokens_per_second": spread(timing.rates),
+        "speedup": spread(speedups(timing.rates, plain.rates)),
+        "tokens_per_round": tokens,
+        "expected": expected_speedup(alpha, number, costs.cost_coefficient(batch)),
+        "forward_limited": costs.forward_limited_speedup(batch, tokens, number),
+    }

@@ -1,6 +1,5 @@
 """What a check generates: a pair with prompts, and the texts of each way to generate."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -10,7 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.measure.bench import emitted_per_row, encode, prompt_width
+from hf_specx.measure.inputs import Inputs, emitted, encode
+from hf_specx.measure.timer import Advance
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
@@ -22,6 +22,9 @@ class Subject:
     """A pair with prompts.
 
     Attributes:
+        pair: with a tokenizer.
+        prompts: texts.
+        settings: of the check.
         ids: of each prompt, without pads.
     """
 
@@ -42,7 +45,7 @@ class Subject:
         return self.pair.tokenizer
 
     def strategy(self, verification: str, num_draft_tokens: int | None = None) -> SpeculativeDecoding:
-        """The pair's own, but for what is checked; new, so that nothing learned elsewhere counts."""
+        """Like the pair's own, but for what is checked; a new one, so that nothing learned elsewhere counts."""
         own = self.pair.strategy
         return SpeculativeDecoding(
             self.pair.draft,
@@ -54,12 +57,13 @@ class Subject:
             draft_tokenizer=own.draft_tokenizer,
         )
 
-    def places(self, way: str, batch: int) -> list[int]:
-        """The place of each row's prompt."""
-        return [place for rows in self.settings.batches(way, batch, len(self.prompts)) for place in rows]
+    def prompt_indices(self, way: str, batch: int) -> list[int]:
+        """The index of each row's prompt, over all batches."""
+        return [index for indices in self.settings.batches(way, batch, len(self.prompts)) for index in indices]
 
-    def encoded(self, places: list[int]) -> dict[str, torch.Tensor]:
-        return encode(self.tokenizer, self.target, [self.prompts[place] for place in places], self.settings.new_tokens)
+    def encoded(self, indices: list[int]) -> Inputs:
+        """The prompts at these indices as a batch."""
+        return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.new_tokens)
 
     def decoded(self, texts: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
@@ -70,7 +74,7 @@ class Reached(Exception):
 
 
 def ask_first(subject: Subject) -> None:
-    """Call every way to generate, so that it refuses what it refuses, and stop it where its first forward begins."""
+    """Call every way to generate, so that it raises what it has to raise, and stop it as its first forward begins."""
 
     def stop(*_: Any) -> None:
         raise Reached
@@ -88,31 +92,28 @@ def ask_first(subject: Subject) -> None:
 
 
 def call_of(subject: Subject, way: str) -> dict[str, Any]:
-    """What `generate` is told, but for its inputs; with a strategy where it is not plain."""
+    """What `generate` is given besides its inputs; with a strategy where it is not plain."""
     options = subject.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
     plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
     return options if plain else options | {"custom_generate": subject.strategy(way)}
 
 
-def generate_texts(subject: Subject, way: str, batch: int, advance: Callable[[], object]) -> dict[str, Any]:
+def generate_texts(subject: Subject, way: str, batch: int, advance: Advance) -> dict[str, Any]:
     """All texts of one way to generate.
 
     Returns:
-        "texts", emitted ids of each row up to and with its end token; of a speculative way also "accepted" and
+        "texts", emitted ids of each row up to and including its end token; of a speculative way also "accepted" and
         "drafted" of each row and round, "overlap" (mean sum min(p, q) of judged candidates) and "layout".
     """
     settings, options = subject.settings, call_of(subject, way)
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     reports: list[SpeculationReport] = []
-    for run, places in enumerate(settings.batches(way, batch, len(subject.prompts))):
-        inputs = subject.encoded(places)
+    for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
+        inputs = subject.encoded(indices)
         torch.manual_seed(settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
-        width = prompt_width(subject.target, inputs)
-        ends = options.get("eos_token_id", subject.target.generation_config.eos_token_id)
-        counts = emitted_per_row(output, width, ends)
-        texts += [row[:count] for row, count in zip(output[:, width:].tolist(), counts, strict=True)]
+        texts += emitted(subject.target, inputs, output, options)
         if strategy is not None:
             assert strategy.report is not None
             reports.append(strategy.report)

@@ -1,7 +1,7 @@
-"""The limits beside a measurement: its forwards and nothing else, and how fast memory can be read.
+"""What limits a measurement: its forwards and nothing else, and how fast memory can be read.
 
 Bare forwards are those of the same models at the same batch, lengths and query lengths, with a `DynamicCache`, without
-padding and without a mask: one prompt forward each, γ draft steps and one target step of γ+1 tokens a round.
+padding and without a mask: a prompt forward of each model, then γ draft steps and a target step of γ+1 tokens a round.
 """
 
 import inspect
@@ -58,11 +58,6 @@ class Bare:
         """Seconds of all forwards but the prompts'."""
         return sum(each.draft + each.target for each in self.rounds)
 
-    @property
-    def seconds(self) -> float:
-        """Of all forwards."""
-        return self.prompt + self.decoding
-
     def full(self, rows: int) -> list[BareRound]:
         """The rounds in which all rows took part and drafted the number that most rounds drafted."""
         whole = [each for each in self.rounds if each.rows == rows]
@@ -80,14 +75,14 @@ class BareModel:
         self.device = execution_device(model)
 
     def forward(self, ids: torch.Tensor, keep: int) -> None:
-        """Feed ids [R, q] behind what the cache holds, for logits of the last `keep`."""
+        """Feed ids [R, q] after what the cache holds, for logits of the last `keep`."""
         kept: dict[str, Any] = {"logits_to_keep": keep} if self.keeps else {}
         self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, **kept)
 
-    def cut(self, length: int, places: list[int] | None) -> None:
-        """Hold no more than `length` tokens, of the rows at places alone."""
-        if places is not None:
-            self.cache.batch_select_indices(torch.tensor(places, device=self.device))
+    def cut(self, length: int, rows: list[int] | None) -> None:
+        """Hold no more than `length` tokens, of these rows of the cache alone; None is all of them."""
+        if rows is not None:
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.device))
         surplus = self.cache.get_seq_length() - length
         if surplus > 0:
             self.cache.crop(-surplus)
@@ -106,7 +101,7 @@ def replay(
     """Time the forwards of a call, and nothing else; caches are cut and rows leave outside of the timed regions.
 
     The draft's first step of a round is fed what the row that misses most has to be fed: one token, two where a row
-    kept all candidates, more behind plain steps.
+    accepted all candidates, more after plain steps.
 
     Args:
         target, draft: decoder-only models; without a draft every record must be a plain step.
@@ -121,13 +116,13 @@ def replay(
     counts, fed = [1] * len(rows), [0] * len(rows)  # emitted tokens, and those of them that the draft was fed
     for step in range(1, max(map(len, history))):
         staying = [row for row in rows if len(history[row]) > step]
-        places = None if staying == rows else [rows.index(row) for row in staying]
+        kept = None if staying == rows else [rows.index(row) for row in staying]
         rows = staying
         drafted, longest = max(history[row][step].drafted for row in rows), max(counts[row] for row in rows)
         missing = max(counts[row] - min(fed[row], counts[row] - 1) for row in rows)
-        models[0].cut(width + longest - 1, places)
+        models[0].cut(width + longest - 1, kept)
         for model in models[1:]:
-            model.cut(width + longest - (missing if drafted else 1), places)
+            model.cut(width + longest - (missing if drafted else 1), kept)
         seconds = _round(models, len(rows), drafted, missing)
         bare.rounds.append(BareRound(len(rows), drafted, *seconds, width + longest + drafted))
         for row in rows:
@@ -160,12 +155,12 @@ def _seconds(model: BareModel, steps: Sequence[tuple[torch.Tensor, int]]) -> flo
 
 
 def plain_history(rows: int, new_tokens: int) -> list[list[RoundRecord]]:
-    """What a report of plain decoding would say: the prompt's token, then one a step."""
+    """What a report of plain decoding would say: one token of the prompt's forward, then one of each step."""
     return [[RoundRecord(0, 0, 1, 0, 1)] * new_tokens] * rows
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that this machine reads and writes when it copies, the best of a few copies."""
+    """Bytes per second that this machine reads and writes when it copies, the best of a few copies."""
     source = torch.ones(BUFFER // 4, device=device)
     copied, seconds = torch.empty_like(source), []
     for _ in range(1 + COPIES):

@@ -6,24 +6,25 @@ from typing import Any
 
 
 GAMMA = 5  # candidates a round where verifiers are compared
+Measured = dict[str, Any]  # a cell with what was measured, as a file of results has it
 AUTO_NUMBERS = range(1, 9)  # fixed numbers that "auto" is compared with
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 SHORT, LONG = 100, 4000  # tokens of context whose rounds are compared
 FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
-COMPILED = ("plain-compiled", f"{FIXED}-compiled")
-STOCKS = ("stock", f"stock-{GAMMA}")  # they take one row alone
+COMPILED_NAMES = ("plain-compiled", f"{FIXED}-compiled")
+STOCK_NAMES = ("stock", f"stock-{GAMMA}")  # they take one row alone
 BARED = ("plain", FIXED)
-EXPERIMENTS = {  # in the words of a table
+EXPERIMENTS = {  # what each is for
     "quick": "a first look",
-    "speed": "a fixed number of candidates beside plain, stock and the bare forwards",
+    "speed": "a fixed number of candidates, compared with plain, stock and the bare forwards",
     "verifiers": "a round of each verifier",
-    "compiled": "compiled forwards beside plain compiled ones and stock",
-    "long": "the same behind prompts of 1,000 tokens",
+    "compiled": "compiled forwards, compared with plain compiled ones and stock",
+    "long": "the same after prompts of 1,000 tokens",
     "defaults": "what users get without options",
     "unrelated": "a draft that knows nothing of its target",
-    "auto": "the number of candidates that is chosen, beside every fixed one",
-    "context": "a round outside of its forwards, behind 100 tokens and behind 4,000",
+    "auto": "the number of candidates that is chosen, compared with every fixed one",
+    "context": "a round outside of its forwards, after 100 tokens and after 4,000",
     "memory": "what a call allocates beyond models, keys and values",
     "temperature": "acceptance and latency by temperature",
 }
@@ -35,7 +36,7 @@ class Cell:
 
     Attributes:
         experiment: one of `EXPERIMENTS`, which says how it is measured and what for.
-        pair: as `load_bench_pair` knows it.
+        pair: its name, as `load_bench_pair` knows it.
         contenders: names, as `contenders.way` reads them.
         dtype: "float32", "bfloat16", or "auto".
         batch: B.
@@ -44,7 +45,7 @@ class Cell:
         top_p: 1 is off.
         repeats: timed runs of each contender, after one that warms up.
         bare: those of the contenders, plain and eager ours, whose forwards are run on their own as well.
-        seed: run i of every contender starts from `torch.manual_seed(seed + i)`.
+        seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
     """
 
     experiment: str
@@ -62,7 +63,7 @@ class Cell:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `generate`."""
+        """The options of `generate`."""
         if self.temperature == 0:
             return {"do_sample": False, "max_new_tokens": self.new_tokens}
         drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
@@ -70,7 +71,7 @@ class Cell:
 
     @property
     def turns(self) -> int:
-        """Calls of contenders."""
+        """How often contenders are called."""
         return len(self.contenders) * (1 + self.repeats) * (2 if self.experiment == "context" else 1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,9 +85,52 @@ class Cell:
         return f"{self.experiment}: {self.pair} {self.dtype}, {sizes}{warped}"
 
 
-def contenders(batch: int, *names: str) -> tuple[str, ...]:
-    """The names, without stock's for more than one row, which it does not take."""
-    return tuple(name for name in names if batch == 1 or name not in STOCKS)
+def median_of(cell: Measured, contender: str, figure: str) -> float | None:
+    """A figure of a contender; None where it was not measured."""
+    value = cell["contenders"].get(contender, {}).get(figure)
+    return value["median"] if isinstance(value, dict) else value
+
+
+CHAT_SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+HALF: dict[str, Any] = {"dtype": "bfloat16"}
+SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
+    "quick": {"contenders": ("plain", "stock", "block-auto", "coupled-auto"), "new_tokens": 64},
+    "speed": {"contenders": ("plain", *STOCK_NAMES, FIXED), "bare": BARED},
+    "verifiers": {"contenders": VERIFIED, "new_tokens": 48, "repeats": 5},
+    "compiled": {"contenders": ("plain", f"stock-{GAMMA}", FIXED, *COMPILED_NAMES)},
+    "long": {
+        "contenders": ("plain", f"stock-{GAMMA}", FIXED),
+        "bare": BARED,
+        "prompt_tokens": 1000,
+        "new_tokens": 64,
+    },
+    "defaults": {"contenders": ("plain", *STOCK_NAMES, "block-auto"), "repeats": 5} | CHAT_SAMPLING,
+    "unrelated": {"contenders": ("plain", "block-auto"), "new_tokens": 512},
+    "auto": {"contenders": ("plain", "block-auto", *(f"block-{number}" for number in AUTO_NUMBERS)), "repeats": 6},
+    "context": {"contenders": (FIXED,), "prompt_tokens": LONG, "new_tokens": 64, "repeats": 5},
+    "memory": {"contenders": VERIFIED, "new_tokens": 256, "repeats": 1},  # many tokens, so that rows drift apart
+    "temperature": {"contenders": ("plain", "block-auto")},
+}
+
+
+def cells_of(experiment: str, pair: str, batches: Sequence[int] = (1,), **settings: Any) -> list[Cell]:
+    """The cells of an experiment, one for each batch size, in its own settings but for these."""
+    given, cells = SETTINGS[experiment] | settings, []
+    for batch in batches:
+        # transformers' assisted decoding takes one row alone
+        names = tuple(name for name in given["contenders"] if batch == 1 or name not in STOCK_NAMES)
+        cells.append(Cell(experiment, pair, batch=batch, **given | {"contenders": names}))
+    return cells
+
+
+def temperature_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
+    """Those of all temperatures, for curves."""
+    return [
+        cell
+        for batch in batches
+        for temperature in TEMPERATURES
+        for cell in cells_of("temperature", pair, (batch,), temperature=temperature, **settings)
+    ]
 
 
 def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **settings: Any) -> list[Cell]:
@@ -98,121 +142,60 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
         names: of contenders; [] for the usual ones.
         **settings: of each cell.
     """
-    usual = ("plain", "stock", "block-auto", "coupled-auto")
     cells = []
     for batch in batches:
-        chosen = tuple(names) or contenders(batch, *usual)
+        # what was asked for is tried, also where it will be refused
+        chosen = tuple(names) or cells_of("quick", pair, (batch,))[0].contenders
         bare = tuple(name for name in chosen if not name.startswith("stock") and not name.endswith("-compiled"))
-        cells.append(Cell("quick", pair, chosen, batch=batch, bare=bare, **{"new_tokens": 64} | settings))
+        known = SETTINGS["quick"] | settings | {"contenders": chosen}
+        cells.append(Cell("quick", pair, batch=batch, bare=bare, **known))
     return cells
 
 
 def cpu_grid() -> list[Cell]:
-    """What can be told on two cores within half an hour."""
+    """What two cores can measure within half an hour."""
     small, middle = "grafted-30M", "grafted-163M"
-    half: dict[str, Any] = {"dtype": "bfloat16"}
-    warpers = {"temperature": 0.7, "top_p": 0.9}
     return [
-        *speed_cells(small, (1,), new_tokens=192, repeats=6),  # what few texts gain is chance
-        *speed_cells(small, (4, 8, 16), new_tokens=192),
-        *compiled_cells(small, (1,), new_tokens=64, repeats=9),
-        *compiled_cells(small, (8,), new_tokens=64),
-        *verifier_cells(small, (1, 8)),
-        long_cell(small),
-        *speed_cells(middle, (1,), new_tokens=96, repeats=6, **half),
-        *speed_cells(middle, (4, 8), new_tokens=96, **half),
-        *compiled_cells(middle, (1,), new_tokens=64, **half),
-        *verifier_cells(middle, (1, 8), **half),
-        long_cell(middle, **half),
-        *(default_cell(dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
-        *(default_cell("float32", 4), long_cell("embedded", **warpers)),
-        *unrelated_cells(f"{small}-unrelated", (1, 8), repeats=2),
-        *auto_cells(("embedded", f"{small}-low", f"{small}-deep"), (1,), new_tokens=64),
-        *context_cells((small, f"{small}-gqa")),
-        *memory_cells(small, (1, 8)),
+        *cells_of("speed", small, new_tokens=192, repeats=6),  # what few texts gain is chance
+        *cells_of("speed", small, (4, 8, 16), new_tokens=192),
+        *cells_of("compiled", small, new_tokens=64, repeats=9),
+        *cells_of("compiled", small, (8,), new_tokens=64),
+        *cells_of("verifiers", small, (1, 8)),
+        *cells_of("long", small),
+        *cells_of("speed", middle, new_tokens=96, repeats=6, **HALF),
+        *cells_of("speed", middle, (4, 8), new_tokens=96, **HALF),
+        *cells_of("compiled", middle, new_tokens=64, **HALF),
+        *cells_of("verifiers", middle, (1, 8), **HALF),
+        *cells_of("long", middle, **HALF),
+        *cells_of("defaults", "embedded", (1, 8)),
+        *cells_of("defaults", "embedded", (1, 8), **HALF),
+        *cells_of("defaults", "embedded", (4,)),
+        *cells_of("long", "embedded", **CHAT_SAMPLING),
+        *cells_of("unrelated", f"{small}-unrelated", (1, 8), repeats=2),
+        *(x for pair in ("embedded", f"{small}-low", f"{small}-deep") for x in cells_of("auto", pair, new_tokens=64)),
+        *(x for pair in (small, f"{small}-gqa") for x in cells_of("context", pair)),
+        *cells_of("memory", small, (1, 8)),
         *temperature_cells("embedded", (1,), new_tokens=64),
     ]
 
 
 def gpu_grid() -> list[Cell]:
     """The same with models of sizes that people use."""
-    half: dict[str, Any] = {"dtype": "bfloat16"}
     sizes = (1, 2, 4, 8, 16, 32)
     one, seven = "grafted-1B", "grafted-7B"
     return [
         *(
-            cell
-            for name in (one, seven)
-            for cells in (speed_cells, compiled_cells, verifier_cells)
-            for cell in cells(name, sizes, **half)
+            x
+            for pair in (one, seven)
+            for e in ("speed", "compiled", "verifiers")
+            for x in cells_of(e, pair, sizes, **HALF)
         ),
-        *(long_cell(name, **half) for name in (one, seven)),
-        *(default_cell("bfloat16", batch) for batch in (1, 8, 32)),
-        *unrelated_cells(f"{one}-unrelated", (1, 8), **half),
-        *auto_cells((one, f"{one}-low", f"{one}-deep"), (1, 8), **half),
-        *context_cells((one, seven), **half),  # both have 4 query heads for each of the keys
-        *memory_cells(one, (1, 8, 32), **half),
+        *(x for pair in (one, seven) for x in cells_of("long", pair, **HALF)),
+        *cells_of("defaults", "embedded", (1, 8, 32), **HALF),
+        *cells_of("unrelated", f"{one}-unrelated", (1, 8), **HALF),
+        *(x for pair in (one, f"{one}-low", f"{one}-deep") for x in cells_of("auto", pair, (1, 8), **HALF)),
+        *(x for pair in (one, seven) for x in cells_of("context", pair, **HALF)),  # 4 query heads for each of the keys
+        *cells_of("memory", one, (1, 8, 32), **HALF),
         *temperature_cells("embedded", (1, 8)),
-        *temperature_cells(one, (1,), **half),
-    ]
-
-
-def speed_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Points 1, 2 and 3."""
-    names = ("plain", *STOCKS, FIXED)
-    return [Cell("speed", pair, contenders(b, *names), batch=b, bare=BARED, **settings) for b in batches]
-
-
-def compiled_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Points 2 and 3, their second halves."""
-    names = ("plain", f"stock-{GAMMA}", FIXED, *COMPILED)
-    return [Cell("compiled", pair, contenders(b, *names), batch=b, **settings) for b in batches]
-
-
-def verifier_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Point 6."""
-    given = {"new_tokens": 48, "repeats": 5} | settings
-    return [Cell("verifiers", pair, VERIFIED, batch=b, **given) for b in batches]
-
-
-def long_cell(pair: str, **settings: Any) -> Cell:
-    names = ("plain", f"stock-{GAMMA}", FIXED)
-    return Cell("long", pair, names, prompt_tokens=1000, bare=BARED, **{"new_tokens": 64} | settings)
-
-
-def default_cell(dtype: str, batch: int) -> Cell:
-    """Point 2, its second half."""
-    names = contenders(batch, "plain", "stock", f"stock-{GAMMA}", "block-auto")
-    warpers = {"temperature": 0.7, "top_p": 0.9}
-    return Cell("defaults", "embedded", names, dtype, batch, **warpers, repeats=5)  # type: ignore[arg-type]
-
-
-def unrelated_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Point 4, its first half."""
-    names = ("plain", "block-auto")
-    return [Cell("unrelated", pair, names, batch=b, new_tokens=512, **settings) for b in batches]
-
-
-def auto_cells(pairs: Sequence[str], batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Point 4, its second half."""
-    names = ("plain", "block-auto", *(f"block-{number}" for number in AUTO_NUMBERS))
-    return [Cell("auto", pair, names, batch=b, repeats=6, **settings) for pair in pairs for b in batches]
-
-
-def context_cells(pairs: Sequence[str], **settings: Any) -> list[Cell]:
-    """Point 5, its first half."""
-    given = {"new_tokens": 64, "repeats": 5} | settings
-    return [Cell("context", pair, (FIXED,), prompt_tokens=LONG, **given) for pair in pairs]
-
-
-def memory_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Point 5, its second half; over many tokens, so that rows drift apart."""
-    return [Cell("memory", pair, VERIFIED, batch=b, new_tokens=256, repeats=1, **settings) for b in batches]
-
-
-def temperature_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
-    """Curves; greedy at 0."""
-    names = ("plain", "block-auto")
-    return [
-        Cell("temperature", pair, names, batch=b, temperature=t, **settings) for b in batches for t in TEMPERATURES
+        *temperature_cells(one, (1,), **HALF),
     ]

@@ -12,7 +12,7 @@ from hf_specx.validation.models import check_pair, tokens_of_another_meaning, vo
 
 OK, NOTE, ERROR = "ok", "note", "error"
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
-PROBES = (  # where tokenizers with the same tokens may still part: merges, normalisation, digits, spaces
+PROBE_TEXTS = (  # where tokenizers with the same tokens may still part: merges, normalisation, digits, spaces
     "Hello, world! It's a test; don't stop.",
     "  leading,   inner  and trailing spaces  ",
     "line\n\n\tdef f(x):\r\n        return x ** 2  # comment\n",
@@ -27,7 +27,7 @@ PROBES = (  # where tokenizers with the same tokens may still part: merges, norm
 
 
 class Finding(NamedTuple):
-    """One thing of both models beside each other.
+    """One thing in which both models are compared.
 
     Attributes:
         subject: what was looked at.
@@ -55,14 +55,14 @@ def find_fit(
     Args:
         target, draft: in evaluation mode.
         tokenizer, draft_tokenizer: of each; None where it has none, so that only sizes can be compared.
-        texts: more of them to encode with both, beside `PROBES`.
+        texts: more of them to encode with both, besides `PROBE_TEXTS`.
     """
     found = [_types(target, draft), _layouts(target, draft)]
     if tokenizer is None or draft_tokenizer is None:
         found.append(_unknown_tokens(target, draft, tokenizer, draft_tokenizer))
     else:
         found.append(_tokens(tokenizer, draft_tokenizer))
-        found.append(_encodings(tokenizer, draft_tokenizer, [*PROBES, *texts]))
+        found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
         found.append(_special_tokens(tokenizer, draft_tokenizer))
     found += [_logit_rows(target, draft, tokenizer), _ends(target, draft), _positions(target, draft)]
     error = _refused(check_pair, target, draft, tokenizer, draft_tokenizer)
@@ -96,7 +96,7 @@ def _types(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
 
 
 def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    """How rows of a batch go on side by side."""
+    """How rows of unequal length share a batch."""
     error = _refused(layouts_of, target) or _refused(layouts_of, draft, True)
     if error:
         return Finding("layout", "", "", ERROR, error)
@@ -163,7 +163,7 @@ def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreT
     if rows[1] < ids:
         follows = f"the draft never proposes ids from {rows[1]} on, and reads them as another"
     else:
-        follows = "what is behind the tokens is padding"
+        follows = "what comes after the tokens is padding"
     return _finding("logit rows", *_both(vocabulary, target, draft), follows)
 
 
@@ -180,7 +180,7 @@ def _end_ids(model: PreTrainedModel) -> str:
 def _positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
     limits = tuple(getattr(_text_config(model), "max_position_embeddings", None) for model in (target, draft))
     shorter = limits[1] is not None and (limits[0] is None or limits[1] < limits[0])
-    follows = f"behind {limits[1]} tokens the draft agrees less" if shorter else "the draft reads as far as the target"
+    follows = f"after {limits[1]} tokens the draft agrees less" if shorter else "the draft reads as far as the target"
     shown = _both(lambda limit: "no limit" if limit is None else limit, *limits)
     return _finding("positions", *shown, follows)
 

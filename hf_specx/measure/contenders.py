@@ -1,4 +1,4 @@
-"""Ways to generate that are timed against each other, each told by its name.
+"""Contenders: ways to generate that are timed against each other, each known by its name.
 
 "plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
 transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "block-5",
@@ -17,19 +17,20 @@ from hf_specx.common.devices import execution_device
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks_bench import check_contender
+from .checks import contender_of_no_kind
+from .inputs import Inputs
 
 
-PLAIN, STOCK, COMPILED = "plain", "stock", "compiled"
+PLAIN_NAME, STOCK_NAME, COMPILED_SUFFIX = "plain", "stock", "compiled"
 VERIFIERS = ("token", "block", "coupled")
 
 
 class Way(NamedTuple):
-    """What a contender's name says.
+    """How a contender generates.
 
     Attributes:
         kind: "plain", "stock", or one of `VERIFIERS`.
-        number: candidates a round; "auto", or None for the defaults of stock.
+        number: candidates a round; "auto", or None for transformers' defaults.
         compiled: whether forwards are compiled.
     """
 
@@ -43,37 +44,49 @@ class Way(NamedTuple):
 
 
 def way(name: str) -> Way:
-    """The inverse of a contender's name.
+    """What a contender's name says.
 
     Raises:
         ValueError: for a name that means nothing.
     """
     kind, *rest = name.split("-")
-    compiled = rest[-1:] == [COMPILED]
+    compiled = rest[-1:] == [COMPILED_SUFFIX]
     numbers = rest[:-1] if compiled else rest
-    check_contender(name, kind, numbers, compiled)
+    contender_of_no_kind(name, kind, numbers, compiled)
     number = numbers[0] if numbers else None
     return Way(kind, int(number) if number is not None and number != "auto" else number, compiled)
 
 
 class Contender:
-    """One way to generate with a pair.
+    """One way to generate with a model.
 
     Args:
-        name: as above.
-        target, draft: of the pair.
+        name: as above; any other for a strategy.
+        target, draft: of the pair; plain `generate` needs no draft.
+        strategy: ours, in place of the one that the name says.
 
     Attributes:
         strategy: ours, which remembers what it learned from call to call; None for the others.
+        compiled: whether forwards are compiled.
     """
 
-    def __init__(self, name: str, target: PreTrainedModel, draft: PreTrainedModel):
-        self.name, self.way, self.target, self.draft = name, way(name), target, draft
-        self.strategy: SpeculativeDecoding | None = None
+    def __init__(
+        self,
+        name: str,
+        target: PreTrainedModel,
+        draft: PreTrainedModel | None = None,
+        strategy: SpeculativeDecoding | None = None,
+    ):
+        self.name, self.target, self.draft, self.strategy = name, target, draft, strategy
+        if strategy is not None:
+            self.compiled = strategy.compile
+            return
+        self.way = way(name)
+        self.compiled = self.way.compiled
         if self.way.is_ours:
-            number = "auto" if self.way.number is None else self.way.number
+            assert draft is not None
             self.strategy = SpeculativeDecoding(
-                draft, num_draft_tokens=number, verification=self.way.kind, compile=self.way.compiled
+                draft, num_draft_tokens=self.way.number or "auto", verification=self.way.kind, compile=self.compiled
             )
 
     @property
@@ -81,15 +94,16 @@ class Contender:
         """What the last call of ours did."""
         return None if self.strategy is None else self.strategy.report
 
-    def __call__(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> torch.Tensor:
+    def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         """Generate: [B, L + N] int64."""
         generate: Any = self.target.generate
         if self.strategy is not None:
             return generate(**inputs, **options, custom_generate=self.strategy)
-        if self.way.kind == STOCK:
+        if self.way.kind == STOCK_NAME:
+            assert self.draft is not None
             with stock_settings(self.draft, self.way.number):
                 return generate(**inputs, **options, assistant_model=self.draft)
-        if not self.way.compiled:
+        if not self.compiled:
             return generate(**inputs, **options)
         output = generate(**inputs, **options, cache_implementation="static", compile_config=self._compile_config())
         if getattr(self.target, "_compiled_call", None) is None:
@@ -103,15 +117,15 @@ class Contender:
         config._compile_all_devices = True  # type: ignore[assignment]
         return config
 
-    def prepare(self, inputs: dict[str, torch.Tensor]) -> None:
+    def prepare(self, inputs: Inputs) -> None:
         """Have times of the forwards that ours compiles, as predictions are made from them."""
-        if self.strategy is not None and self.way.compiled:
+        if self.strategy is not None and self.compiled:
             self.strategy.calibrate(self.target, inputs["input_ids"])
 
 
 @contextmanager
 def stock_settings(draft: PreTrainedModel, number: int | str | None) -> Iterator[None]:
-    """The draft's settings as they were before, or that many candidates in every round; put back at the end.
+    """Have the draft propose that many candidates in every round, as before where it is None; undone at the end.
 
     transformers reads them from the draft alone, and changes some of them while it generates.
     """

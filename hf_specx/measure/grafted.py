@@ -1,7 +1,7 @@
 """Grafted pairs, for measurements alone: random weights of any size whose acceptance is set by one number.
 
-The first layers of the target are the draft, and its later layers add a residual scaled by ε. So the two agree the
-more, the smaller ε is, while every forward costs what a trained model of this size costs. They know nothing of any
+The first layers of the target are the draft, and its later layers add a residual scaled by ε. The smaller ε
+is, the more the two agree, while every forward costs what it costs in a trained model of this size. They know no
 language: whatever is measured on them has to be called synthetic.
 """
 
@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .checks_bench import check_recipe
+from .checks import check_recipe
 
 
 PREFIX = "grafted-"
 WEIGHT_STD = 0.05
 LOGIT_STD = 3.0  # of the logits; unrelated models of this sharpness agree to 2 Φ(-3 / sqrt 2) = 0.03
-PROBES = 4, 64  # rows and tokens of the random text on which acceptance is told
+PROBE_SHAPE = 4, 64  # rows and tokens of the random text on which acceptance is measured
 TOLERANCE = 0.01  # of α, where ε is looked for
 
 
@@ -160,7 +160,7 @@ class _Scaled:
 
 
 def _look_for(alpha: float, scaled: _Scaled, target: PreTrainedModel, draft: PreTrainedModel) -> Grafted:
-    """Halve the range of log ε until its middle has the acceptance that is wanted: the larger ε, the smaller α."""
+    """Halve the range of log ε until its middle has the acceptance that is asked for: the larger ε, the smaller α."""
     low, high = math.log(1e-3), math.log(10.0)
     found = math.nan
     while high - low > 1e-2 and not abs(found - alpha) <= TOLERANCE:
@@ -175,6 +175,6 @@ def _look_for(alpha: float, scaled: _Scaled, target: PreTrainedModel, draft: Pre
 def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     """α at temperature 1: the mean of sum_x min(p, q) over the positions of random text, the same on each call."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, target.config.vocab_size, PROBES, generator=generator).to(target.device)
+    ids = torch.randint(1, target.config.vocab_size, PROBE_SHAPE, generator=generator).to(target.device)
     p, q = (model(input_ids=ids, use_cache=False).logits.float().softmax(-1) for model in (target, draft))
     return float(torch.minimum(p, q).sum(-1).mean())

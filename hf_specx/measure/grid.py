@@ -1,153 +1,245 @@
-"""A grid is run cell by cell into one file, which says where and how each number was made; a run can be resumed."""
+"""A grid is measured cell by cell: contenders in turns and their bare forwards, kept in a file of results."""
 
 import datetime
-import hashlib
-import json
-import os
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_specx.common.devices import execution_device
+from hf_specx.drafting.draft_length import expected_speedup
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.flatten import core_modules
 
-from .bench import provenance
-from .bench_pairs import BenchPair
+from .bare import bandwidth, plain_history, replay, round_bytes
 from .cells import Cell
-from .checks_bench import check_results
-from .probes import compare_contexts, measure_memory
-from .turns import Advance, take_turns
+from .contenders import PLAIN_NAME, Contender
+from .inputs import BenchPair
+from .probes import compare_contexts, measure_memory, round_seconds
+from .store import StepCounter, Store, code_digest, provenance
+from .timer import Advance, TimedCall, Timer, Timing, median_known, speedups, spread
 
 
-SCHEMA = 1
 MACHINE = ("hf_specx", "torch", "transformers", "python", "device", "threads", "code")
-MEASURES: dict[str, Callable[[Cell, BenchPair, Advance], dict[str, Any]]] = {
-    "context": compare_contexts,
-    "memory": measure_memory,
-}  # the others take turns
-Load = Callable[[str, str], BenchPair]
+BARE = ("target_step", "draft_step", "prompt", "decoding")
+COUNTED = ("alpha", "tokens_per_round", "num_draft_tokens", "rounds", "layout")
+LoadBenchPair = Callable[[str, str], BenchPair]
 
 
-class Results:
-    """Measured cells, as a file has them.
-
-    Args:
-        path: of the file, which need not be there; None keeps them in memory alone.
-
-    Attributes:
-        cells: {"cell": settings, "pair": facts, "provenance": where and when, and what was measured} each.
+def results(path: Path | None) -> Store:
+    """Measured cells, as a file has them; those of the same settings, machine, versions and code are not made again.
 
     Raises:
         ValueError: for a file that is something else.
     """
-
-    def __init__(self, path: Path | None):
-        self.path, self.cells = path, []
-        if path is not None and path.exists():
-            text = path.read_text(encoding="utf-8")
-            check_results(path, text, SCHEMA)
-            self.cells = json.loads(text)["cells"]
-
-    def find(self, cell: Cell, machine: dict[str, Any]) -> dict[str, Any] | None:
-        """What was measured with the same settings on the same machine, versions and core."""
-        settings = cell.to_dict()
-        alike = (x for x in self.cells if x["cell"] == settings and _machine(x["provenance"]) == machine)
-        return next(alike, None)
-
-    def add(self, measured: dict[str, Any]) -> None:
-        """Take a cell in, in place of an earlier measurement of the same, and write the file whole or not at all."""
-        self.cells = [x for x in self.cells if x["cell"] != measured["cell"]] + [measured]
-        if self.path is None:
-            return
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text(json.dumps({"schema": SCHEMA, "cells": self.cells}, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, self.path)
-
-
-def machine() -> dict[str, Any]:
-    """What has to be the same for two measurements to belong together."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return _machine(provenance(device) | {"code": code_digest()})
+    made = provenance(device) | {"code": measuring_code()}
+    return Store(path, "schema", {name: made[name] for name in MACHINE})
 
 
-def _machine(noted: dict[str, Any]) -> dict[str, Any]:
-    return {name: noted[name] for name in MACHINE}
-
-
-def code_digest() -> str:
-    """Of the files that a call and its measurement run: a measurement of other code is none of this."""
-    digest = hashlib.sha256()
-    for path in (*(module.path for module in core_modules()), *sorted(Path(__file__).parent.glob("*.py"))):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+def measuring_code() -> str:
+    """The digest of the files that a call and its measurement run."""
+    return code_digest([*(module.path for module in core_modules()), *sorted(Path(__file__).parent.glob("*.py"))])
 
 
 def run_grid(
     cells: Sequence[Cell],
-    results: Results,
+    store: Store,
     command: str,
-    load: Load,
+    load: LoadBenchPair,
     advance: Advance = lambda: None,
-    say: Callable[[str], object] = lambda text: None,
 ) -> list[dict[str, Any]]:
-    """Measure the cells that `results` does not have.
+    """Measure the cells that the store does not have.
 
     Args:
         cells: cells of the same pair in sequence are measured on one copy of it.
-        results: gets each cell as soon as it is measured.
+        store: of `results`; gets each cell as soon as it is measured.
         command: what the measurements say that they were made by.
         load: makes a pair from its name and a dtype.
         advance: called `sum(cell.turns for cell in cells)` times, as work is done.
-        say: told each cell before it is measured.
 
     Returns:
         What was measured of each cell, now or before; where a pair or a cell failed as a whole, {"failed": why}.
     """
-    here, found = machine(), []
+    found = []
     loaded: tuple[tuple[str, str], BenchPair] | None = None
     for cell in cells:
-        known = results.find(cell, here)
-        steps = Steps(cell.turns, advance)
+        known, steps = store.find(cell.to_dict()), StepCounter(cell.turns, advance)
         if known is None:
-            say(str(cell))
             try:
                 if loaded is None or loaded[0] != (cell.pair, cell.dtype):
                     loaded = None  # so that its memory is free before the next takes its own
                     loaded = (cell.pair, cell.dtype), load(cell.pair, cell.dtype)
-                known = measure(cell, loaded[1], command, steps)
+                known = measure_cell(cell, loaded[1], command, steps)
             except (RuntimeError, OSError) as error:  # memory, most likely; the others can still be measured
                 known = {"cell": cell.to_dict(), "failed": f"{type(error).__name__}: {error}", "contenders": {}}
             else:
-                results.add(known)
+                store.add(known)
         steps.finish()
         found.append(known)
     return found
 
 
-def measure(cell: Cell, pair: BenchPair, command: str, advance: Advance) -> dict[str, Any]:
+def measure_cell(cell: Cell, pair: BenchPair, command: str, advance: Advance) -> dict[str, Any]:
     """One cell, with where and how it was made."""
     started = datetime.datetime.now(datetime.timezone.utc)
-    measured = MEASURES.get(cell.experiment, take_turns)(cell, pair, advance)
+    probes = {"context": compare_contexts, "memory": measure_memory}
+    measured = probes.get(cell.experiment, take_turns)(cell, pair, advance)
     torch.compiler.reset()
-    made = provenance(pair.target) | {"code": code_digest(), "seed": cell.seed, "command": command}
+    made = provenance(pair.target) | {"code": measuring_code(), "seed": cell.seed, "command": command}
     made["date"] = started.isoformat(timespec="seconds")
     made["seconds"] = round((datetime.datetime.now(datetime.timezone.utc) - started).total_seconds(), 1)
     return {"cell": cell.to_dict(), "pair": pair.facts, "provenance": made} | measured
 
 
-class Steps:
-    """Counts the steps of a cell, so that a bar moves by all of them also where some were not needed."""
+def take_turns(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str, Any]:
+    """Time every contender of a cell; one that fails is noted, and the others go on.
 
-    def __init__(self, total: int, advance: Advance):
-        self.left, self.advance = total, advance
+    Args:
+        cell: what is measured.
+        pair: the one that the cell names.
+        advance: called after each run, `cell.turns` times.
 
-    def __call__(self) -> None:
-        if self.left > 0:
-            self.left -= 1
-            self.advance()
+    Returns:
+        "contenders", by name: the runs and their medians, or why there are none; "bandwidth" in bytes per second.
+    """
+    inputs = pair.inputs(cell.batch, cell.prompt_tokens, cell.new_tokens, cell.seed)
 
-    def finish(self) -> None:
-        """Make the steps that are left."""
-        while self.left > 0:
-            self()
+    def make(name: str) -> Contender:
+        contender = Contender(name, pair.target, pair.draft)
+        if cell.experiment == "compiled":  # no other is held to what its forwards predict
+            contender.prepare(inputs)
+        return contender
+
+    def note(contender: Contender, run: TimedCall) -> dict[str, Any]:
+        bare = {"bare": bare_forwards(pair, inputs["input_ids"], run)} if contender.name in cell.bare else {}
+        return ({} if run.report is None else counts(run.report)) | bare
+
+    seeds = range(cell.seed, cell.seed + cell.repeats)
+    timer = Timer(make, [inputs], cell.options, seeds, advance, note, keep_going=True)
+    timings = {name: noted(timing) for name, timing in timer.time(cell.contenders).items()}
+    speed = bandwidth(execution_device(pair.target)) if cell.bare else None
+    found = {name: summarise(known, timings.get(PLAIN_NAME), speed) for name, known in timings.items()}
+    return {"contenders": found, "bandwidth": speed}
+
+
+def noted(timing: Timing) -> dict[str, Any]:
+    """The runs of a contender as plain values, or why there are none."""
+    if timing.error is not None:
+        return {"runs": [], "unavailable": timing.error}
+    runs = [
+        {"seconds": run.seconds, "tokens": run.tokens, "longest": max(map(len, run.texts))} | run.notes
+        for run in timing.runs
+    ]
+    return {"runs": runs, "first_seconds": timing.first_seconds}
+
+
+def bare_forwards(pair: BenchPair, input_ids: torch.Tensor, run: TimedCall) -> dict[str, Any]:
+    """What the forwards of a run that was just made take on their own; of plain `generate` or of ours."""
+    target, draft, rows, report = pair.target, pair.draft, len(input_ids), run.report
+    if report is None:
+        bare = replay(target, None, input_ids, plain_history(rows, max(map(len, run.texts))))
+    else:
+        bare = replay(target, draft, input_ids, report.history)
+    full = bare.full(rows) or bare.rounds
+    drafted = full[0].drafted if full else 0
+    found = {"prompt": bare.prompt, "decoding": bare.decoding, "drafted": drafted}
+    if report is not None and bare.rounds:
+        pairs = zip(round_seconds(report), bare.rounds, strict=True)
+        found["round_ratio"] = statistics.median(own / (each.draft + each.target) for own, each in pairs)
+    if full:
+        found["target_step"] = statistics.median(each.target for each in full)
+    if drafted:
+        found["draft_step"] = statistics.median(each.draft / drafted for each in full)
+        found["round_bytes"] = round_bytes(target, draft, bare)
+    return found
+
+
+def counts(report: SpeculationReport) -> dict[str, Any]:
+    """What results say of a call: ratios, its steps (rounds, and plain ones between them) and their median times.
+
+    "expected_tokens" are those that such rounds emit on average, given what was drafted: they vary less by chance.
+    "full_round" is the median over the steps in which all rows took part.
+    """
+    seconds, full = round_seconds(report), min(map(len, report.history)) - 1
+    return {
+        **{name: getattr(report, name) for name in COUNTED},
+        "steps": max(map(len, report.history)) - 1,
+        "expected_tokens": sum(map(len, report.history)) + report.survival[0],
+        "decoding": sum(report.seconds[phase] for phase in report.laps),
+        "round": statistics.median(seconds or [0.0]),
+        "full_round": statistics.median(seconds[:full] or [0.0]),
+        "phases": {phase: statistics.median(laps[-len(seconds) :] or [0.0]) for phase, laps in report.laps.items()},
+        "predicted": report.forward_limited_speedup,
+    }
+
+
+def summarise(noted: dict[str, Any], plain: dict[str, Any] | None, speed: float | None) -> dict[str, Any]:
+    """The runs of a contender, with their medians.
+
+    Args:
+        noted: the runs.
+        plain: those of plain `generate`, in the same turns.
+        speed: bytes that the machine reads per second.
+    """
+    runs, plain_runs = noted["runs"], (plain or {}).get("runs", [])
+    if not runs:
+        return noted
+    rates = [run["tokens"] / run["seconds"] for run in runs]
+    found: dict[str, Any] = {"tokens_per_second": spread(rates)}
+    if len(plain_runs) == len(runs):
+        found["speedup"] = spread(speedups(rates, [run["tokens"] / run["seconds"] for run in plain_runs]))
+    if "steps" in runs[0]:
+        found |= _of_rounds(runs, speed)
+    if "bare" in runs[0]:
+        found |= _over_bare(runs, plain_runs)
+    return noted | found
+
+
+def _of_rounds(runs: list[dict[str, Any]], speed: float | None) -> dict[str, Any]:
+    steps = [max(1, run["steps"]) for run in runs]
+    found = {name: statistics.median(run[name] for run in runs) for name in COUNTED if name != "layout"}
+    found["expected_tokens_per_second"] = spread([run["expected_tokens"] / run["seconds"] for run in runs])
+    found["seconds_per_round"] = spread([run["round"] for run in runs])
+    found["phases_per_round"] = {
+        phase: statistics.median(run["phases"][phase] for run in runs) for phase in runs[0]["phases"]
+    }
+    if "bare" in runs[0]:  # preparations of a call, and what its prompts took beyond their forwards
+        rest = [(r["seconds"] - r["decoding"] - r["bare"]["prompt"]) / n for r, n in zip(runs, steps, strict=True)]
+        found["phases_per_round"]["rest"] = max(0.0, statistics.median(rest))
+    found["predicted_speedup"] = median_known(run["predicted"] for run in runs)
+    sizes = [run["bare"]["round_bytes"] for run in runs if "round_bytes" in run.get("bare", {})]
+    if speed is not None and sizes:
+        found["bandwidth_seconds_per_round"] = statistics.median(sizes) / speed
+    return found
+
+
+def _over_bare(runs: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the forwards alone took, and what they would allow."""
+    found: dict[str, Any] = {
+        "bare": {name: statistics.median(known) for name in BARE if (known := _known(runs, name))},
+        "call_over_bare": spread([r["seconds"] / (r["bare"]["prompt"] + r["bare"]["decoding"]) for r in runs]),
+    }
+    if "steps" not in runs[0]:
+        return found
+    found["round_over_bare"] = spread(_known(runs, "round_ratio") or [1.0])
+    if len(plain) != len(runs) or not _known(plain, "target_step"):
+        return found
+    limits = []
+    for run, other in zip(runs, plain, strict=True):
+        bare, step, drafted = run["bare"], other["bare"]["target_step"], run["bare"]["drafted"]
+        round_time = bare["target_step"] + drafted * bare.get("draft_step", 0.0)
+        theorem = expected_speedup(run["alpha"], drafted, bare.get("draft_step", 0.0) / step)
+        whole = (other["bare"]["prompt"] + other["bare"]["decoding"]) / (bare["prompt"] + bare["decoding"])
+        own_step = (other["seconds"] - other["bare"]["prompt"]) / max(1, other["longest"] - 1)
+        steady = run["tokens_per_round"] * own_step / (run["full_round"] or run["round"])
+        limit = run["tokens_per_round"] * step / round_time
+        limits.append((limit, theorem, whole, steady, bare.get("draft_step", 0.0) / step))
+    names = ("forward_limited_speedup", "expected_speedup", "bare_speedup", "steady_speedup", "cost_coefficient")
+    return found | {name: statistics.median(x) for name, x in zip(names, zip(*limits, strict=True), strict=True)}
+
+
+def _known(runs: list[dict[str, Any]], name: str) -> list[float]:
+    return [run["bare"][name] for run in runs if name in run.get("bare", {})]

@@ -5,8 +5,8 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from .cells import AUTO_NUMBERS, FIXED, GAMMA
-from .checks_bench import check_plots
+from .cells import AUTO_NUMBERS, FIXED, GAMMA, Measured, median_of
+from .checks import plots_without_matplotlib
 
 
 try:
@@ -18,14 +18,13 @@ else:
     from matplotlib import pyplot
 
 
-Measured = dict[str, Any]
 BY_BATCH = (f"{FIXED}-compiled", FIXED, f"coupled-{GAMMA}", "block-auto", "coupled-auto", f"stock-{GAMMA}", "stock")
-SIZE = (7.0, 4.2)  # inches of a figure
+FIGURE_SIZE = (7.0, 4.2)  # inches of a figure
 
 
 def check_can_plot() -> None:
     """Raise a ValueError where there is no matplotlib."""
-    check_plots(matplotlib is not None)
+    plots_without_matplotlib(matplotlib is not None)
 
 
 def plot(cells: Iterable[Measured], folder: Path) -> list[Path]:
@@ -67,13 +66,8 @@ def _label(cell: Measured) -> str:
     return f"{own['pair']}{kind} {own['dtype']}"
 
 
-def _median(cell: Measured, contender: str, key: str) -> float | None:
-    value = cell["contenders"].get(contender, {}).get(key)
-    return value["median"] if isinstance(value, dict) else value
-
-
 def _axes(x: str, y: str, title: str) -> Any:
-    axes = pyplot.figure(figsize=SIZE).add_subplot()
+    axes = pyplot.figure(figsize=FIGURE_SIZE).add_subplot()
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(alpha=0.3)
     return axes
@@ -96,7 +90,7 @@ def _by_batch(cells: list[Measured]) -> Any:
         own = [c for c in chosen if (_label(c), c["cell"]["experiment"]) == (label, experiment)]
         own.sort(key=lambda c: c["cell"]["batch"])
         for contender in BY_BATCH:
-            points = [(c["cell"]["batch"], y) for c in own if (y := _median(c, contender, "speedup")) is not None]
+            points = [(c["cell"]["batch"], y) for c in own if (y := median_of(c, contender, "speedup")) is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=f"{label}: {contender}")
     return _finish(axes)
@@ -106,11 +100,11 @@ def _by_alpha(cells: list[Measured]) -> Any:
     """Every cell of ours by the acceptance that it met, measured and as the forwards allow."""
     axes = _axes("α", "times as fast as plain generate", "Speed-up by acceptance")
     points = [
-        (alpha, speedup, _median(cell, name, "forward_limited_speedup"))
+        (alpha, speedup, median_of(cell, name, "forward_limited_speedup"))
         for cell in cells
         for name in cell["contenders"]
-        if (alpha := _median(cell, name, "alpha")) is not None
-        and (speedup := _median(cell, name, "speedup")) is not None
+        if (alpha := median_of(cell, name, "alpha")) is not None
+        and (speedup := median_of(cell, name, "speedup")) is not None
     ]
     if points:
         axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], label="measured")
@@ -125,8 +119,8 @@ def _by_gamma(cells: list[Measured]) -> Any:
     for cell in cells:
         if cell["cell"]["experiment"] != "auto":
             continue
-        known = [(g, y) for g in AUTO_NUMBERS if (y := _median(cell, f"block-{g}", "speedup")) is not None]
-        automatic = _median(cell, "block-auto", "speedup")
+        known = [(g, y) for g in AUTO_NUMBERS if (y := median_of(cell, f"block-{g}", "speedup")) is not None]
+        automatic = median_of(cell, "block-auto", "speedup")
         if known:
             (line,) = axes.plot(*zip(*known, strict=True), marker="o", label=_row(cell))
             if automatic is not None:
@@ -135,21 +129,21 @@ def _by_gamma(cells: list[Measured]) -> Any:
 
 
 def _by_temperature(cells: list[Measured]) -> Any:
-    """Acceptance and speed-up in one picture, latency in another one beside it."""
+    """Acceptance and speed-up in one picture, latency in another one next to it."""
     chosen = [cell for cell in cells if cell["cell"]["experiment"] == "temperature"]
     if not chosen:
         return None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(1.6 * SIZE[0], SIZE[1]))
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(1.6 * FIGURE_SIZE[0], FIGURE_SIZE[1]))
     left.set(xlabel="temperature (0 is greedy)", title="α, and times as fast as plain generate")
     right.set(xlabel="temperature (0 is greedy)", ylabel="ms a token and row", title="Latency")
     for label in sorted({_row(cell) for cell in chosen}):
         own = sorted((c for c in chosen if _row(c) == label), key=lambda c: c["cell"]["temperature"])
         temperatures = [c["cell"]["temperature"] for c in own]
         for key in ("alpha", "speedup"):
-            values = [_median(c, "block-auto", key) for c in own]
+            values = [median_of(c, "block-auto", key) for c in own]
             left.plot(temperatures, [nan if v is None else v for v in values], marker="o", label=f"{label}: {key}")
         for contender in ("plain", "block-auto"):
-            rates = [_median(c, contender, "tokens_per_second") for c in own]
+            rates = [median_of(c, contender, "tokens_per_second") for c in own]
             latencies = [1000 * c["cell"]["batch"] / r if r else nan for c, r in zip(own, rates, strict=True)]
             right.plot(temperatures, latencies, marker="o", label=f"{label}: {contender}")
     for axes in (left, right):
@@ -163,7 +157,7 @@ def _row(cell: Measured) -> str:
 
 
 def _of_rounds(cells: list[Measured]) -> Any:
-    """A bar for each cell: its phases one on the other, and beside them the bare forwards."""
+    """A bar for each cell: its phases one after another, as times of the bare forwards."""
     own = [
         (f"{_label(c)}\nbatch {c['cell']['batch']}, {name}", c["contenders"][name])
         for c in cells
@@ -173,7 +167,7 @@ def _of_rounds(cells: list[Measured]) -> Any:
     ]
     if not own:
         return None
-    figure, axes = pyplot.subplots(figsize=(SIZE[0], 1.5 + 0.4 * len(own)))
+    figure, axes = pyplot.subplots(figsize=(FIGURE_SIZE[0], 1.5 + 0.4 * len(own)))
     axes.set(xlabel="times the bare forwards of a round", title="Where a round's time goes")
     scales = [noted["round_over_bare"]["median"] / noted["seconds_per_round"]["median"] for _, noted in own]
     left = [0.0] * len(own)

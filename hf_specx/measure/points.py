@@ -1,10 +1,11 @@
-"""What the measurements must show: points with thresholds, told from measured cells alone."""
+"""What the measurements must show: claims with thresholds, judged by measured cells alone."""
 
+import operator
 import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .cells import AUTO_NUMBERS, COMPILED, FIXED, GAMMA, VERIFIED
+from .cells import AUTO_NUMBERS, COMPILED_NAMES, FIXED, GAMMA, VERIFIED, Measured, median_of
 
 
 ROUND_OVER_BARE = 1.08
@@ -16,19 +17,19 @@ USELESS = 0.97
 OF_BEST = 0.95
 CONTEXT_RATIO = 1.2
 VERIFIER_RATIO = 1.1
-Measured = dict[str, Any]
+SENSES = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
-class Verdict(NamedTuple):
-    """One claim.
+class Claim(NamedTuple):
+    """A claim, and whether it holds.
 
     Attributes:
-        point: its number.
+        point: the number of the point that it belongs to.
         what: what is claimed, and of what.
         wanted: the threshold, with its sense.
         found: the measured value, or None.
-        holds: None where it could not be told.
-        note: what helps to read it, or why it could not be told.
+        holds: None where too little was measured.
+        note: what helps to read it, or what was not measured.
     """
 
     point: int
@@ -39,28 +40,19 @@ class Verdict(NamedTuple):
     note: str = ""
 
 
-def verdicts(cells: Iterable[Measured]) -> list[Verdict]:
+def claims(cells: Iterable[Measured]) -> list[Claim]:
     """All claims that these measured cells let us judge, in order."""
     known = [cell for cell in cells if "failed" not in cell]
     judges = (_rounds, _over_stock, _by_default, _limits, _compiled, _unrelated, _auto, _context, _memory, _verifiers)
     return sorted((each for judge in judges for each in judge(known)), key=lambda each: each.point)
 
 
-def _of(cells: Iterable[Measured], experiment: str, **settings: Any) -> Iterator[Measured]:
+def _of(cells: Iterable[Measured], experiment: str, **settings: Any) -> Iterator[tuple[Measured, str]]:
+    """The cells of an experiment, each with its name."""
     for cell in cells:
-        if cell["cell"]["experiment"] == experiment and settings.items() <= cell["cell"].items():
-            yield cell
-
-
-def _name(cell: Measured) -> str:
-    own = cell["cell"]
-    return f"{own['pair'].removeprefix('grafted-')} {own['dtype']}, batch {own['batch']}"
-
-
-def _value(cell: Measured, contender: str, key: str) -> float | None:
-    """A median, or None where it was not measured."""
-    value = cell["contenders"].get(contender, {}).get(key)
-    return value["median"] if isinstance(value, dict) else value
+        own = cell["cell"]
+        if own["experiment"] == experiment and settings.items() <= own.items():
+            yield cell, f"{own['pair'].removeprefix('grafted-')} {own['dtype']}, batch {own['batch']}"
 
 
 def _why(cell: Measured, *contenders: str) -> str:
@@ -74,74 +66,73 @@ def _why(cell: Measured, *contenders: str) -> str:
     return "not measured"
 
 
+def _rates(cell: Measured, contender: str, tokens: str = "tokens") -> list[float]:
+    """Tokens per second, run by run; [] where there is none."""
+    return [run[tokens] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
+
+
 def _ratio(cell: Measured, over: str, under: str) -> float | None:
-    """By how much one contender was faster than another one: the median over turns, None where one was not run."""
+    """How many times as fast one contender was as another: the median over turns, None where one was not run."""
     turns = list(zip(_rates(cell, over), _rates(cell, under), strict=False))
     return statistics.median(first / second for first, second in turns) if turns else None
 
 
-def _at_least(point: int, what: str, least: float, found: float | None, note: str) -> Verdict:
-    return Verdict(point, what, f">= {least:.2f}", found, None if found is None else found >= least, note)
+def _claim(point: int, what: str, wanted: str, found: float | None, cell: Measured, *of: str, note: str = "") -> Claim:
+    """A claim on a figure `of` these contenders, whose absence is explained by theirs; wanted is like ">= 1.08"."""
+    if found is None:
+        return Claim(point, what, wanted, None, None, _why(cell, *of))
+    sense, threshold = wanted.split()
+    return Claim(point, what, wanted, found, SENSES[sense](found, float(threshold)), note)
 
 
-def _at_most(point: int, what: str, most: float, found: float | None, note: str) -> Verdict:
-    return Verdict(point, what, f"<= {most:.2f}", found, None if found is None else found <= most, note)
+def _rounds(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "speed"):
+        if cell["cell"]["batch"] <= 8:
+            found = median_of(cell, FIXED, "round_over_bare")
+            yield _claim(
+                1, f"median round over bare forwards: {name}", f"<= {ROUND_OVER_BARE:.2f}", found, cell, FIXED
+            )
 
 
-def _rounds(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "speed"):
-        if cell["cell"]["batch"] > 8:
-            continue
-        found = _value(cell, FIXED, "round_over_bare")
-        note = _why(cell, FIXED) if found is None else ""
-        yield _at_most(1, f"median round over bare forwards: {_name(cell)}", ROUND_OVER_BARE, found, note)
-
-
-def _over_stock(cells: list[Measured]) -> Iterator[Verdict]:
+def _over_stock(cells: list[Measured]) -> Iterator[Claim]:
     stock = f"stock-{GAMMA}"
-    for experiment, ours, place in (("speed", FIXED, 0), ("compiled", COMPILED[1], 1)):
-        for cell in _of(cells, experiment, batch=1):
-            least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[place]
+    for experiment, ours, index in (("speed", FIXED, 0), ("compiled", COMPILED_NAMES[1], 1)):
+        for cell, name in _of(cells, experiment, batch=1):
+            least = OVER_STOCK.get(cell["cell"]["pair"].removeprefix("grafted-"), OVER_STOCK["163M"])[index]
             found = _ratio(cell, ours, stock)
-            note = _why(cell, stock, ours) if found is None else ""
-            yield _at_least(2, f"{ours} over {stock}: {_name(cell)}", least, found, note)
+            yield _claim(2, f"{ours} over {stock}: {name}", f">= {least:.2f}", found, cell, stock, ours)
 
 
-def _by_default(cells: list[Measured]) -> Iterator[Verdict]:
-    at_eight = []
-    for cell in _of(cells, "defaults"):
-        batch = cell["cell"]["batch"]
-        if batch == 1:
-            found = _ratio(cell, "block-auto", "stock")
-            note = _why(cell, "stock", "block-auto") if found is None else ""
-            yield _at_least(2, f"over stock, defaults: {_name(cell)}", OVER_STOCK_BY_DEFAULT, found, note)
-            yield _faster(cell, 2, f"over plain, defaults: {_name(cell)}", _value(cell, "block-auto", "speedup"))
-        elif batch == 8:
-            at_eight.append((_value(cell, "block-auto", "speedup") or 0.0, cell))
+def _by_default(cells: list[Measured]) -> Iterator[Claim]:
+    least, ours = f">= {OVER_STOCK_BY_DEFAULT:.2f}", ("plain", "block-auto")
+    for cell, name in _of(cells, "defaults", batch=1):
+        found = _ratio(cell, "block-auto", "stock")
+        yield _claim(2, f"over stock, defaults: {name}", least, found, cell, "stock", "block-auto")
+        found = median_of(cell, "block-auto", "speedup")
+        yield _claim(2, f"over plain, defaults: {name}", "> 1.00", found, cell, *ours)
+    at_eight = [
+        (median_of(cell, "block-auto", "speedup") or 0.0, cell, name) for cell, name in _of(cells, "defaults", batch=8)
+    ]
     if at_eight:
-        found, best = max(at_eight, key=lambda each: each[0])
-        yield _faster(best, 2, f"over plain, defaults, better dtype: {_name(best)}", found or None)
+        best, cell, name = max(at_eight, key=lambda each: each[0])
+        yield _claim(2, f"over plain, defaults, better dtype: {name}", "> 1.00", best or None, cell, *ours)
 
 
-def _faster(cell: Measured, point: int, what: str, found: float | None) -> Verdict:
-    note = _why(cell, "plain", "block-auto") if found is None else ""
-    return Verdict(point, what, "> 1.00", found, None if found is None else found > 1, note)
-
-
-def _limits(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "speed"):
-        limit = _value(cell, FIXED, "forward_limited_speedup")
-        for what, name in (("whole calls", "speedup"), ("while all rows run", "steady_speedup")):
-            found = _value(cell, FIXED, name)
+def _limits(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "speed"):
+        limit = median_of(cell, FIXED, "forward_limited_speedup")
+        for what, figure in (("whole calls", "speedup"), ("while all rows run", "steady_speedup")):
+            found = median_of(cell, FIXED, figure)
             ratio = None if limit is None or found is None else found / limit
-            note = _why(cell, "plain", FIXED) if ratio is None else gap(cell, FIXED)
-            yield _at_least(3, f"of forward-limited speed-up, {what}: {_name(cell)}", OF_LIMIT, ratio, note)
+            note = "" if ratio is None else gap(cell, FIXED)
+            what = f"of forward-limited speed-up, {what}: {name}"
+            yield _claim(3, what, f">= {OF_LIMIT:.2f}", ratio, cell, "plain", FIXED, note=note)
 
 
 def gap(cell: Measured, contender: str) -> str:
     """Theorem 3.8, the limit by the forwards and what was measured, and what lies between each two."""
     names = ("expected_speedup", "forward_limited_speedup", "bare_speedup", "speedup")
-    theorem, limit, whole, found = (_value(cell, contender, name) or 0.0 for name in names)
+    theorem, limit, whole, found = (median_of(cell, contender, name) or 0.0 for name in names)
     both = [cell["contenders"][name].get("bare", {}).get("target_step") for name in ("plain", contender)]
     larger = both[1] / both[0] if all(both) else 1.0
     return (
@@ -151,70 +142,62 @@ def gap(cell: Measured, contender: str) -> str:
     )
 
 
-def _compiled(cells: list[Measured]) -> Iterator[Verdict]:
-    plain, ours = COMPILED
-    for cell in _of(cells, "compiled"):
-        found, said = _ratio(cell, ours, plain), _value(cell, ours, "predicted_speedup")
-        what = f"{ours} over {plain}: {_name(cell)}"
+def _compiled(cells: list[Measured]) -> Iterator[Claim]:
+    plain, ours = COMPILED_NAMES
+    for cell, name in _of(cells, "compiled"):
+        found, said = _ratio(cell, ours, plain), median_of(cell, ours, "predicted_speedup")
+        what, note = f"{ours} over {plain}: {name}", f"its forwards say {said or 0.0:.2f}"
         if found is None or said is None:
-            yield Verdict(3, what, "> 1.00", found, None, _why(cell, plain, ours))
+            yield Claim(3, what, "> 1.00", found, None, _why(cell, plain, ours))
         elif said > WORTH_IT:
-            yield Verdict(3, what, "> 1.00", found, found > 1, f"its forwards say {said:.2f}")
+            yield Claim(3, what, "> 1.00", found, found > 1, note)
         else:
-            yield Verdict(3, what, "-", found, True, f"its forwards say {said:.2f}, so nothing is claimed")
+            yield Claim(3, what, "-", found, True, f"{note}, so nothing is claimed")
 
 
-def _unrelated(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "unrelated"):
-        found = _value(cell, "block-auto", "speedup")
-        note = _why(cell, "plain", "block-auto") if found is None else ""
-        yield _at_least(4, f"unrelated draft over plain: {_name(cell)}", USELESS, found, note)
+def _unrelated(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "unrelated"):
+        found = median_of(cell, "block-auto", "speedup")
+        yield _claim(4, f"unrelated draft over plain: {name}", f">= {USELESS:.2f}", found, cell, "plain", "block-auto")
 
 
-def _auto(cells: list[Measured]) -> Iterator[Verdict]:
+def _auto(cells: list[Measured]) -> Iterator[Claim]:
     fixed = [f"block-{number}" for number in AUTO_NUMBERS]
-    for cell in _of(cells, "auto"):
-        rates = {name: _rates(cell, name, "expected_tokens") for name in ("block-auto", *fixed)}
-        what = f"expected tokens a second, auto over the best of {fixed[0]} to {fixed[-1]}: {_name(cell)}"
-        if not all(rates.values()):
-            yield _at_least(4, what, OF_BEST, None, _why(cell, "block-auto", *fixed))
-            continue
-        # the best of many noisy figures is too high: it is found by every second turn, and judged by the others
-        best = max(fixed, key=lambda name: statistics.median(rates[name][::2]))
-        pairs = list(zip(rates["block-auto"], rates[best], strict=True))
-        ratio = statistics.median(own / other for own, other in pairs[1::2] or pairs)
-        yield _at_least(4, what, OF_BEST, ratio, f"best {best}, α {_value(cell, best, 'alpha') or 0.0:.2f}")
+    for cell, name in _of(cells, "auto"):
+        rates = {own: _rates(cell, own, "expected_tokens") for own in ("block-auto", *fixed)}
+        what = f"expected tokens a second, auto over the best of {fixed[0]} to {fixed[-1]}: {name}"
+        ratio, note = None, ""
+        if all(rates.values()):
+            # the best of many noisy figures is too high: it is found by every second turn, and judged by the others
+            best = max(fixed, key=lambda own: statistics.median(rates[own][::2]))
+            pairs = list(zip(rates["block-auto"], rates[best], strict=True))
+            ratio = statistics.median(own / other for own, other in pairs[1::2] or pairs)
+            note = f"best {best}, α {median_of(cell, best, 'alpha') or 0.0:.2f}"
+        yield _claim(4, what, f">= {OF_BEST:.2f}", ratio, cell, "block-auto", *fixed, note=note)
 
 
-def _rates(cell: Measured, contender: str, tokens: str = "tokens") -> list[float]:
-    """Tokens a second, run by run; [] where there is none."""
-    return [run[tokens] / run["seconds"] for run in cell["contenders"].get(contender, {}).get("runs", [])]
+def _context(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "context"):
+        what = f"outside of forwards, after {cell['cell']['prompt_tokens']} tokens: {name}"
+        yield _claim(5, what, f"<= {CONTEXT_RATIO:.2f}", median_of(cell, FIXED, "ratio"), cell, FIXED)
 
 
-def _context(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "context"):
-        found = _value(cell, FIXED, "ratio")
-        what = f"outside of forwards, behind {cell['cell']['prompt_tokens']} tokens: {_name(cell)}"
-        yield _at_most(5, what, CONTEXT_RATIO, found, "" if found is not None else _why(cell, FIXED))
-
-
-def _memory(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "memory"):
-        for name, noted in cell["contenders"].items():
-            found = noted["beyond"] / noted["limit"]
+def _memory(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "memory"):
+        for own, noted in cell["contenders"].items():
             note = f"{noted['beyond'] / 1e6:.2f} of {noted['limit'] / 1e6:.2f} million floats"
-            what = f"memory beyond models and KV, of 16 B γ V floats, {name}: {_name(cell)}"
-            yield Verdict(5, what, "< 1.00", found, found < 1, note)
+            what = f"memory beyond models and KV, of 16 B γ V floats, {own}: {name}"
+            yield _claim(5, what, "< 1.00", noted["beyond"] / noted["limit"], cell, note=note)
 
 
-def _verifiers(cells: list[Measured]) -> Iterator[Verdict]:
-    for cell in _of(cells, "verifiers"):
-        rounds = [[run["full_round"] for run in cell["contenders"].get(name, {}).get("runs", [])] for name in VERIFIED]
-        what = f"slowest over fastest verifier, time a round: {_name(cell)}"
-        if not all(rounds):
-            yield _at_most(6, what, VERIFIER_RATIO, None, _why(cell, *VERIFIED))
-            continue
-        turns = [[own / statistics.mean(turn) for own in turn] for turn in zip(*rounds, strict=True)]
-        shares = [statistics.median(own) for own in zip(*turns, strict=True)]
-        note = ", ".join(f"{name} {share:.2f}" for name, share in zip(VERIFIED, shares, strict=True))
-        yield _at_most(6, what, VERIFIER_RATIO, max(shares) / min(shares), note)
+def _verifiers(cells: list[Measured]) -> Iterator[Claim]:
+    for cell, name in _of(cells, "verifiers"):
+        rounds = [[run["full_round"] for run in cell["contenders"].get(own, {}).get("runs", [])] for own in VERIFIED]
+        ratio, note = None, ""
+        if all(rounds):
+            turns = [[own / statistics.mean(turn) for own in turn] for turn in zip(*rounds, strict=True)]
+            shares = [statistics.median(own) for own in zip(*turns, strict=True)]
+            ratio = max(shares) / min(shares)
+            note = ", ".join(f"{own} {share:.2f}" for own, share in zip(VERIFIED, shares, strict=True))
+        what = f"slowest over fastest verifier, time a round: {name}"
+        yield _claim(6, what, f"<= {VERIFIER_RATIO:.2f}", ratio, cell, *VERIFIED, note=note)

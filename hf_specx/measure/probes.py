@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from hf_specx.cache.slots import MARGIN
 from hf_specx.common.devices import execution_device, synchronize
+from hf_specx.engine.report import SpeculationReport
 
 from .bare import BareModel
-from .bench_pairs import BenchPair
 from .cells import SHORT, Cell
 from .contenders import Contender
-from .turns import Advance, round_seconds, spread
+from .inputs import BenchPair
+from .timer import Advance, spread
 
 
 FLOAT = 4  # bytes
@@ -67,8 +68,14 @@ class ForwardTimes:
             handle.remove()
 
 
+def round_seconds(report: SpeculationReport) -> list[float]:
+    """Of each step after the one that reads the prompts."""
+    laps = report.laps
+    return [sum(phases) for phases in zip(*(laps[phase][1:] for phase in ("draft", "target", "verify")), strict=True)]
+
+
 def compare_contexts(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str, Any]:
-    """Seconds of a round outside of its forwards, behind `SHORT` tokens and behind the cell's, in turns.
+    """Seconds of a round outside of its forwards, after prompts of `SHORT` tokens and of the cell's, in turns.
 
     Returns:
         By contender: {"outside_short", "outside_long"} in seconds a round, and "ratio" of the second to the first.
@@ -152,7 +159,7 @@ def measure_memory(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str, A
     """The peak of each contender beyond models, keys and values.
 
     Keys and values are counted as one slot for each token of the longest row's prompt and text, and `MARGIN` for
-    candidates behind them.
+    candidates after them.
 
     Returns:
         By contender: "peak" and "kv" in bytes, "beyond" in floats, and "limit", the 16 B γ V floats that are allowed.

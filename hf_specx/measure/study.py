@@ -1,4 +1,4 @@
-"""How drafts are tried for a target, and what came of each."""
+"""How drafts are tried for a target, and what was found of each."""
 
 import statistics
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from hf_specx.pair_files.pair_config import Measurement, PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks_tune import check_study
+from .checks import check_study
 from .compatibility import Finding
 
 
@@ -66,12 +66,12 @@ class Study:
 
 
 @dataclass
-class Trial:
-    """What came of one draft.
+class DraftTrial:
+    """What was found of one draft.
 
     Attributes:
         name: as it was given.
-        findings: both models beside each other.
+        findings: both models compared.
         error: why it cannot be used, None if it can.
         config: facts, measurements and recommendations; None where it cannot be used.
         pair: ready to generate and to be saved; only of the best draft.

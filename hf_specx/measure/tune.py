@@ -1,7 +1,7 @@
-"""Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It shows nothing itself."""
+"""Try drafts for a target: which of them fit, what they bring, how many tokens to draft. It prints nothing."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,17 +19,19 @@ from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
-from .bench import Comparison, compare, encode, provenance
-from .checks_tune import check_drafts, check_reads, looking_for
+from .checks import check_drafts, looking_for, prompts_without_tokenizer
 from .compatibility import ERROR, find_fit
-from .study import Study, Trial
+from .inputs import Inputs, encode
+from .store import provenance
+from .study import DraftTrial, Study
+from .timer import Advance, Comparison, compare
 
 
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
 class Loaded(NamedTuple):
-    """A model with what was found beside it."""
+    """A model with its tokenizer, and what a config says of it."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -42,9 +44,9 @@ def tune(
     study: Study,
     revision: str | None = None,
     draft_revisions: Sequence[str | None] = (),
-    advance: Callable[[], object] = lambda: None,
-) -> list[Trial]:
-    """Check each draft beside a target, measure those that fit, and put the best one first.
+    advance: Advance = lambda: None,
+) -> list[DraftTrial]:
+    """Check whether each draft fits a target, measure those that fit, and put the best one first.
 
     Args:
         target: an id on the Hub or a folder.
@@ -61,11 +63,11 @@ def tune(
         ValueError: for a target that cannot be loaded or read the prompts; what is wrong with a draft is its `error`.
     """
     check_drafts(drafts, draft_revisions)
-    beside = load(target, revision, study, study.device_map)
-    batches = encode_batches(target, beside, study)
-    trials: list[Trial] = []
+    loaded = load(target, revision, study, study.device_map)
+    batches = encode_batches(target, loaded, study)
+    trials: list[DraftTrial] = []
     for name, draft_revision in itertools.zip_longest(drafts, draft_revisions):
-        trial = try_draft(beside, name, draft_revision, batches, study, advance)
+        trial = try_draft(loaded, name, draft_revision, batches, study, advance)
         trials.append(trial)
         best = max((t for t in trials if t.pair is not None), key=lambda t: t.speedup, default=None)
         for other in trials:
@@ -96,13 +98,13 @@ def load(name: str, revision: str | None, study: Study, device_map: Any) -> Load
     return Loaded(model, tokenizer, facts)
 
 
-def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[dict[str, torch.Tensor]]]:
+def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:
     """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
-    check_reads(name, target.tokenizer)
+    prompts_without_tokenizer(name, target.tokenizer)
     assert target.tokenizer is not None
-    found: dict[int, list[dict[str, torch.Tensor]]] = {}
+    found: dict[int, list[Inputs]] = {}
     for size in study.batches:
         endless = itertools.cycle(study.prompts)
         texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
@@ -114,12 +116,12 @@ def try_draft(
     target: Loaded,
     name: str,
     revision: str | None,
-    batches: dict[int, list[dict[str, torch.Tensor]]],
+    batches: dict[int, list[Inputs]],
     study: Study,
-    advance: Callable[[], object],
-) -> Trial:
+    advance: Advance,
+) -> DraftTrial:
     """Check one draft, and measure it if it fits."""
-    trial = Trial(name)
+    trial = DraftTrial(name)
     try:
         draft = load(name, revision, study, {"": last_device(target.model)})
         trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
@@ -128,7 +130,7 @@ def try_draft(
             return trial
         config = describe(target, draft, study)
         if study.prompts:
-            measure(target, draft, batches, study, config, advance)
+            measure_draft(target, draft, batches, study, config, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
         return trial
@@ -151,13 +153,13 @@ def describe(target: Loaded, draft: Loaded, study: Study) -> PairConfig:
     )
 
 
-def measure(
+def measure_draft(
     target: Loaded,
     draft: Loaded,
-    batches: dict[int, list[dict[str, torch.Tensor]]],
+    batches: dict[int, list[Inputs]],
     study: Study,
     config: PairConfig,
-    advance: Callable[[], object],
+    advance: Advance,
 ) -> None:
     """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into `config`."""
     strategy = SpeculativeDecoding(
@@ -183,9 +185,9 @@ def measure(
 def _learn(
     target: PreTrainedModel,
     strategy: SpeculativeDecoding,
-    batches: list[dict[str, torch.Tensor]],
+    batches: list[Inputs],
     study: Study,
-    advance: Callable[[], object],
+    advance: Advance,
 ) -> str:
     """Put the acceptance on the prompts into the costs, not weighed against what is assumed of any draft.
 
@@ -208,19 +210,16 @@ def _learn(
 def _measurement(
     size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
 ) -> Measurement:
-    report, made = found.reports[0], provenance(target)
+    report, made, ratios = found.reports[0], provenance(target), found.ratios
     return Measurement(
         batch=size,
         dtype=made["dtype"],
         verification=report.verification,
         num_draft_tokens=int(strategy.num_draft_tokens),
         layout=report.layout,
-        alpha=found.alpha,
         cost_coefficient=strategy.costs.cost_coefficient(size),
-        tokens_per_round=found.mean_acceptance_length,
-        expected_speedup=found.expected_speedup,
-        forward_limited_speedup=found.forward_limited_speedup,
-        measured_speedup=found.measured_speedup,
+        tokens_per_round=ratios.pop("mean_acceptance_length"),
+        **ratios,
         hardware=hardware(execution_device(target)),
         versions={name: made[name] for name in VERSIONS},
         command=command,

@@ -12,7 +12,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import bench as cli_bench
 from hf_specx.measure.cells import cpu_grid
-from hf_specx.measure.points import verdicts
+from hf_specx.measure.points import claims
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -89,7 +89,7 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
     (cells, path), *_ = seen
     assert {cell.experiment for cell in cells} == {"speed", "auto"}
     assert str(path) == "specx-bench.json"
-    for verdict in verdicts([speed()]):
+    for verdict in claims([speed()]):
         assert verdict.wanted in result.stdout
     assert "holds" in result.stdout
     assert "failed: RuntimeError: memory" in result.stdout

@@ -154,14 +154,14 @@ def test_a_report(monkeypatch, folder, texts, tmp_path, fault):
 
 
 def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(cli_check, "load_pair", None)
+    monkeypatch.setattr(cli_check, "load_given_pair", None)
     result = specx("--report", "report.pdf")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "does not end in .html" in result.stderr
 
 
 def test_a_file_that_cannot_be_taken_up_is_refused_before_the_pair_is_loaded(monkeypatch, texts):
-    monkeypatch.setattr(cli_check, "load_pair", None)
+    monkeypatch.setattr(cli_check, "load_given_pair", None)
     result = specx("org/pair", "--resume", texts)
     assert result.exit_code == 2
     assert "is no interrupted check of this version" in result.stderr

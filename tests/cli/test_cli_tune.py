@@ -12,7 +12,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.measure.study import Trial
+from hf_specx.measure.study import DraftTrial
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
@@ -87,14 +87,14 @@ def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
     saved = []
     config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
     pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
-    cli_tune.save(Trial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
+    cli_tune.save_best(DraftTrial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
     assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
 def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
-    monkeypatch.setattr(Trial, "speedup", speed)
-    cli_tune.recommend(Trial("d", config=PairConfig(ModelSource(), ModelSource())))
+    monkeypatch.setattr(DraftTrial, "speedup", speed)
+    cli_tune.recommend(DraftTrial("d", config=PairConfig(ModelSource(), ModelSource())))
     assert capsys.readouterr().out.startswith(says)
 
 
@@ -103,7 +103,7 @@ def test_options_reach_the_study(folders, monkeypatch):
 
     def tune(target, drafts, study, revision, draft_revisions, advance):
         seen.append((target, drafts, study, revision, draft_revisions))
-        return [Trial("d", error="no")]
+        return [DraftTrial("d", error="no")]
 
     monkeypatch.setattr(cli_tune, "try_drafts", tune)
     measuring = "--batch 3 --repeats 4 --greedy --verification token --seed 5 --dtype float32"

@@ -18,9 +18,9 @@ from hf_specx.equivalence import cells as check_cells
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence import equality as check_equality
 from hf_specx.equivalence import texts as check_texts
-from hf_specx.equivalence.cells import judge_law, judge_quality, judge_texts, too_few
+from hf_specx.equivalence.cells import judge_distribution, judge_quality, judge_texts, too_few
 from hf_specx.equivalence.equality import UNITS, Noise, explain
-from hf_specx.equivalence.result import law_line
+from hf_specx.equivalence.result import distribution_line
 from hf_specx.equivalence.settings import Settings
 from hf_specx.equivalence.texts import Subject
 
@@ -44,7 +44,7 @@ def test_what_is_found(result):
             f"{name}: {what}"
             for name in names[4:]
             for what in (
-                "sampled from the target's law",
+                "sampled from the target's distribution",
                 "tokens that the draft overrates are as frequent as they should be",
             )
         ),
@@ -83,7 +83,7 @@ def test_rounds_are_counted(result):
 
 
 def test_the_level_is_shared(result):
-    assert result.comparisons == 6  # two of the law at each batch size, two samples, quality
+    assert result.comparisons == 6  # two of the distribution at each batch size, two samples, quality
     laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
     assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 6] * 3)
     assert Settings().comparisons == 12
@@ -191,7 +191,7 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     quick(**settings, path=path)
     first = len(made)
     if change == "code":
-        monkeypatch.setattr(checking, "package_digest", lambda: "another")
+        monkeypatch.setattr(checking, "code_digest", lambda files: "another")
     pair, prompts = tiny_pair(), PROMPTS
     if change == "model":
         pair = DraftTargetPair(near(pair.target, 0.1), pair.draft, pair.tokenizer)
@@ -261,21 +261,21 @@ def test_a_text_that_ends_early_is_never_explained():
     assert (found.plain, found.ours, found.gap, found.explained) == (-1, 8, None, False)
 
 
-@pytest.mark.parametrize("place", [0, 2])
-def test_the_noise_of_a_sampled_token_is_that_of_stock(place):
+@pytest.mark.parametrize("row", [0, 2])
+def test_the_noise_of_a_sampled_token_is_that_of_stock(row):
     """So the token that stock has drawn needs no rise, at any position and in any row."""
     target, seed = tiny_pair().target, 11
     prompt = prompt_of(target)
     torch.manual_seed(seed)
     output = target.generate(torch.tensor([prompt] * 3), **OPTIONS, pad_token_id=1)
-    text = output[place, len(prompt) :].tolist()
+    text = output[row, len(prompt) :].tolist()
     for position, token in enumerate(text[:5]):
-        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, place))
+        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, row))
         assert found.gap == 0.0
         assert found.explained
         other = (token + 7) % 280
         assert not explain(
-            target, OPTIONS, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, place)
+            target, OPTIONS, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, row)
         ).explained
 
 
@@ -300,10 +300,10 @@ def test_impossible_tokens_are_told_from_those_on_the_edge_of_what_is_kept(monke
         with torch.no_grad():
             logits = subject.target(torch.tensor([prompt])).logits[0, -1]
         texts.append(logits.topk(2).indices[1:].tolist())
-    found = judge_law(subject, "token", 4, {"texts": texts})
+    found = judge_distribution(subject, "token", 4, {"texts": texts})
     assert (found["passed"], found["p_value"]) == (passed, float(passed))
     assert (found["impossible"], found["on_the_edge"]) == ((0, 4) if passed else (4, 0))
-    assert law_line("token", found).note.endswith("by rounding")
+    assert distribution_line("token", found).note.endswith("by rounding")
 
 
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])

@@ -5,7 +5,7 @@ from check_cases import EXACT, FAULTS, PROMPTS, failed, inject, quick, tiny_pair
 from scipy import stats
 
 from hf_specx import DraftTargetPair, check
-from hf_specx.equivalence.settings import VERIFICATIONS
+from hf_specx.equivalence.settings import CHECKED
 
 
 RUNS, LEVEL = 200, 0.05
@@ -15,7 +15,7 @@ CHEAP = {"batch_sizes": (16,), "new_tokens": 6, "samples": 16, "num_draft_tokens
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_rejected(monkeypatch: pytest.MonkeyPatch, fault: str):
     checked, rejected = inject(monkeypatch, fault)
-    result = quick(verifications=tuple(name for name in VERIFICATIONS if name in checked))
+    result = quick(verifications=tuple(name for name in CHECKED if name in checked))
     assert not result.passed
     assert failed(result) >= rejected, str(result)
 
@@ -49,11 +49,11 @@ def test_the_embedded_pair_passes():
 def test_a_fault_is_rejected_on_the_embedded_pair(monkeypatch: pytest.MonkeyPatch, fault: str):
     """With default settings, but for the temperature, since at 1 there is no processor that could be skipped.
 
-    A position off by one changes the law of this pair too little for 4,600 tokens, so where tokens have to be equal
-    the fault has to be seen there.
+    A position off by one changes the distribution of this pair too little for 4,600 tokens, so where tokens have to be
+    equal the fault has to be seen there.
     """
     checked, rejected = inject(monkeypatch, fault)
-    names = tuple(name for name in VERIFICATIONS if name in checked)
+    names = tuple(name for name in CHECKED if name in checked)
     temperature = 0.8 if "processor" in fault else 1.0
     result = check(DraftTargetPair.embedded(), verifications=names, temperature=temperature, advance=lambda: None)
     assert failed(result) >= (rejected & EXACT or rejected), str(result)

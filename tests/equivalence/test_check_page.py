@@ -11,8 +11,17 @@ from page_cases import HOSTILE, LINES, TRACE, WRONG, Page, made
 from hf_specx import CheckResult
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence import page as check_page
-from hf_specx.equivalence.page import KEPT, check_can_write, digest, figures_of, number, spoken, visible, write_report
-from hf_specx.equivalence.plots import DPI, SIZE
+from hf_specx.equivalence.page import (
+    HOW_KEPT,
+    check_can_write,
+    digest,
+    figures_of,
+    number,
+    spoken,
+    visible,
+    write_report,
+)
+from hf_specx.equivalence.plots import DPI, PNG_SIZE
 from hf_specx.equivalence.settings import Settings
 from hf_specx.hub.flatten import PACKAGE
 
@@ -153,7 +162,7 @@ def test_figures_are_in_it_and_beside_it(page, path):
         assert png == file.read_bytes()
         with Image.open(io.BytesIO(png)) as opened:
             assert opened.format == "PNG"
-            assert opened.size == (round(SIZE[0] * DPI), round(SIZE[1] * DPI))
+            assert opened.size == (round(PNG_SIZE[0] * DPI), round(PNG_SIZE[1] * DPI))
             opened.load()
         assert len(image["alt"]) > 40
         assert opened.size[0] * int(image["height"]) == opened.size[1] * int(image["width"])
@@ -182,11 +191,11 @@ def test_what_it_would_have_seen(monkeypatch, tmp_path):
     assert f"{row['what']} {row['smallest']} {row['note']}" in page.text
 
 
-@pytest.mark.parametrize("verification", KEPT)
+@pytest.mark.parametrize("verification", HOW_KEPT)
 def test_how_candidates_are_kept_is_told(tmp_path, verification):
     path = write_report(made(trace=TRACE | {"verification": verification}), tmp_path / "report.html")
     page = Page(path.read_text(encoding="utf-8"))
-    assert KEPT[verification] in page.text
+    assert HOW_KEPT[verification] in page.text
     assert '"-" stands where there is none' in page.text
 
 

@@ -172,7 +172,7 @@ def test_each_kind_of_test_has_its_power(results):
         "block: how often the likeliest token comes",
         "block: how often tokens come that the draft overrates",
         "block: texts of quite other tokens among its own",
-        "block: quality beside plain text",
+        "block: quality compared with plain text",
     ]
     for row in rows[:5]:
         assert list(row["values"]) == ["batch 4", "batch 12"]

@@ -1,5 +1,7 @@
 """Speed for a report: all numbers take turns on the same prompts; what is predicted follows from what was timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from check_cases import PROMPTS, QUICK, tiny_pair
@@ -7,7 +9,8 @@ from check_cases import PROMPTS, QUICK, tiny_pair
 from hf_specx.drafting.draft_length import expected_speedup
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence.settings import REPEATS, TIMED, TIMED_RUNS, Settings
-from hf_specx.equivalence.speed import Turns, measure_speed
+from hf_specx.equivalence.speed import measure_speed, strategies_of
+from hf_specx.measure import timer
 
 
 SMALL = QUICK | {"batch_sizes": (2, 4), "new_tokens": 12}
@@ -43,15 +46,15 @@ def test_what_is_found():
 @pytest.fixture
 def noted(monkeypatch):
     """Runs as ever, but plain ones seem to take 8 s and those of γ candidates γ s, for 24 tokens each."""
-    runs, real = [], Turns._run
+    runs, real = [], timer.time_call
 
-    def run(turns, strategy, inputs, options, number):
-        real(turns, strategy, inputs, options, number)
-        drafted = 0 if strategy is None else strategy.num_draft_tokens
-        runs.append((drafted, number, options["max_new_tokens"], inputs["input_ids"].tolist()))
-        return float(drafted or 8), 24
+    def time_call(contender, inputs, options, seed):
+        run = real(contender, inputs, options, seed)
+        drafted = 0 if contender.strategy is None else contender.strategy.num_draft_tokens
+        runs.append((drafted, seed, options["max_new_tokens"], inputs["input_ids"].tolist()))
+        return replace(run, seconds=float(drafted or 8), texts=[[5] * 24])
 
-    monkeypatch.setattr(Turns, "_run", run)
+    monkeypatch.setattr(timer, "time_call", time_call)
     return runs
 
 
@@ -65,8 +68,8 @@ def test_speedups_are_ratios_of_times(noted):
 
 
 def test_all_take_turns(noted):
-    """In an order that rotates, with the same prompts in a turn and other ones in the next; the first warms up."""
-    measure_speed(subject(new_tokens=20), lambda: None)
+    """In an order that rotates, with the same prompts and seed in a turn, then others; the first turn warms up."""
+    measure_speed(subject(new_tokens=40), lambda: None)
     turns = [noted[first : first + len(TIMED)] for first in range(0, TIMED_RUNS, len(TIMED))]
     assert [[drafted for drafted, *_ in turn] for turn in turns] == [
         [*TIMED],
@@ -74,7 +77,10 @@ def test_all_take_turns(noted):
         [*TIMED[1:], *TIMED[:1]],
         [*TIMED[2:], *TIMED[:2]],
     ]
-    assert [{new for _, _, new, _ in turn} for turn in turns] == [{8}, {20}, {20}, {20}]
+    assert [{new for _, _, new, _ in turn} for turn in turns] == [{32}, {40}, {40}, {40}]
+    seeds = [{seed for _, seed, _, _ in turn} for turn in turns]
+    assert [len(seed) for seed in seeds] == [1] * 4
+    assert len(set.union(*seeds)) == REPEATS
     prompts = [[ids for *_, ids in turn] for turn in turns]
     assert all(ids == turn[0] for turn in prompts for ids in turn)
     assert prompts[1][0] != prompts[2][0] != prompts[3][0]
@@ -89,12 +95,13 @@ def test_what_is_checked_is_timed(verifications, timed):
 
 
 def test_strategies_are_as_the_pair_has_them():
-    turns = Turns(subject())
-    for number, strategy in list(turns.strategies.items())[1:]:
+    checked = subject()
+    strategies = strategies_of(checked, "block", checked.encoded([0, 1]))
+    assert list(strategies) == list(TIMED[1:])
+    for number, strategy in strategies.items():
         assert (strategy.num_draft_tokens, strategy.verification) == (number, "block")
         assert strategy.draft_model is tiny_pair().draft
-        assert strategy.costs.table is turns.costs.table
-    assert turns.strategies[0] is None
+        assert strategy.costs.table is strategies[1].costs.table
 
 
 def test_it_is_part_of_a_check_only_if_asked_for(monkeypatch, tmp_path):

@@ -153,7 +153,7 @@ def test_cells_that_would_not_end_in_time_are_skipped(kit, path: Path):
 
 
 def test_measurements_of_other_code_are_not_kept(kit, path: Path):
-    kit.note(path, cells=[{"cell": {}, "provenance": kit.steps.machine() | {"code": "another"}}])
+    kit.note(path, cells=[{"cell": {}, "provenance": kit.steps.results(None).made | {"code": "another"}}])
     kit.steps.run_cells(path, asked(seconds=0))
     assert kit.read(path)["cells"] == []
 

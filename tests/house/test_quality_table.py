@@ -14,6 +14,8 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.measure.contenders import Contender
+from hf_specx.measure.timer import TimedCall, Timing
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -108,41 +110,32 @@ def test_ways_take_turns_on_the_same_batches(scripts, monkeypatch):
     """One run each warms up, then the order rotates; a batch has one seed in all ways."""
     table, taken = scripts["quality_table"], []
 
-    def timed(contender, inputs, options, seed):
-        taken.append((contender.name, options["do_sample"], inputs, options["max_new_tokens"], seed))
-        return 1.0 + len(taken), [[5] * 3, [5]]
+    def call(contender, inputs, options):
+        taken.append((contender.name, options["do_sample"], inputs, options["max_new_tokens"], torch.initial_seed()))
+        return torch.tensor([[9, 5, 5, 5], [9, 5, 1, 0]])
 
-    monkeypatch.setattr(table, "timed", timed)
-    target, steps = tiny(), []
-    found = table.take_turns(DraftTargetPair(target, near(target, 0.1)), ["a", "b"], 40, 7, lambda: steps.append(1))
+    monkeypatch.setattr(Contender, "__call__", call)
+    target, steps = tiny(eos_token_id=1), []
+    pair, batches = DraftTargetPair(target, near(target, 0.1)), [{"input_ids": torch.tensor([[i]])} for i in (3, 4)]
+    found = table.take_turns(pair, batches, 40, 7, lambda: steps.append(1))
     assert len(taken) == len(steps) == 15
-    assert [run[2:] for run in taken] == [("a", 32, 7)] * 5 + [("a", 40, 7)] * 5 + [("b", 40, 8)] * 5
+    first, second = batches
+    assert [run[2:] for run in taken] == [(first, 32, 7)] * 5 + [(first, 40, 7)] * 5 + [(second, 40, 8)] * 5
     ways = [(way.contender, way.options["do_sample"]) for way in table.WAYS]
     assert [run[:2] for run in taken] == [*ways, *ways, *ways[1:], ways[0]]
     plain = found["plain, nucleus"]
-    assert (plain.seconds, plain.tokens, plain.texts) == ([7.0, 16.0], [4, 4], [[5] * 3, [5]] * 2)
+    assert (plain.tokens, plain.texts) == ([5, 5], [[5] * 3, [5, 1]] * 2)
 
 
-def test_a_run_has_its_seed_and_its_rows_their_ends(scripts):
-    target, seeds = tiny(eos_token_id=5), []
-    ends = torch.tensor([[9, 9, 7, 5, 0], [9, 9, 7, 7, 7]])
-
-    def contender(inputs, options):
-        seeds.append(torch.initial_seed())
-        return ends
-
-    contender.target = target
-    seconds, texts = scripts["quality_table"].timed(contender, {"input_ids": ends[:, :2]}, {}, seed=4)
-    assert texts == [[7, 5], [7, 7, 7]]
-    assert seeds == [4]
-    assert seconds > 0
+def timing(seconds: list[float], tokens: list[int]) -> Timing:
+    return Timing([TimedCall(s, [[0] * n]) for s, n in zip(seconds, tokens, strict=True)])
 
 
 def test_runs_on_one_batch_are_drawn_together(scripts):
     """Ours takes half the time on each batch, however long, so that the speed-up is certain and the time is not."""
     table = scripts["quality_table"]
-    plain = table.Runs([1.0, 4.0, 2.0, 9.0] * 4, [10, 10, 10, 20] * 4)
-    ours = table.Runs([seconds / 2 for seconds in plain.seconds], plain.tokens)
+    plain = timing([1.0, 4.0, 2.0, 9.0] * 4, [10, 10, 10, 20] * 4)
+    ours = timing([seconds / 2 for seconds in plain.seconds], plain.tokens)
     faster = table.figure(table.speedup, 0, ours, plain)
     assert [faster["value"], *faster["interval"]] == pytest.approx([2, 2, 2])
     times = table.figure(table.milliseconds, 0, ours)
@@ -156,20 +149,19 @@ def test_few_batches_have_wide_intervals(scripts):
     """300 samples of 4 batches; widened, a bootstrap misses the truth in 0.12 at most, bare in 0.2. Bound at 1e-4."""
     table, rng, missed = scripts["quality_table"], np.random.default_rng(0), 0
     for seconds in rng.lognormal(sigma=0.2, size=(300, 4)):
-        low, high = table.figure(table.milliseconds, 0, table.Runs(seconds.tolist(), [1000] * 4))["interval"]
+        low, high = table.figure(table.milliseconds, 0, timing(seconds.tolist(), [1000] * 4))["interval"]
         missed += not low < np.exp(0.2**2 / 2) < high
     assert missed <= stats.binom.isf(1e-4, 300, 0.12)
 
 
 def test_agreement_has_the_exact_interval(scripts):
     """All of n rows, and none: the other end is where 0.025 is the chance of that, 0.025 ** (1 / n)."""
-    runs = scripts["quality_table"].Runs
-    plain = runs(texts=[[1, 2]] * 20)
+    plain = Timing([TimedCall(1.0, [[1, 2]] * 20)])
     assert scripts["quality_table"].agreement(plain, plain) == {
         "value": 1.0,
         "interval": pytest.approx([0.025 ** (1 / 20), 1]),
     }
-    other = scripts["quality_table"].agreement(runs(texts=[[1, 3]] * 20), plain)
+    other = scripts["quality_table"].agreement(Timing([TimedCall(1.0, [[1, 3]] * 20)]), plain)
     assert other == {"value": 0.0, "interval": pytest.approx([0, 1 - 0.025 ** (1 / 20)])}
 
 

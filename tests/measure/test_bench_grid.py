@@ -11,7 +11,8 @@ from hf_specx.measure import grid as bench_grid
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import PREFIX, RECIPES
-from hf_specx.measure.grid import Results, Steps, run_grid
+from hf_specx.measure.grid import results, run_grid
+from hf_specx.measure.store import StepCounter, Store
 
 
 CELLS = [small("plain", "block-2", repeats=1), small("plain", "block-2", repeats=1, batch=2)]
@@ -30,7 +31,7 @@ class Loads:
 
 def run(cells, path, load=None, **options):
     load = load or Loads()
-    return run_grid(cells, Results(path), "specx bench", load, **options), load
+    return run_grid(cells, bench_grid.results(path), "specx bench", load, **options), load
 
 
 @pytest.mark.parametrize("grid", [cpu_grid, gpu_grid])
@@ -55,13 +56,12 @@ def test_the_grid_on_a_cpu_has_the_sizes_that_the_claims_are_about():
 
 
 def test_cells_that_are_in_the_file_are_skipped(tmp_path):
-    path, said, steps = tmp_path / "results.json", [], []
+    path, steps = tmp_path / "results.json", []
     first, load = run(CELLS[:1], path)
     assert load.names == [("tiny", "float32")]
-    both, load = run(CELLS, path, say=said.append, advance=lambda: steps.append(1))
+    both, load = run(CELLS, path, advance=lambda: steps.append(1))
     assert both[0] == json.loads(json.dumps(first[0]))
-    assert len(said) == 1
-    assert "batch 2" in said[0]
+    assert load.names == [("tiny", "float32")]
     assert len(steps) == sum(cell.turns for cell in CELLS)
     again, load = run(CELLS, path)
     assert load.names == []
@@ -74,18 +74,18 @@ def test_other_settings_are_measured(tmp_path, change):
     run(CELLS[:1], path)
     _, load = run([Cell(**{**CELLS[0].__dict__, **change})], path)
     assert len(load.names) == 1
-    assert len(Results(path).cells) == 2
+    assert len(results(path).cells) == 2
 
 
 @pytest.mark.parametrize("name", ["torch", "device", "threads", "code"])
 def test_another_machine_or_other_code_is_measured_in_place_of_it(tmp_path, monkeypatch, name):
     path = tmp_path / "results.json"
     run(CELLS[:1], path)
-    machine = bench_grid.machine() | {name: "another"}
-    monkeypatch.setattr(bench_grid, "machine", lambda: machine)
+    made = results(None).made | {name: "another"}
+    monkeypatch.setattr(bench_grid, "results", lambda path: Store(path, "schema", made))
     _, load = run(CELLS[:1], path)
     assert len(load.names) == 1
-    assert len(Results(path).cells) == 1
+    assert len(results(path).cells) == 1
 
 
 def test_each_cell_is_in_the_file_before_the_next_begins(tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_each_cell_is_in_the_file_before_the_next_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_grid, "take_turns", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(CELLS, path)
-    assert [cell["cell"]["batch"] for cell in Results(path).cells] == [1]
+    assert [cell["cell"]["batch"] for cell in results(path).cells] == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
 
 
@@ -112,7 +112,7 @@ def test_a_cell_that_fails_does_not_end_the_run(tmp_path):
     cells = [small("plain", pair="large"), *CELLS]
     found, _ = run(cells, tmp_path / "results.json", load)
     assert found[0]["failed"] == "OutOfMemoryError: too large"
-    assert len(Results(tmp_path / "results.json").cells) == 2  # it is tried again next time
+    assert len(results(tmp_path / "results.json").cells) == 2  # it is tried again next time
 
 
 def test_provenance_is_complete():
@@ -128,24 +128,24 @@ def test_provenance_is_complete():
 
 
 def test_the_digest_is_of_the_core_and_of_what_measures(monkeypatch, tmp_path):
-    before = bench_grid.code_digest()
-    assert before == bench_grid.code_digest()
+    before = bench_grid.measuring_code()
+    assert before == bench_grid.measuring_code()
     changed = Module("decode", "decode")
     monkeypatch.setattr(Module, "path", property(lambda module: tmp_path / f"{module.name}.py"))
     monkeypatch.setattr(bench_grid, "core_modules", lambda: [changed])
     digests = {before}
     for text in "12":
         changed.path.write_text(text)
-        digests.add(bench_grid.code_digest())
+        digests.add(bench_grid.measuring_code())
     assert len(digests) == 3
 
 
 def test_bars_reach_their_end():
     steps = []
-    counted = Steps(3, lambda: steps.append(1))
+    counted = StepCounter(3, lambda: steps.append(1))
     for _ in range(5):
         counted()
     assert len(steps) == 3
-    other = Steps(2, lambda: steps.append(1))
+    other = StepCounter(2, lambda: steps.append(1))
     other(), other.finish()
     assert len(steps) == 5

@@ -4,12 +4,12 @@ import pytest
 from bench_cases import measured, median, ours, plain, runs, small, speed, speeds
 
 from hf_specx.measure.cells import AUTO_NUMBERS, FIXED
-from hf_specx.measure.points import verdicts
+from hf_specx.measure.points import claims
 
 
 def told(cells, point, part):
     """The only verdict on a point whose claim has this part."""
-    (found,) = [each for each in verdicts(cells) if each.point == point and part in each.what]
+    (found,) = [each for each in claims(cells) if each.point == point and part in each.what]
     return found
 
 
@@ -22,7 +22,7 @@ def changed(contender, **figures):
 
 
 def test_all_hold():
-    found = verdicts(speeds())
+    found = claims(speeds())
     assert [each.point for each in found] == [1, 2, 2, 3, 3, 3, 6]
     assert all(each.holds for each in found)
 
@@ -42,7 +42,7 @@ def test_all_hold():
 def test_what_fails(point, part, contender, figures):
     cells = changed(contender, **figures)
     assert told(cells, point, part).holds is False
-    others = [each for each in verdicts(cells) if not (each.point == point and part in each.what)]
+    others = [each for each in claims(cells) if not (each.point == point and part in each.what)]
     assert all(each.holds for each in others)
 
 
@@ -78,7 +78,7 @@ def test_thresholds_are_those_of_the_pair():
 
 
 def test_rounds_of_large_batches_and_stock_beside_several_rows_are_not_judged():
-    points = [each.point for each in verdicts(speeds(batch=16))]
+    points = [each.point for each in claims(speeds(batch=16))]
     assert points == [3, 3, 3, 6]
 
 
@@ -138,9 +138,9 @@ def test_a_number_that_was_lucky_is_judged_by_its_other_turns():
 def test_context_and_memory(ratio, beyond, holds):
     context = measured(small(FIXED, experiment="context", prompt_tokens=4000), block_5={"ratio": ratio})
     memory = measured(small(FIXED, experiment="memory"), block_5={"beyond": beyond, "limit": 100})
-    assert told([context, memory], 5, "behind 4000 tokens").holds is holds
+    assert told([context, memory], 5, "after 4000 tokens").holds is holds
     assert told([context, memory], 5, "memory").holds is holds
 
 
 def test_cells_that_failed_are_left_out():
-    assert verdicts([speed() | {"failed": "RuntimeError: memory", "contenders": {}}]) == []
+    assert claims([speed() | {"failed": "RuntimeError: memory", "contenders": {}}]) == []

@@ -5,17 +5,17 @@ import torch
 from bench_cases import small, tiny_pair
 
 from hf_specx.engine.report import RoundRecord, SpeculationReport
-from hf_specx.measure import turns as bench_turns
+from hf_specx.measure import grid, timer
 from hf_specx.measure.bare import Bare, BareRound
 from hf_specx.measure.contenders import Contender
-from hf_specx.measure.turns import counts, summarise, take_turns
+from hf_specx.measure.grid import counts, summarise, take_turns
 
 
 def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
     calls, seeds, steps = [], [], []
     generate = Contender.__call__
     monkeypatch.setattr(Contender, "__call__", lambda own, *args: (calls.append(own.name), generate(own, *args))[1])
-    monkeypatch.setattr(bench_turns.torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(timer.torch, "manual_seed", seeds.append)
     cell = small("plain", "block-2", "token-2", repeats=3, seed=7)
     take_turns(cell, tiny_pair(), lambda: steps.append(1))
     one, two, three = cell.contenders
@@ -34,7 +34,7 @@ def test_a_run_that_compiled_something_is_made_again(monkeypatch):
             self.strategy.report.compilations = next(compiled)
             return output
 
-    monkeypatch.setattr(bench_turns, "Contender", Compiling)
+    monkeypatch.setattr(grid, "Contender", Compiling)
     noted = take_turns(small("block-2", seed=7), tiny_pair(), lambda: None)["contenders"]["block-2"]
     assert calls == [7] * 5
     assert len(noted["runs"]) == 1
@@ -164,7 +164,7 @@ def test_plain_steps_of_ours_have_a_limit_of_one(monkeypatch):
     def replay(target, draft, ids, history):
         return Bare(1.0, [BareRound(1, 0, 0.0, 2.0, 9)] * (len(history[0]) - 1), (4.0, 0.0))
 
-    monkeypatch.setattr(bench_turns, "replay", replay)
+    monkeypatch.setattr(grid, "replay", replay)
     found = take_turns(small("plain", "block-2", bare=("plain", "block-2")), tiny_pair(), lambda: None)
     noted = found["contenders"]["block-2"]
     assert noted["forward_limited_speedup"] == noted["tokens_per_round"]

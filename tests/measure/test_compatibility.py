@@ -60,7 +60,7 @@ CASES = {
         tiny_tokenizer,
         "positions",
         "note",
-        "behind 64 tokens",
+        "after 64 tokens",
     ),
     "longer": (lambda: tiny(**SIZES, max_position_embeddings=256), tiny_tokenizer, "positions", "note", "as far as"),
     "other family": (lambda: tiny("gpt2", **SIZES), tiny_tokenizer, "model type", "note", "families may differ"),

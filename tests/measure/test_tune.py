@@ -13,7 +13,7 @@ from tune_cases import DEAR, FREE, QUICK, SIZES, save
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.devices import hardware
 from hf_specx.measure import tune
-from hf_specx.measure.compatibility import PROBES
+from hf_specx.measure.compatibility import PROBE_TEXTS
 from hf_specx.measure.study import Study
 from hf_specx.pair_files.pair_config import PairConfig
 
@@ -143,7 +143,7 @@ def test_prompts_are_among_the_texts_that_are_compared(folders):
     (trial,) = tune.tune(folders["target"], [folders["near"]], replace(QUICK, prompts=[]))
     (other,) = tune.tune(folders["target"], [folders["near"]], QUICK)
     texts = [next(f.target for f in found.findings if f.subject == "encoding") for found in (trial, other)]
-    assert texts == [f"{len(PROBES)} texts", f"{len(PROBES) + len(TEXTS)} texts"]
+    assert texts == [f"{len(PROBE_TEXTS)} texts", f"{len(PROBE_TEXTS) + len(TEXTS)} texts"]
 
 
 def test_verification_is_kept(folders, costs):

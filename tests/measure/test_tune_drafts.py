@@ -22,7 +22,7 @@ def test_memory_that_is_not_enough_for_a_draft_does_not_stop_the_others(folders,
         if draft.model.name_or_path == folders["near"]:
             raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "measure_draft", measure)
     found = tune.tune(folders["target"], [folders["near"], folders["same"]], QUICK)
     assert [(trial.name, trial.error) for trial in found] == [
         (folders["same"], None),
@@ -87,7 +87,7 @@ def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
             predicted = {"expected_speedup": None, "forward_limited_speedup": None}
             config.measurements.append(Measurement(batch=batch, **figures, **kinds, **predicted, **place))
 
-    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "measure_draft", measure)
     for drafts in (list(speeds), list(speeds)[::-1]):
         found = tune.tune(folders["target"], drafts, QUICK)
         assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]

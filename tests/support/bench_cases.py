@@ -2,8 +2,8 @@
 
 from tiny import near, tiny
 
-from hf_specx.measure.bench_pairs import BenchPair
-from hf_specx.measure.cells import COMPILED, FIXED, VERIFIED, Cell
+from hf_specx.measure.cells import COMPILED_NAMES, FIXED, VERIFIED, Cell
+from hf_specx.measure.inputs import BenchPair
 
 
 def tiny_pair(name: str = "tiny", dtype: str = "float32", **changes) -> BenchPair:
@@ -64,7 +64,11 @@ def speed(experiment: str = "speed", **settings) -> dict:
     known = {name: ours(20.0, 2.0) for name in (FIXED, *VERIFIED)}
     known |= {"plain": plain(), "stock-5": plain(10.0), "plain-compiled": plain(15.0)}
     known["block-5-compiled"] = ours(30.0, 3.0, predicted_speedup=2.0)
-    names = {"speed": ("plain", "stock-5", FIXED), "compiled": ("plain", "stock-5", *COMPILED), "verifiers": VERIFIED}
+    names = {
+        "speed": ("plain", "stock-5", FIXED),
+        "compiled": ("plain", "stock-5", *COMPILED_NAMES),
+        "verifiers": VERIFIED,
+    }
     cell = small(*names[experiment], experiment=experiment, **{"pair": "grafted-30M"} | settings)
     return measured(cell, **{name: known[name] for name in names[experiment]})
 

@@ -8,17 +8,26 @@ from unittest import mock
 from repositories import SMALL, pair
 from tiny import tiny
 
-from hf_specx.equivalence.checks_check import check_place, check_report, check_subject
+from hf_specx.equivalence.checks import check_report, check_subject
 from hf_specx.equivalence.settings import Settings
-from hf_specx.equivalence.store import Store
 from hf_specx.hub.cards import known_card
 from hf_specx.hub.vllm import vllm
-from hf_specx.measure.bench_pairs import BenchPair, load_bench_pair
-from hf_specx.measure.checks_bench import check_cell, check_grid, check_out, check_plots
-from hf_specx.measure.checks_tune import check_drafts, check_reads, check_study, looking_for
+from hf_specx.measure.checks import (
+    check_cell,
+    check_drafts,
+    check_grid,
+    check_out,
+    check_store,
+    check_study,
+    looking_for,
+    plots_without_matplotlib,
+    prompts_without_tokenizer,
+)
 from hf_specx.measure.contenders import way
 from hf_specx.measure.grafted import Recipe
-from hf_specx.measure.grid import Results
+from hf_specx.measure.grid import results
+from hf_specx.measure.inputs import BenchPair, load_bench_pair
+from hf_specx.measure.store import Store
 from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.pairs.complete import complete
@@ -116,7 +125,10 @@ CASES = {
         "'org/none' cannot be got from the Hub, and there is no folder of that name here: no route",
         not_found,
     ),
-    "prompts_without_tokenizer": ("'a' has no tokenizer, so it cannot read", lambda: check_reads("a", None)),
+    "prompts_without_tokenizer": (
+        "'a' has no tokenizer, so it cannot read",
+        lambda: prompts_without_tokenizer("a", None),
+    ),
     "server_without_subfolders": (
         "draft is in the subfolder 'small' of 'org/draft', and vLLM loads roots only; save",
         exported(TARGET, ModelSource("org/draft", subfolder="small")),
@@ -158,9 +170,9 @@ CASES = {
         "'grafted-3B' is unknown; choose one of grafted-30M,",
         lambda: load_bench_pair("grafted-3B", "auto", [], pair),
     ),
-    "file_that_is_no_results": ("is there already and has no results .*; name", lambda: Results(Path(__file__))),
-    "plots_without_matplotlib": ("figures need matplotlib: pip install", lambda: check_plots(False)),
-    "options_beside_a_grid": (
+    "file_of_another_kind": ("is there already and has no results .*; name", lambda: results(Path(__file__))),
+    "plots_without_matplotlib": ("figures need matplotlib: pip install", lambda: plots_without_matplotlib(False)),
+    "options_with_a_grid": (
         "--grid has its own .*leave PAIR, --batch out",
         grid("--grid", given=("PAIR", "--batch")),
     ),
@@ -172,7 +184,7 @@ CASES = {
     "sizes_of_nothing, new": ("--new-tokens 1 leave no", lambda: check_cell(5, 1, 1, 1)),
     "warpers_out_of_range": ("--temperature -1 and .*: give a temperature of 0", lambda: check_cell(5, 8, -1, 1)),
     "warpers_out_of_range, top-p": ("--top-p 0: give .* a top-p above 0", lambda: check_cell(5, 8, 1, 0)),
-    "file_of_no_folder": ("there is no folder .*/no; make it", lambda: check_out(Path("no/results.json"))),
+    "file_in_no_folder": ("there is no folder .*/no; make it", lambda: check_out(Path("no/results.json"))),
     "text_without_tokens": ("prompt 1 is empty, and the tokenizer puts nothing", completed(["a", ""])),
     "verifications_that_are_unknown": ("verifications=.'greedy', 'magic'.: give some of", checked("greedy", "magic")),
     "verifications_that_are_unknown, none": ("verifications=..: give", checked()),
@@ -181,9 +193,9 @@ CASES = {
     "texts_without_a_round, samples": ("samples=1 leave nothing", checked(samples=1)),
     "candidates_of_no_number": ("num_draft_tokens='auto': give a number", checked(num_draft_tokens="auto")),
     "candidates_of_no_number, none": ("num_draft_tokens=0: give", checked(num_draft_tokens=0)),
-    "sampling_of_no_law": ("temperature=0, .*: give a temperature above 0", checked(temperature=0)),
-    "sampling_of_no_law, top-p": ("top_p=2, .*: give", checked(top_p=2)),
-    "sampling_of_no_law, top-k": ("top_k=-1: give", checked(top_k=-1)),
+    "sampling_of_no_distribution": ("temperature=0, .*: give a temperature above 0", checked(temperature=0)),
+    "sampling_of_no_distribution, top-p": ("top_p=2, .*: give", checked(top_p=2)),
+    "sampling_of_no_distribution, top-k": ("top_k=-1: give", checked(top_k=-1)),
     "level_of_no_test": ("level=1 is no chance of a false alarm; give", checked(level=1)),
     "options_that_are_the_checks_own": ("do_sample= is set by the check", checked(options={"do_sample": True})),
     "options_that_are_no_values": (
@@ -198,12 +210,12 @@ CASES = {
         "no tokenizer to read prompts with; DraftT.* gives it one",
         subject(tokenizer=None),
     ),
-    "check_in_no_folder": ("there is no folder .*/no; make it", lambda: check_place(Path("no/check.json"), 1)),
-    "check_in_no_folder, but a folder": ("is a folder; name a file", lambda: check_place(Path(__file__).parent, 1)),
-    "file_that_is_no_check": ("is no interrupted check .*; name another", lambda: Store(Path(__file__), {})),
+    "file_in_no_folder, check": ("there is no folder .*/no", lambda: check_store(Path("no/check.json"), "check")),
+    "name_of_a_folder": ("is a folder; name a file", lambda: check_store(Path(__file__).parent, "check")),
+    "file_of_another_kind, check": ("is no interrupted check .*; name", lambda: Store(Path(__file__), "check", {})),
     "report_that_is_no_page": ("report.pdf does not end in .html, .*; name", reported("report.pdf")),
-    "report_that_is_a_folder": ("report.html is a folder; name a file in it", in_place_of_a_folder),
-    "report_in_no_folder": ("there is no folder .*/no; make it, or name", reported("no/report.html")),
+    "name_of_a_folder, report": ("report.html is a folder; name a file in it", in_place_of_a_folder),
+    "file_in_no_folder, report": ("there is no folder .*/no; make it, or name", reported("no/report.html")),
     "report_that_cannot_be_written": ("report.html is not yours to write; name", in_a_locked_folder),
     "figures_that_are_no_folder": (
         "go into .*/tool_cases.py, which is a file; move it",

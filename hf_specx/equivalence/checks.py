@@ -1,4 +1,4 @@
-"""Checks of what is asked of `check`."""
+"""Checks of what `check` is asked to do."""
 
 import json
 import math
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_specx.common.errors import refusal
-from hf_specx.measure.checks_tune import batches_of_no_size
+from hf_specx.measure.checks import batches_of_no_size, check_out
 
 
 OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
@@ -40,7 +40,7 @@ def candidates_of_no_number(num_draft_tokens: Any) -> str | None:
 
 
 @refusal
-def sampling_of_no_law(temperature: float, top_p: float, top_k: int) -> str | None:
+def sampling_of_no_distribution(temperature: float, top_p: float, top_k: int) -> str | None:
     if 0 < temperature < math.inf and 0 < top_p <= 1 and top_k >= 0:
         return None
     return (
@@ -77,7 +77,7 @@ def check_settings(given: dict[str, Any], known: Sequence[str]) -> None:
     verifications_that_are_unknown(given["verifications"], known)
     texts_without_a_round(given["new_tokens"], given["samples"])
     candidates_of_no_number(given["num_draft_tokens"])
-    sampling_of_no_law(given["temperature"], given["top_p"], given["top_k"])
+    sampling_of_no_distribution(given["temperature"], given["top_p"], given["top_k"])
     level_of_no_test(given["level"])
     options_that_are_the_checks_own(given["options"])
     options_that_are_no_values(given["options"])
@@ -92,7 +92,7 @@ def metrics_without_evaluate(lacking: Sequence[str]) -> str | None:
 def encoder_decoder_in_a_check(encodes: bool) -> str | None:
     if not encodes:
         return None
-    return "the pair is of encoder-decoders, whose laws a check does not know; compare greedy texts yourself."
+    return "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself."
 
 
 @refusal
@@ -114,50 +114,10 @@ def check_subject(lacking: Sequence[str], encodes: bool, prompts: Any, tokenizer
 
 
 @refusal
-def check_in_no_folder(path: Path) -> str | None:
-    if path.is_dir():
-        return f"{path} is a folder; name a file in it."
-    if path.resolve().parent.is_dir():
-        return None
-    return f"{path}: there is no folder {path.resolve().parent}; make it, or name another file."
-
-
-@refusal
-def file_that_is_no_check(path: Path, schema: int) -> str | None:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"check": schema}
-        if found["check"] == schema:
-            return None
-    except (ValueError, KeyError, TypeError):
-        pass
-    return f"{path} is there already and is no interrupted check of this version; name another file."
-
-
-def check_place(path: Path | None, schema: int) -> None:
-    """Whether a check could note what it has found, or take up what is there."""
-    if path is not None:
-        check_in_no_folder(path)
-        file_that_is_no_check(path, schema)
-
-
-@refusal
 def report_that_is_no_page(path: Path) -> str | None:
     if path.suffix.lower() in PAGES:
         return None
     return f"the report {path} does not end in .html, which it is; name it so."
-
-
-@refusal
-def report_that_is_a_folder(path: Path) -> str | None:
-    return f"the report {path} is a folder; name a file in it." if path.is_dir() else None
-
-
-@refusal
-def report_in_no_folder(path: Path) -> str | None:
-    folder = path.resolve().parent
-    if folder.is_dir():
-        return None
-    return f"the report {path} has no place: there is no folder {folder}; make it, or name another file."
 
 
 @refusal
@@ -191,8 +151,7 @@ def check_report(path: Path, figures: Path, missing: Sequence[str]) -> None:
         missing: packages that it needs.
     """
     report_that_is_no_page(path)
-    report_that_is_a_folder(path)
-    report_in_no_folder(path)
+    check_out(path)
     figures_that_are_no_folder(figures)
     report_that_cannot_be_written(path, figures)
     report_without_plots(missing)

@@ -1,10 +1,16 @@
-"""Checks of what is asked of the bench."""
+"""Checks of what is asked of the bench and of `tune`, of files of results, and of names that commands are given."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from hf_specx.common.errors import refusal
+
+
+FILE_VERSION = 1  # of the files of results and of checks
 
 
 @refusal
@@ -45,13 +51,8 @@ def contender_of_no_kind(name: str, kind: str, numbers: list[str], compiled: boo
         return None
     return (
         f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
-        "with a number or auto, like block-auto, and -compiled behind it, like block-5-compiled."
+        "with a number or auto, like block-auto, and -compiled after it, like block-5-compiled."
     )
-
-
-def check_contender(name: str, kind: str, numbers: list[str], compiled: bool) -> None:
-    """Whether a name means a way to generate."""
-    contender_of_no_kind(name, kind, numbers, compiled)
 
 
 @refusal
@@ -90,39 +91,44 @@ def grafted_pair_of_no_recipe(name: str, prefix: str, known: list[str]) -> str |
     return f"the grafted pair {name!r} is unknown; choose one of {', '.join(prefix + each for each in known)}."
 
 
-def check_grafted(name: str, prefix: str, known: list[str]) -> None:
-    """Whether a name that says so is one of a grafted pair."""
-    grafted_pair_of_no_recipe(name, prefix, known)
-
-
-def check_decodes(name: str, encodes: bool) -> None:
-    """Whether a pair's prompts are what its target goes on with."""
-    encoder_decoder_in_turns(name, encodes)
-
-
-def check_prompts(name: str, tokenizer: object, prompts: Sequence[object]) -> None:
-    """Whether there is anything to read, and something to read it with."""
-    pair_without_prompts(name, tokenizer, prompts)
-
-
-def check_room(name: str, prompt_tokens: int, new_tokens: int, limit: int) -> None:
-    """Whether a text fits into the positions of a model."""
-    no_room_for_prompts(name, prompt_tokens, new_tokens, limit)
-
-
 @refusal
-def file_that_is_no_results(path: Path, text: str, schema: int) -> str | None:
+def file_of_another_kind(path: Path, kind: str, version: int) -> str | None:
     try:
-        if json.loads(text)["schema"] == schema:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {kind: version, "cells": []}
+        if found[kind] == version and isinstance(found["cells"], list):
             return None
     except (ValueError, KeyError, TypeError):
         pass
-    return f"{path} is there already and has no results of this version of the bench; name another file."
+    lacks = {
+        "schema": "has no results of this version of the bench",
+        "check": "is no interrupted check of this version",
+    }
+    return f"{path} is there already and {lacks[kind]}; name another file."
 
 
-def check_results(path: Path, text: str, schema: int) -> None:
-    """Whether a file can be taken up again."""
-    file_that_is_no_results(path, text, schema)
+@refusal
+def name_of_a_folder(path: Path) -> str | None:
+    return f"{path} is a folder; name a file in it." if path.is_dir() else None
+
+
+@refusal
+def file_in_no_folder(path: Path) -> str | None:
+    folder = path.resolve().parent
+    return None if folder.is_dir() else f"{path}: there is no folder {folder}; make it, or name another file."
+
+
+def check_out(path: Path | None) -> None:
+    """Whether a file could be written at a path."""
+    if path is not None:
+        name_of_a_folder(path)
+        file_in_no_folder(path)
+
+
+def check_store(path: Path | None, kind: str, version: int = FILE_VERSION) -> None:
+    """Whether a `Store` of a kind could be written at a path, or go on with what is there."""
+    check_out(path)
+    if path is not None:
+        file_of_another_kind(path, kind, version)
 
 
 @refusal
@@ -130,13 +136,8 @@ def plots_without_matplotlib(found: bool) -> str | None:
     return None if found else "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out."
 
 
-def check_plots(found: bool) -> None:
-    """Whether figures can be drawn."""
-    plots_without_matplotlib(found)
-
-
 @refusal
-def options_beside_a_grid(grids: list[str], given: list[str]) -> str | None:
+def options_with_a_grid(grids: list[str], given: list[str]) -> str | None:
     if not grids or not given:
         return None
     return f"{grids[0]} has its own pairs and sizes; leave {', '.join(given)} out, or choose with --only."
@@ -184,17 +185,10 @@ def warpers_out_of_range(temperature: float, top_p: float) -> str | None:
     )
 
 
-@refusal
-def file_of_no_folder(path: Path | None) -> str | None:
-    if path is None or path.resolve().parent.is_dir():
-        return None
-    return f"--out {path}: there is no folder {path.resolve().parent}; make it, or name another file."
-
-
 def check_grid(grids: list[str], given: list[str], only: list[str], known: list[str], accelerated: bool) -> None:
     """Whether it is clear which cells are meant, and whether this machine can run them."""
     two_grids(grids)
-    options_beside_a_grid(grids, given)
+    options_with_a_grid(grids, given)
     experiments_that_are_unknown(grids, only, known)
     grid_without_accelerator(grids, accelerated)
 
@@ -205,6 +199,62 @@ def check_cell(prompt_tokens: int, new_tokens: int, temperature: float, top_p: f
     warpers_out_of_range(temperature, top_p)
 
 
-def check_out(path: Path | None) -> None:
-    """Whether results could be written."""
-    file_of_no_folder(path)
+@refusal
+def drafts_that_are_one(drafts: Sequence[str]) -> str | None:
+    if drafts and len(set(drafts)) == len(drafts):
+        return None
+    return f"drafts={list(drafts)!r}: give at least one, and each once."
+
+
+@refusal
+def revisions_of_other_drafts(drafts: Sequence[str], revisions: Sequence[str | None]) -> str | None:
+    if not revisions or len(revisions) == len(drafts):
+        return None
+    return f"{len(revisions)} revisions were given for {len(drafts)} drafts; give one for each, in their order."
+
+
+@refusal
+def batches_of_no_size(batches: Sequence[int]) -> str | None:
+    if batches and all(size >= 1 for size in batches) and len(set(batches)) == len(batches):
+        return None
+    return f"batches={list(batches)!r} are no different sizes of 1 or more; give some, like 1 and 8."
+
+
+@refusal
+def repeats_without_a_run(repeats: int) -> str | None:
+    return None if repeats >= 1 else f"repeats={repeats} times nothing; give 1 or more."
+
+
+@refusal
+def prompts_without_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    return None if tokenizer is not None else f"the target {name!r} has no tokenizer, so it cannot read prompts."
+
+
+@refusal
+def name_that_is_not_found(name: str, error: Exception) -> str | None:
+    if Path(name).is_dir():
+        return None
+    said = " ".join(str(error).split())
+    return f"{name!r} cannot be got from the Hub, and there is no folder of that name here: {said}"
+
+
+@contextmanager
+def looking_for(name: str) -> Iterator[None]:
+    """Say which name it is that is not found; the Hub's client does not while it is offline."""
+    try:
+        yield
+    except OSError as error:
+        name_that_is_not_found(name, error)
+        raise
+
+
+def check_study(batches: Sequence[int], repeats: int) -> None:
+    """Whether anything can be measured in this way."""
+    batches_of_no_size(batches)
+    repeats_without_a_run(repeats)
+
+
+def check_drafts(drafts: Sequence[str], revisions: Sequence[str | None]) -> None:
+    """Whether each draft is named once, before any of them is loaded."""
+    drafts_that_are_one(drafts)
+    revisions_of_other_drafts(drafts, revisions)

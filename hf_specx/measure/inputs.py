@@ -1,0 +1,142 @@
+"""What is given to `generate` where it is measured, pairs by name and prompts as batches, and what comes out."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.common.devices import execution_device
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .checks import encoder_decoder_in_turns, grafted_pair_of_no_recipe, no_room_for_prompts, pair_without_prompts
+from .grafted import PREFIX, RECIPES, graft
+
+
+Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
+LoadPair = Callable[[str, str], DraftTargetPair]
+
+
+@dataclass
+class BenchPair:
+    """A pair that is measured.
+
+    Attributes:
+        name: as it was asked for.
+        target, draft: in evaluation mode.
+        facts: what results say of it, plain values.
+        tokenizer, prompts: None and [] for grafted pairs, which are given random tokens.
+    """
+
+    name: str
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    facts: dict[str, Any]
+    tokenizer: PreTrainedTokenizerBase | None = None
+    prompts: list[str] | None = None
+
+    def inputs(self, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> Inputs:
+        """A batch of prompts that have `prompt_tokens` tokens each.
+
+        Row b has the prompts from number b on, one after another, as far as they are needed.
+        """
+        limit = self.target.config.get_text_config().max_position_embeddings
+        no_room_for_prompts(self.name, prompt_tokens, new_tokens, limit)
+        device = execution_device(self.target)
+        if self.tokenizer is None:
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.randint(1, self.target.config.vocab_size, (batch, prompt_tokens), generator=generator)
+        else:
+            rows = [row for text in self.prompts or [] if (row := self.tokenizer(text)["input_ids"])]
+            pair_without_prompts(self.name, self.tokenizer, rows)
+            endless = [
+                itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
+            ]
+            ids = torch.tensor([list(itertools.islice(row, prompt_tokens)) for row in endless])
+        return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -> BenchPair:
+    """A pair by its name.
+
+    Args:
+        name: "grafted-30M" and the like, which are made where accelerators are if there are any; else for `load`.
+        dtype: "float32", "bfloat16", "float16"; "auto" is as saved, and of grafted pairs what their device is best at.
+        prompts: texts in place of the pair's own.
+        load: makes any other pair from its name and dtype.
+
+    Raises:
+        ValueError: for a grafted pair that is unknown, and a pair that cannot be measured by the bench.
+    """
+    grafted_pair_of_no_recipe(name, PREFIX, list(RECIPES))
+    if name.startswith(PREFIX):
+        recipe, device = RECIPES[name.removeprefix(PREFIX)], "cuda" if torch.cuda.is_available() else "cpu"
+        best = torch.float32 if device == "cpu" else torch.bfloat16
+        made = graft(recipe, best if dtype == "auto" else getattr(torch, dtype), device)
+        facts: dict[str, Any] = {
+            "synthetic": True,
+            "epsilon": made.epsilon,
+            "alpha": made.alpha,
+            "unrelated": recipe.unrelated,
+        }
+        return BenchPair(name, made.target, made.draft, facts | sizes(made.target, made.draft))
+    pair = load(name, dtype)
+    encoder_decoder_in_turns(name, pair.target.config.is_encoder_decoder)
+    pair_without_prompts(name, pair.tokenizer, prompts or pair.prompts)
+    facts = {"synthetic": False} | sizes(pair.target, pair.draft)
+    return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, prompts or pair.prompts)
+
+
+def sizes(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
+    """The numbers of parameters of both models."""
+    return {"target_parameters": target.num_parameters(), "draft_parameters": draft.num_parameters()}
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
+) -> Inputs:
+    """A batch of prompts, where the target takes them.
+
+    They are padded on the left, for an encoder on the right, also where the tokenizer has no pad token.
+
+    Raises:
+        ValueError: for a prompt without tokens, or one that leaves no room for `max_new_tokens`.
+    """
+    device, encodes = execution_device(target), target.config.is_encoder_decoder
+    rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for number, row in enumerate(rows, 1):
+        if not row:
+            raise ValueError(f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
+    width = max(map(len, rows))
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and width + (0 if encodes else max_new_tokens) > limit:
+        raise ValueError(
+            f"{width} prompt tokens and {max_new_tokens} new ones are more than the {limit} positions of the model; "
+            "give fewer new tokens or shorter prompts."
+        )
+    pad_token_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
+    ids = torch.full((len(rows), width), pad_token_id)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        columns = slice(0, len(row)) if encodes else slice(width - len(row), width)
+        ids[index, columns], mask[index, columns] = torch.tensor(row), 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
+    """Tokens at the start of an output that were not generated: the prompt, or the one that a decoder starts from."""
+    return 1 if target.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+
+
+def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, options: dict[str, Any]) -> list[list[int]]:
+    """Generated ids of each row of an output [B, L + N], up to and including the first end token.
+
+    `options` are those of the call, since they may have end tokens of their own.
+    """
+    new = output[:, prompt_width(target, inputs) :]
+    end_ids = options.get("eos_token_id", target.generation_config.eos_token_id)
+    ends = torch.isin(new, torch.tensor([] if end_ids is None else end_ids, device=new.device, dtype=new.dtype))
+    before = ends.cumsum(-1) - ends.int()  # end tokens to the left of each
+    return [row[: int(count)] for row, count in zip(new.tolist(), (before == 0).sum(-1), strict=True)]

@@ -1,0 +1,124 @@
+"""What is known is kept in a JSON file, and taken from there where code, machine and models are the same."""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import hf_specx
+from hf_specx.common.devices import execution_device, hardware
+
+from .checks import FILE_VERSION, check_store
+
+
+NUMBERS = 64  # of each weight, that tell one model from another
+
+
+class Store:
+    """Cells of a file, each written as soon as it is known, the file whole or not at all.
+
+    Args:
+        path: of the file, which need not be there; None keeps the cells in memory.
+        kind: the key that says what the file is: "schema" for results of the bench, "check" for an interrupted check.
+        made: what a cell's "provenance" must contain so that it can be taken from the file; plain values.
+
+    Attributes:
+        cells: {"cell": its name or settings, "provenance": ..., and what is known} each; plain values.
+
+    Raises:
+        ValueError: for a path where no file can be, and for a file of another kind or version.
+    """
+
+    def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
+        check_store(path, kind)
+        self.path, self.kind, self.made = path, kind, made
+        self.cells: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self.cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+
+    def find(self, cell: Any) -> dict[str, Any] | None:
+        """The known cell of this name or these settings, if it was made in the same way."""
+        same = (x for x in self.cells if x["cell"] == cell and self.made.items() <= x["provenance"].items())
+        return next(same, None)
+
+    def add(self, known: dict[str, Any]) -> None:
+        """Take a cell in, in place of an earlier one of the same name or settings."""
+        self.cells = [x for x in self.cells if x["cell"] != known["cell"]] + [known]
+        if self.path is None:
+            return
+        part = self.path.with_name(f"{self.path.name}.part")
+        part.write_text(json.dumps({self.kind: FILE_VERSION, "cells": self.cells}, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, self.path)
+
+    def take(self, name: str, make: Callable[[], Any]) -> Any:
+        """The value of a name, made if it is not known; as a file would have it, so that both ways give the same."""
+        known = self.find(name)
+        if known is None:
+            known = json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()}))
+            self.add(known)
+        return known["value"]
+
+
+class StepCounter:
+    """Counts the steps of a cell, so that a progress bar moves by all of them also where some were not needed.
+
+    Args:
+        total: steps of the cell.
+        advance: called for each of them, and for no more.
+    """
+
+    def __init__(self, total: int, advance: Callable[[], object]):
+        self.left, self.advance = total, advance
+
+    def __call__(self) -> None:
+        if self.left > 0:
+            self.left -= 1
+            self.advance()
+
+    def finish(self) -> None:
+        """Make the steps that are left."""
+        while self.left > 0:
+            self()
+
+
+def provenance(where: PreTrainedModel | torch.device) -> dict[str, Any]:
+    """Where a number was made: versions, device, and the precision of a model."""
+    device = where if isinstance(where, torch.device) else execution_device(where)
+    made = {
+        "hf_specx": hf_specx.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "device": f"{device.type} ({hardware(device)})",
+        "threads": torch.get_num_threads(),
+    }
+    return made if isinstance(where, torch.device) else made | {"dtype": str(where.dtype).removeprefix("torch.")}
+
+
+def code_digest(files: Iterable[Path]) -> str:
+    """Tells code from other code."""
+    return digest_of(path.read_bytes() for path in files)
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """Tells one model from another by its config and the first numbers of each weight that is at hand."""
+    parts = [model.config.to_json_string()]
+    for name, weight in model.named_parameters():
+        numbers = [] if weight.device.type == "meta" else weight.detach().flatten()[:NUMBERS].tolist()
+        parts += [f"{name} {tuple(weight.shape)}", repr(numbers)]
+    return digest_of(part.encode() for part in parts)
+
+
+def digest_of(parts: Iterable[bytes]) -> str:
+    """Twelve hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()[:12]

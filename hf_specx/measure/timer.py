@@ -1,0 +1,270 @@
+"""Speed is measured here: contenders take turns, so that what slows the machine down slows all of them down alike.
+
+Each turn gives every contender the same prompts and the same seed, in an order that rotates from turn to turn. Ratios
+are taken within a turn, and what is reported is the median over turns.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.devices import execution_device, synchronize
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.strategy import SpeculativeDecoding
+
+from .contenders import PLAIN_NAME, Contender
+from .inputs import Inputs, emitted
+
+
+WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled
+RETRIES = 5  # times that a run in which something was compiled is made again
+REPORTED_RATIOS = ("alpha", "mean_acceptance_length", "expected_speedup", "forward_limited_speedup")
+Advance = Callable[[], object]
+
+
+@dataclass
+class TimedCall:
+    """One timed call.
+
+    Attributes:
+        seconds: wall time.
+        texts: emitted ids of each row, up to and including its first end token.
+        report: what ours did; None for other contenders.
+        notes: what `Timer.note` says of it.
+    """
+
+    seconds: float
+    texts: list[list[int]]
+    report: SpeculationReport | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Emitted tokens over all rows."""
+        return sum(map(len, self.texts))
+
+
+@dataclass
+class Timing:
+    """The runs of one contender.
+
+    Attributes:
+        runs: one for each turn.
+        first_seconds: of its very first call, which warms up and may compile; None before that.
+        error: what the contender failed with, in a line; it then has no runs.
+    """
+
+    runs: list[TimedCall] = field(default_factory=list)
+    first_seconds: float | None = None
+    error: str | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        """Wall time of each run."""
+        return [run.seconds for run in self.runs]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Emitted tokens of each run over all rows."""
+        return [run.tokens for run in self.runs]
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """Emitted ids of the rows of all runs."""
+        return [text for run in self.runs for text in run.texts]
+
+    @property
+    def reports(self) -> list[SpeculationReport]:
+        """Of each run of ours."""
+        return [run.report for run in self.runs if run.report is not None]
+
+    @property
+    def rates(self) -> list[float]:
+        """Tokens per second of each run."""
+        return [run.tokens / run.seconds for run in self.runs]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The median of `rates`."""
+        return statistics.median(self.rates)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"seconds": self.seconds, "tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens_per_second:8.1f} tokens/s ({min(self.rates):.1f} to {max(self.rates):.1f}), "
+            f"{statistics.median(self.seconds):.2f} s a run"
+        )
+
+
+@dataclass
+class Timer:
+    """Times contenders in turns.
+
+    Attributes:
+        make: gives the contender of a name; called once for each.
+        batches: the inputs of one turn after another, from the first on again where there are more turns.
+        options: of `generate`, `max_new_tokens` among them.
+        seeds: of the turns, one run of each contender in each; the run that warms up has the seed of the first.
+        advance: called after each run, `(1 + len(seeds))` times for each contender.
+        note: returns what else is to be kept of a run that counts, which was just made.
+        keep_going: whether a contender that fails is noted and left out, instead of raising.
+    """
+
+    make: Callable[[str], Contender]
+    batches: Sequence[Inputs]
+    options: dict[str, Any]
+    seeds: Sequence[int]
+    advance: Advance = lambda: None
+    note: Callable[[Contender, TimedCall], dict[str, Any]] = lambda contender, run: {}
+    keep_going: bool = False
+
+    def time(self, names: Sequence[str]) -> dict[str, Timing]:
+        """The runs of the contenders of these names."""
+        self.contenders: dict[str, Contender] = {}
+        found = {name: Timing() for name in names}
+        for turn in range(-1, len(self.seeds)):
+            first = max(turn, 0) % len(names)
+            for name in (*names[first:], *names[:first]):
+                if found[name].error is None:
+                    try:
+                        self._take(name, turn, found[name])
+                    except Exception as error:  # compilers, memory, and options that are not there
+                        if not self.keep_going:
+                            raise
+                        first_line = next(iter(str(error).strip().splitlines()), "")
+                        found[name] = Timing(error=f"{type(error).__name__}: {first_line}")
+                self.advance()
+        return found
+
+    def _take(self, name: str, turn: int, timing: Timing) -> None:
+        """One run, in which nothing is compiled; turn -1 warms up."""
+        contender = self.contenders.get(name) or self.contenders.setdefault(name, self.make(name))
+        options, number = self.options, max(turn, 0)
+        if turn < 0 and not contender.compiled:
+            options = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"])}
+        call = contender, self.batches[number % len(self.batches)], options, self.seeds[number]
+        run = time_call(*call)
+        if turn < 0:
+            timing.first_seconds = run.seconds
+        for _ in range(RETRIES):
+            if run.report is None or not run.report.compilations:
+                break
+            run = time_call(*call)  # a size had not occurred before
+        if turn >= 0:
+            run.notes = self.note(contender, run)
+            timing.runs.append(run)
+
+
+def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], seed: int) -> TimedCall:
+    """Generate once, from `torch.manual_seed(seed)`, and wait for the device."""
+    device = execution_device(contender.target)
+    torch.manual_seed(seed)
+    synchronize(device)
+    started = time.perf_counter()
+    output = contender(inputs, options)
+    synchronize(device)
+    seconds = time.perf_counter() - started
+    return TimedCall(seconds, emitted(contender.target, inputs, output, options), contender.report)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, the least and the largest."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def speedups(rates: Sequence[float], plain_rates: Sequence[float]) -> list[float]:
+    """How many times as fast as plain `generate`, turn by turn."""
+    return [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
+
+
+@dataclass
+class Comparison:
+    """Plain `generate` and ours in the same turns; every figure is a median over the turns.
+
+    Attributes:
+        plain: runs of `model.generate(...)`.
+        ours: runs of `model.generate(..., custom_generate=strategy)`.
+    """
+
+    plain: Timing
+    ours: Timing
+
+    @property
+    def reports(self) -> list[SpeculationReport]:
+        """What each run of ours did."""
+        return self.ours.reports
+
+    @property
+    def ratios(self) -> dict[str, Any]:
+        """What the reports say, and how many times as fast ours was as plain `generate` in the same turn.
+
+        "expected_speedup" (Theorem 3.8) and "forward_limited_speedup" are None where no costs were measured.
+        """
+        known = {name: median_known(getattr(report, name) for report in self.reports) for name in REPORTED_RATIOS}
+        return known | {"measured_speedup": statistics.median(speedups(self.ours.rates, self.plain.rates))}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Times and ratios as plain values."""
+        return {
+            "plain": self.plain.to_dict(),
+            "ours": self.ours.to_dict(),
+            # "auto" learns from each run, so these may differ
+            "num_draft_tokens": [report.num_draft_tokens for report in self.reports],
+        } | self.ratios
+
+    def __str__(self) -> str:
+        ratios = self.ratios
+        lines = [
+            f"medians of {len(self.reports)} runs each, in turns; tokens up to and including each row's end token",
+            f"plain generate {self.plain}",
+            f"speculative    {self.ours}",
+            f"alpha {ratios['alpha']:.3f}, {ratios['mean_acceptance_length']:.2f} tokens a row and round",
+        ]
+        if ratios["expected_speedup"] is not None and ratios["forward_limited_speedup"] is not None:
+            lines.append(
+                f"predicted speed-up {ratios['expected_speedup']:.2f} (Theorem 3.8), "
+                f"{ratios['forward_limited_speedup']:.2f} limited by the forwards"
+            )
+        return "\n".join([*lines, f"measured speed-up {ratios['measured_speedup']:.2f}"])
+
+
+def compare(
+    target: PreTrainedModel,
+    strategy: SpeculativeDecoding,
+    inputs: Inputs | Sequence[Inputs],
+    options: dict[str, Any],
+    repeats: int = 5,
+    seed: int = 0,
+    advance: Advance = lambda: None,
+) -> Comparison:
+    """Time plain `generate` and ours in turns.
+
+    Args:
+        target: the model whose `generate` is timed.
+        strategy: ours; gets a row of costs for this batch size where it has none, so that predictions exist.
+        inputs: input_ids and attention_mask [B, L]; of several, all of B rows, each turn takes the next.
+        options: of `generate`, `max_new_tokens` among them, the same for both.
+        repeats: timed runs of each.
+        seed: turn i starts from `torch.manual_seed(seed + i)`.
+        advance: called after each run, `2 * (repeats + 1)` times.
+    """
+    batches = [inputs] if isinstance(inputs, dict) else inputs
+    if len(batches[0]["input_ids"]) not in strategy.costs.table:
+        strategy.calibrate(target, batches[0]["input_ids"])
+    contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
+    timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)
+    return Comparison(**timer.time(tuple(contenders)))
+
+
+def median_known(values: Iterable[float | None]) -> float | None:
+    """The median of the values that are known, if any is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
