@@ -9,8 +9,10 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.schedule import (
     UNSET,
+    Auto,
     Drafting,
     Resting,
     Schedule,
@@ -157,3 +159,16 @@ def test_a_row_that_has_rested_goes_on_if_its_draft_has_become_good():
     for _ in range(20):
         resting.observe(made_round([3], [3]))
         assert not resting.rests(0)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
+    """Not where rows advance by the least of the batch: there all draft the same number, or none."""
+    costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
+    auto, batch, seen = Auto(costs, "greedy", 3, 100, together), some_batch(), []
+    for _ in range(30):
+        seen.append(auto(batch))
+        auto.observe(made_round(seen[-1], [seen[-1][0], seen[-1][1], 0], batch=batch))
+    assert all(first == second for first, second, _ in seen)
+    assert any(first > 0 == third for first, _, third in seen) is not together
+    assert all(first == third for first, _, third in seen) is together

@@ -199,8 +199,7 @@ def test_rows_get_their_texts(settings: dict, stream_by: str):
         assert prompt == output[row, :11][mask[row]].tolist()
         text = [token for part in parts for token in part]
         assert text == output[row, 11 : 11 + report.emitted_per_row[row]].tolist()
-        one_by_one = stream_by == "token" or "logits_processor" in settings
-        assert {len(part) for part in parts} == {1} if one_by_one else len(parts) < len(text)
+        assert {len(part) for part in parts} == {1} if stream_by == "token" else len(parts) < len(text)
     assert collector.ends == 1
     assert collector.ended.keys() == (set(range(rows)) if "eos_token_id" in settings else set())
 
