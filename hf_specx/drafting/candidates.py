@@ -185,8 +185,7 @@ class GeneratorDrafter(Drafter):
 
     def observe(self, done: Round) -> None:
         """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        for number, (row, length) in enumerate(zip(done.rows, done.draft.lengths, strict=True)):
-            if not self.asked[number]:
-                continue
-            logits = done.forward.logits[number : number + 1, : length + 1]
-            self.generator.update_candidate_strategy(done.batch.row(row)[None], logits, done.accepted[number])
+        for number, (row, length, emitted) in enumerate(zip(done.rows, done.draft.lengths, done.emitted, strict=True)):
+            if self.asked[number] and emitted:
+                scores = done.scores[number : number + 1, : length + 1]
+                self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, emitted - 1)

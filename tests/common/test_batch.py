@@ -1,8 +1,11 @@
 """The growing text of a batch, as stock lays it out."""
 
 import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Judgement
+from hf_specx.sampling.stopping import Stopping
 
 
 def two_rows() -> Batch:
@@ -10,49 +13,110 @@ def two_rows() -> Batch:
 
 
 def test_a_row_leaves_pads_out():
-    sequences = two_rows()
-    assert sequences.row(0).tolist() == [5]
-    assert sequences.last(2).tolist() == [[9, 5], [2, 3]]
+    batch = two_rows()
+    assert batch.row(0).tolist() == [5]
+    assert batch.last(2).tolist() == [[9, 5], [2, 3]]
 
 
-def test_append_keeps_some_and_pads_the_rest():
-    sequences = two_rows()
-    sequences.put(torch.tensor([[4, 4], [6, 6]]))
-    assert sequences.last(2, ahead=2).tolist() == [[4, 4], [6, 6]]
-    sequences.append(torch.tensor([[4, 7, 8], [6, 7, 8]]), torch.tensor([1, 3]), [1, 3])
-    assert sequences.counts == [1, 3]
-    assert sequences.output(3).tolist() == [[9, 9, 5, 4, 9, 9], [1, 2, 3, 6, 7, 8]]
-    assert sequences.last(2).tolist() == [[5, 4], [7, 8]]
+def test_emit_keeps_some_and_pads_the_rest():
+    batch = two_rows()
+    batch.put(torch.tensor([[4, 4], [6, 6]]))
+    assert batch.last(2, ahead=2).tolist() == [[4, 4], [6, 6]]
+    batch.emit(torch.tensor([[4, 7, 8], [6, 7, 8]]), torch.tensor([1, 3]), [1, 3])
+    assert batch.counts == [1, 3]
+    assert batch.output(3).tolist() == [[9, 9, 5, 4, 9, 9], [1, 2, 3, 6, 7, 8]]
+    assert batch.last(2).tolist() == [[5, 4], [7, 8]]
 
 
 def test_rows_leave_and_the_others_keep_their_numbers():
-    sequences = two_rows()
-    assert sequences.retire([]) is None
-    assert sequences.retire([0]).tolist() == [1]
-    sequences.append(torch.tensor([[7]]), torch.tensor([1]), [1])
-    assert sequences.rows == [1]
-    assert sequences.counts == [0, 1]
-    sequences.truncate(1, 0)
-    assert sequences.output(1).tolist() == [[9, 9, 5, 9], [1, 2, 3, 9]]
+    batch = two_rows()
+    assert batch.retire([]) is None
+    assert batch.retire([0]).tolist() == [1]
+    batch.emit(torch.tensor([[7]]), torch.tensor([1]), [1])
+    assert batch.rows == [1]
+    assert batch.counts == [0, 1]
+    batch.truncate(1, 0)
+    assert batch.output(1).tolist() == [[9, 9, 5, 9], [1, 2, 3, 9]]
 
 
 def test_all_rows_can_be_taken_as_decoding_again():
-    sequences = two_rows()
-    sequences.retire([0])
-    sequences.revive()
-    assert sequences.rows == [0, 1]
-    assert sequences.ends.tolist() == [3, 3]
+    batch = two_rows()
+    batch.retire([0])
+    batch.revive()
+    assert batch.rows == [0, 1]
+    assert batch.ends.tolist() == [3, 3]
 
 
 def test_room_grows_without_losing_text():
-    sequences = two_rows()
+    batch = two_rows()
     for i in range(40):
-        sequences.append(torch.full((2, 1), i), torch.ones(2, dtype=torch.int64), [1, 1])
-    assert sequences.output(40)[1, 3:].tolist() == list(range(40))
+        batch.emit(torch.full((2, 1), i), torch.ones(2, dtype=torch.int64), [1, 1])
+    assert batch.output(40)[1, 3:].tolist() == list(range(40))
 
 
 def test_extend_takes_a_longer_text():
-    sequences = two_rows()
-    sequences.extend(torch.tensor([[9, 9, 5, 4, 4], [1, 2, 3, 4, 5]]))
-    assert sequences.counts == [2, 2]
-    assert sequences.row(0).tolist() == [5, 4, 4]
+    batch = two_rows()
+    batch.extend(torch.tensor([[9, 9, 5, 4, 4], [1, 2, 3, 4, 5]]))
+    assert batch.counts == [2, 2]
+    assert batch.row(0).tolist() == [5, 4, 4]
+
+
+UNEVEN = Draft(torch.tensor([[4, 6, 7], [5, 0, 0]]), [3, 1])  # row 1 has one candidate, and two fillers
+CHANCES = torch.tensor([[0.5, 0.25, 0.125], [0.75, 9.0, 9.0]])
+
+
+def judged(accepted: list[int], undefined: list[list[bool]] | None = None) -> Judgement:
+    """On that draft; 8 and 2 are the tokens after it."""
+    nowhere = torch.zeros(2, 4, dtype=torch.bool) if undefined is None else torch.tensor(undefined)
+    return Judgement(torch.tensor(accepted), torch.tensor([8, 2]), CHANCES, CHANCES / 2, nowhere)
+
+
+def at_most(emitted: int) -> Stopping:
+    return Stopping(StoppingCriteriaList(), width=3, max_length=3 + emitted)
+
+
+def test_append_emits_what_was_accepted_and_the_next_token():
+    batch = two_rows()
+    done = batch.append(UNEVEN, judged([1, 1], [[False, False, True, True], [False] * 4]), at_most(9))
+    assert batch.output(2)[:, 3:].tolist() == [[4, 8], [5, 2]]
+    assert batch.counts == [2, 2]
+    assert (done.batch, done.rows, done.draft) == (batch, [0, 1], UNEVEN)
+    assert (done.before, done.emitted, done.gained) == ([0, 0], [2, 2], [2, 2])
+    assert (done.accepted, done.judged) == ([1, 1], [2, 1])
+    assert done.survival == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
+    assert done.overlap == [[0.25, 0.125, 0.0625], [0.375]]
+    assert done.undefined == [2, 4]
+    assert (done.stay, done.finished) == (None, False)
+
+
+def test_append_cuts_at_a_stop_and_the_row_leaves():
+    batch = two_rows()
+    done = batch.append(UNEVEN, judged([3, 0]), at_most(3))
+    assert batch.output(3)[:, 3:].tolist() == [[4, 6, 7], [2, 9, 9]]
+    assert (done.emitted, done.accepted, done.judged, done.gained) == ([3, 1], [3, 0], [3, 1], [4, 1])
+    assert (done.stay.tolist(), done.finished) == ([1], False)
+    assert (done.rows, batch.rows) == ([0, 1], [1])
+
+
+def test_the_last_rows_to_end_stay():
+    """What looks at the batch after the last round needs rows."""
+    batch = two_rows()
+    done = batch.append(UNEVEN, judged([1, 1]), at_most(2))
+    assert (done.stay, done.finished) == (None, True)
+    assert batch.rows == [0, 1]
+
+
+def test_in_lockstep_all_rows_gain_what_the_least_one_does():
+    batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 6]]), None, pad_token_id=9, lockstep=True)
+    done = batch.append(UNEVEN, judged([3, 1]), at_most(9))
+    assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
+    assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
+    assert batch.together == 2
+
+
+def test_a_draft_knows_its_candidates():
+    assert UNEVEN.proposed.tolist() == [[True, True, True], [True, False, False]]
+    assert UNEVEN._replace(lengths=[3, 3]).proposed is None
+    second = UNEVEN.at(1)
+    assert (second.tokens.tolist(), second.lengths, second.probs) == ([[6], [0]], [1, 0], None)
+    assert UNEVEN.at(3).tokens.shape == (2, 0)

@@ -45,9 +45,9 @@ def test_stock_loop_greedy_equals_plain(noise: float):
 
 
 class SoftGreedy(RejectionRule):
-    """Wrong: candidates are the argmax, and are judged as if drawn from the law."""
+    """Wrong: candidates are the argmax, and are judged as if drawn from the distribution."""
 
-    def choose(self, sequences, scores, ahead):
+    def choose(self, batch, scores, ahead, lengths):
         return scores.argmax(-1), scores.softmax(-1)
 
 
@@ -94,6 +94,67 @@ def test_any_other_generator_is_exact_too(do_sample: bool):
     assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), expected)
     assert strategy.report.verification == ("coupled" if do_sample else "greedy")
     assert strategy.report.drafted > 0
+
+
+class Noted(PromptLookupCandidateGenerator):
+    """Notes what it is asked, what it proposes, and what it is told of the outcome."""
+
+    def __init__(self):
+        super().__init__(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
+        self.asked, self.proposed, self.told = [], [], []
+
+    def get_candidates(self, input_ids):
+        candidates, _ = super().get_candidates(input_ids)
+        self.asked.append(input_ids[0].tolist())
+        self.proposed.append(candidates.shape[1] - input_ids.shape[1])
+        return candidates, None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.told.append((input_ids[0].tolist(), scores[0], int(num_matches)))
+
+
+class Looked(LlamaForCausalLM):
+    """A model whose assisted decoding asks such a generator."""
+
+    def _get_candidate_generator(self, **kwargs):
+        return self.noted
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_generator_is_told_what_was_kept_as_in_stock(ends: bool):
+    """The text, processed scores and the number of matches; stock also asks before the first token."""
+    target, stock = tiny("llama"), Looked(tiny("llama").config).eval()
+    stock.load_state_dict(target.state_dict())
+    stock.noted, ours = Noted(), Noted()
+    settings = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.1}
+    if ends:
+        settings["eos_token_id"] = int(target.generate(**prompts(1), **settings)[0, 11 + 30])
+    expected = stock.generate(**prompts(1), **settings, assistant_model=tiny("llama"))
+    output = target.generate(**prompts(1), **settings, custom_generate=SpeculativeDecoding(ours, num_draft_tokens=4))
+    assert torch.equal(output, expected)
+    stocks, compared = {len(text): (text, scores, matches) for text, scores, matches in stock.noted.told}, 0
+    for text, scores, matches in ours.told:
+        assert text == output[0, : len(text)].tolist()
+        if len(text) in stocks and len(scores) == len(stocks[len(text)][1]):
+            assert (text, matches) == (stocks[len(text)][0], stocks[len(text)][2])
+            torch.testing.assert_close(scores, stocks[len(text)][1], rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > 3
+
+
+def test_a_generator_proposes_as_much_as_it_has_and_that_is_what_is_counted():
+    """Cut to what its row can emit; nothing is filled up with a token that nobody proposed."""
+    target, noted = tiny("llama"), Noted()
+    inputs = {"input_ids": prompts(4)["input_ids"], "attention_mask": torch.ones(4, 11, dtype=torch.int64)}
+    strategy = SpeculativeDecoding(noted, num_draft_tokens=6)
+    output = target.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=strategy)
+    drafted = [len(scores) - 1 for _, scores, _ in noted.told]
+    asked = zip(noted.asked, noted.proposed, strict=True)
+    assert drafted == [min(proposed, 11 + 40 - len(text) - 1) for text, proposed in asked]
+    assert {0, 4} <= set(drafted)
+    assert strategy.report.drafted == sum(drafted)
+    assert strategy.report.accepted == sum(matches for _, _, matches in noted.told)
+    assert torch.equal(output, target.generate(**inputs, do_sample=False, max_new_tokens=40))
 
 
 def test_generators_that_cannot_serve_are_refused():

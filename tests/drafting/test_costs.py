@@ -125,6 +125,22 @@ def test_measure_takes_typical_times():
     assert GRID**-0.5 <= costs.draft(8) / 0.003 <= GRID**0.5
 
 
+def test_what_was_measured_elsewhere_is_taken_over():
+    """By batch size, and only where it is asked for; what is measured here is found there."""
+    elsewhere = {8: {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}, 2: {"target": {1: 3.0, 9: 4.0}, "draft": 0.2}}
+    clock = SimpleNamespace(now=0.0)
+    costs, forward = (
+        Costs(clock=lambda: clock.now, measured=elsewhere),
+        FakeForward(clock, dict.fromkeys(QUERY_LENGTHS, 1)),
+    )
+    costs.measure_once(8, forward, forward)
+    assert not forward.calls
+    assert costs.table == {8: elsewhere[8]}
+    costs.measure_once(4, forward, forward)
+    assert forward.calls
+    assert elsewhere[4] is costs.table[4]
+
+
 def test_noise_within_a_grid_cell_changes_nothing():
     """So that two processes that time the same machine mostly draft the same numbers."""
     tables = []

@@ -52,7 +52,7 @@ def test_extreme_acceptance(alpha: float):
 
 
 def outcome(*survival: list[float], left: Sequence[int] = ()) -> Outcome:
-    return Outcome(len(survival[0]), False, list(survival), list(left) or [9] * len(survival))
+    return Outcome(len(survival[0]), list(survival), list(left) or [9] * len(survival))
 
 
 def taken(*rounds: Outcome, together: bool = False) -> list[float]:
@@ -143,7 +143,7 @@ class Simulated:
         while max(left) > 0:
             rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
             drawn = [self.draw(self.alphas[row], number) for row in rows]
-            made = Outcome(number, False, [survival for survival, _ in drawn], [left[row] for row in rows])
+            made = Outcome(number, [survival for survival, _ in drawn], [left[row] for row in rows])
             seconds += self.times[number] + (self.catch_up(missing) if number else 0)
             missing = 0 if number else missing + 1
             for row, (_, kept) in zip(rows, drawn, strict=True):

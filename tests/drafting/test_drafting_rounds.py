@@ -8,6 +8,7 @@ from tiny import Forwards, near, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding, generate
+from hf_specx.engine.report import RoundRecord
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 25}
@@ -77,7 +78,7 @@ def test_schedules_draft_as_stock(schedule: str, likeness: str):
     draft.generation_config.update(**settings, assistant_confidence_threshold=0.0)
     strategy, expected = SpeculativeDecoding(draft), target.generate(**prompts(1), **GREEDY)
     assert torch.equal(target.generate(**prompts(1), **GREEDY, custom_generate=strategy), expected)
-    numbers, wanted = drafted(strategy.report), strategy.schedule.wanted
+    numbers, wanted = drafted(strategy.report), strategy.schedule.next_call
     with Forwards(target) as stock:
         target.generate(**prompts(1), **GREEDY, assistant_model=draft)
     draft.generation_config.num_assistant_tokens = 3  # stock has written its last number there
@@ -93,36 +94,33 @@ def test_schedules_draft_as_stock(schedule: str, likeness: str):
     assert drafted(strategy.report)[0] == 3  # nothing is known of another target
 
 
-def test_the_function_goes_on_as_a_strategy_does():
+def test_the_function_begins_anew_in_each_call():
+    """Nothing of a call is remembered for the next one but times."""
     target = tiny()
-    draft, firsts = near(target, 0), []
-    for schedule in ("heuristic", "heuristic", "heuristic_transient"):
-        asked = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": schedule}
-        both = {"model": target, "draft_model": draft, "return_dict_in_generate": True}
-        output = generate(**prompts(2), **GREEDY, **asked, **both)
-        firsts.append(drafted(output.speculation_report)[0])
-    assert firsts[0] == firsts[2] == 2
-    assert firsts[1] > 2
+    draft = near(target, 0)
+    asked = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic", "return_dict_in_generate": True}
+    for _ in range(2):
+        output = generate(**prompts(2), **GREEDY, **asked, model=target, draft_model=draft)
+        assert drafted(output.speculation_report)[:3] == [2, 4, 6]
 
 
-def test_a_schedule_looks_at_all_rows():
-    """It grows only after a round in which each decoding row kept all."""
-    target = tiny()
-    draft = near(target, 0.02)
-    strategy = SpeculativeDecoding(draft)
+def test_each_row_has_a_schedule_of_its_own():
+    """It goes by the rounds of the row, and by the room that the row has."""
+    target, new_tokens = tiny(), 60
+    strategy = SpeculativeDecoding(near(target, 0.02))
     settings = {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}
-    target.generate(**prompts(4), **GREEDY | {"max_new_tokens": 60}, **settings, custom_generate=strategy)
-    histories = [[r for r in rows if r.drafted] for rows in strategy.report.history]
-    wanted, seen = 2, set()
-    for number in range(max(map(len, histories))):
-        rounds = [rows[number] for rows in histories if len(rows) > number]
-        assert {r.drafted for r in rounds} <= set(range(1, wanted + 1))
-        if len(rounds) == 4:
-            assert {r.drafted for r in rounds} == {wanted}
-        kept = all(r.accepted == r.drafted for r in rounds)
-        seen.add(kept)
-        wanted = wanted + 2 if kept else max(1, wanted - 1)
+    target.generate(**prompts(4), **GREEDY | {"max_new_tokens": new_tokens}, **settings, custom_generate=strategy)
+    seen = set()
+    for first, *rounds in strategy.report.history:
+        wanted, left = 2, new_tokens - first.emitted
+        for record in rounds:
+            assert record.drafted == min(wanted, left - 1)
+            left -= record.emitted
+            if record.drafted:
+                seen.add(record.accepted == record.drafted)
+                wanted = wanted + 2 if record.accepted == record.drafted else max(1, wanted - 1)
     assert seen == {True, False}
+    assert len({tuple(record.drafted for record in row) for row in strategy.report.history}) == 4
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])
@@ -146,19 +144,37 @@ def test_threshold(models: Any, mode: str, where: str):
             assert torch.equal(output, expected)
 
 
-def test_a_threshold_waits_for_the_last_row():
-    """A round goes on until every row has met it, so rounds are as long as the surest row's."""
+def alone(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
+    """One row of a batch, without pads."""
+    return {name: value[row : row + 1, inputs["attention_mask"][row].bool()] for name, value in inputs.items()}
+
+
+APART = {
+    "threshold": {"assistant_confidence_threshold": 0.3},
+    "heuristic": {"num_assistant_tokens_schedule": "heuristic_transient"},
+}
+
+
+@pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])
+@pytest.mark.parametrize("asked", APART)
+def test_rows_draft_and_draw_as_alone(asked: str, mode: str):
+    """A threshold and a schedule end each row's draft for itself, so under seeds its mates do not matter."""
     target = tiny()
-    draft = near(target, 0.02)
-    lengths = []
-    for rows in (1, 4):
-        strategy = SpeculativeDecoding(draft)
-        settings = {"do_sample": False, "max_new_tokens": 60, "num_assistant_tokens": 4}
-        settings |= {"assistant_confidence_threshold": 0.7}
-        target.generate(**prompts(rows), **settings, custom_generate=strategy)
-        lengths.append(drafted(strategy.report))
-    assert 1 in lengths[0]
-    assert sum(lengths[1]) / len(lengths[1]) > sum(lengths[0]) / len(lengths[0])
+    draft, inputs = near(target, 0.02), prompts(4)
+    settings = {"do_sample": mode != "greedy", "max_new_tokens": 40, "num_assistant_tokens": 4} | APART[asked]
+
+    def run(inputs: dict[str, torch.Tensor], seeds: list[int]) -> tuple[torch.Tensor, list[list[RoundRecord]]]:
+        strategy = SpeculativeDecoding(draft, verification=None if mode == "greedy" else mode)
+        seeded = {} if mode == "greedy" else {"seeds": seeds}
+        output = target.generate(**inputs, **settings, **seeded, custom_generate=strategy)
+        return output[:, -40:], strategy.report.history
+
+    texts, histories = run(inputs, [0, 1, 2, 3])
+    assert len({tuple(record.drafted for record in row) for row in histories}) > 1
+    for row in range(4):
+        text, (history,) = run(alone(inputs, row), [row])
+        assert torch.equal(texts[row], text[0])
+        assert histories[row] == history
 
 
 @pytest.mark.parametrize(

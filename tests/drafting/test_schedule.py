@@ -1,16 +1,25 @@
-"""The number of candidates, its schedule and the confidence threshold: where they count, and what they do."""
+"""The number of candidates, its schedule and the confidence threshold: where they count, and what each row drafts."""
 
-from collections.abc import Callable
+import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from scipy import stats
+from rounds import made_round
 from transformers import GenerationConfig
 
-from hf_specx.drafting.draft_length import Outcome
-from hf_specx.drafting.schedule import UNSET, Confidence, Drafting, Schedule, choose_drafting, given_drafting
-from hf_specx.sampling.verify import Verdict, verify_block, verify_token
+from hf_specx.common.batch import Batch
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.schedule import (
+    UNSET,
+    Auto,
+    Drafting,
+    Resting,
+    Schedule,
+    choose_drafting,
+    given_drafting,
+    make_schedule,
+)
 
 
 def filled(**settings) -> GenerationConfig:
@@ -63,87 +72,103 @@ def test_given_drafting_asks_the_call_then_the_configs():
     assert given_drafting({}, first, second) == {"num_assistant_tokens": 20, "assistant_confidence_threshold": 0.0}
 
 
+def some_batch(rows: int = 3) -> Batch:
+    """Each row has emitted one token."""
+    batch = Batch(torch.ones(rows, 4, dtype=torch.int64), None, 0)
+    batch.emit(torch.ones(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64), [1] * rows)
+    return batch
+
+
+def moving(schedule: str, number: int = 2, room: int | None = None, earlier: Schedule | None = None) -> Schedule:
+    return make_schedule(Drafting(number, schedule), None, "greedy", some_batch(), room, earlier)
+
+
 @pytest.mark.parametrize(
     ("schedule", "wanted"),
     [("constant", [2, 2, 2, 2, 2, 2]), ("heuristic", [4, 3, 2, 1, 1, 3]), ("heuristic_transient", [4, 3, 2, 1, 1, 3])],
 )
 def test_schedules_move_as_in_stock(schedule: str, wanted: list[int]):
-    moving = Schedule()
-    moving.begin(Drafting(2, schedule), 2)
-    assert moving.wanted == 2
+    numbers = moving(schedule)
+    assert numbers(some_batch(1)) == [2]
     seen = []
     for all_accepted in (True, False, False, False, False, True):
-        moving.update(Outcome(1, all_accepted, [[1.0]], [9]), 1)
-        seen.append(moving.wanted)
+        numbers.observe(made_round([1], [int(all_accepted)]))
+        seen += numbers(some_batch(1))
     assert seen == wanted
+
+
+def test_each_row_goes_by_its_own_rounds():
+    """One that had no candidates, or has left, is where it was."""
+    numbers = moving("heuristic")
+    numbers.observe(made_round([2, 2, 0], [2, 1, 0]))
+    assert numbers(some_batch()) == [4, 1, 2]
+    numbers.observe(made_round([4], [4], rows=[0]))
+    assert numbers(some_batch()) == [6, 1, 2]
+
+
+def test_rows_draft_no_more_than_they_can_emit():
+    """And nothing before their first token, or where they are over."""
+    numbers, batch = moving("constant", 3, room=4), some_batch()
+    assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
+    assert numbers(batch) == [2, 2, 2]
+    batch.counts = [1, 2, 4]
+    assert numbers(batch) == [2, 1, 0]
+    batch.over = torch.tensor([True, False, False])
+    assert numbers(batch) == [0, 1, 0]
+    assert moving("constant", 3)(batch) == [0, 3, 3]  # where all ranks must draft alike
 
 
 @pytest.mark.parametrize(("schedule", "wanted"), [("constant", 2), ("heuristic", 4), ("heuristic_transient", 2)])
 def test_heuristic_goes_on_in_the_next_call(schedule: str, wanted: int):
-    moving = Schedule()
-    moving.begin(Drafting(2, schedule), 2)
-    moving.update(Outcome(1, True, [[1.0]], [9]), 1)
-    moving.begin(Drafting(2, schedule), 2)
-    assert moving.wanted == wanted
-    moving.begin(Drafting(5, schedule), 5)
-    assert moving.wanted == 5
+    first = moving(schedule)
+    first.observe(made_round([1], [1]))
+    first.end()
+    assert moving(schedule, earlier=first)(some_batch(1)) == [wanted]
+    assert moving(schedule, 5, earlier=first)(some_batch(1)) == [5]
 
 
-def test_a_round_ends_once_every_row_was_unsure():
-    def scores(*probs: float) -> torch.Tensor:
-        return torch.tensor([[p, 1 - p] for p in probs]).log()
-
-    first, second = torch.zeros(2, dtype=torch.long), torch.ones(2, dtype=torch.long)
-    confidence = Confidence(0.5)
-    assert not confidence.is_lost(scores(0.9, 0.4), first)
-    assert not confidence.is_lost(scores(0.9, 0.9), first)
-    assert confidence.is_lost(scores(0.9, 0.1), second)
-    assert not Confidence(0.5).is_lost(scores(0.5, 0.1), first)
-    assert Confidence(0.5).is_lost(scores(torch.nan, 0.1), first)
-    assert not Confidence(0.0).is_lost(scores(0.0, 0.0), first)
+def test_the_next_call_begins_with_the_mean_of_the_rows():
+    first = moving("heuristic", 3)
+    for _ in range(2):
+        first.observe(made_round([1, 1, 1], [1, 1, 0]))
+    first.end()
+    assert first(some_batch()) == [7, 7, 1]
+    assert moving("heuristic", 3, earlier=first)(some_batch()) == [5, 5, 5]
 
 
-P = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.3, 0.3, 0.4]])  # the target's law of a token behind each other
-Q = torch.tensor([[0.4, 0.35, 0.25], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3]])  # the draft's
-DRAFTED = 3
+def test_a_row_that_keeps_nothing_rests_for_longer_each_time():
+    """For 8 rounds, then 16; the others do not."""
+    resting, lengths = Resting(), []
+    for _ in range(60):
+        lengths.append([0 if resting.rests(row) else 2 for row in range(2)])
+        resting.observe(made_round(lengths[-1], [0, 1]))
+    assert {length for _, length in lengths} == {2}
+    drafted = [n for n, (length, _) in enumerate(lengths) if length]
+    first = drafted.index(drafted[-1]) - 1
+    assert drafted[:first] == list(range(first))
+    assert 8 < first < 14  # it takes a while until a row that was taken to keep one is known to keep none
+    assert [b - a - 1 for a, b in itertools.pairwise(drafted[first - 1 :])] == [8, 16]
 
 
-def draw_rounds(verify: Callable[..., Verdict], keeps: bool, rows: int) -> torch.Tensor:
-    """Three tokens [N, 3] of each text: a round of its own length, then plain steps.
-
-    Args:
-        verify: token or block verification.
-        keeps: whether the candidate below the threshold, 0.38, is kept; if not, the law must come out wrong.
-    """
-    torch.manual_seed(0)
-    drafts = [torch.zeros(rows, dtype=torch.long)]
-    for _ in range(DRAFTED):
-        drafts.append(Q[drafts[-1]].multinomial(1)[:, 0])
-    contexts = torch.stack(drafts, 1)  # [N, 1 + K], the prompt first
-    sure = Q[contexts[:, :-1]].gather(2, contexts[:, 1:, None])[..., 0] >= 0.38
-    lengths = (sure.long().cumprod(1).sum(1) + keeps).clamp(max=DRAFTED)
-    texts = torch.empty(rows, DRAFTED, dtype=torch.long)
-    for length in range(DRAFTED + 1):
-        here = (lengths == length).nonzero()[:, 0]
-        given, laws = contexts[here, : length + 1], P[contexts[here, : length + 1]]
-        uniforms, choice = torch.rand(len(here), length).double(), torch.rand(len(here)).double()
-        accepted, token, _ = verify(given[:, 1:], Q[given[:, :-1]], laws, uniforms, choice)
-        for place in range(DRAFTED):
-            plain = P[token].multinomial(1)[:, 0]
-            drafted = contexts[here, place + 1]
-            token = torch.where(place > accepted, plain, token)
-            texts[here, place] = torch.where(place < accepted, drafted, token)
-    return texts
+def test_a_row_that_has_rested_goes_on_if_its_draft_has_become_good():
+    resting = Resting()
+    while not resting.rests(0):
+        resting.observe(made_round([3], [0]))
+    while resting.rests(0):
+        resting.observe(made_round([0], [0]))
+    for _ in range(20):
+        resting.observe(made_round([3], [3]))
+        assert not resting.rests(0)
 
 
-@pytest.mark.parametrize("verify", [verify_token, verify_block])
-def test_a_round_that_ends_by_its_own_candidates_keeps_the_law(verify: Callable[..., Verdict]):
-    """A chi-square test, which fails by chance with probability 1e-6; without the last candidate it has to."""
-    law = torch.einsum("a,ab,bc->abc", P[0], P, P).flatten().double()
-    p_values = []
-    for keeps in (True, False):
-        texts = draw_rounds(verify, keeps, 100_000)
-        seen = (texts * torch.tensor([9, 3, 1])).sum(1).bincount(minlength=27)
-        p_values.append(stats.chisquare(seen.numpy(), (law / law.sum() * len(texts)).numpy()).pvalue)
-    assert p_values[0] > 1e-6
-    assert p_values[1] < 1e-12
+@pytest.mark.parametrize("together", [False, True])
+def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
+    """Not where rows advance by the least of the batch: there all draft the same number, or none."""
+    costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
+    auto, batch, seen = Auto(costs, "greedy", 3, 100, together), some_batch(), []
+    for _ in range(30):
+        seen.append(auto(batch))
+        auto.observe(made_round(seen[-1], [seen[-1][0], seen[-1][1], 0], batch=batch))
+    assert all(first == second for first, second, _ in seen)
+    assert any(first > 0 == third for first, _, third in seen) is not together
+    assert all(first == third for first, _, third in seen) is together

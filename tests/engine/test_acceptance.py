@@ -1,4 +1,4 @@
-"""Acceptance, through `generate`: at each position it is the overlap of the laws, and block keeps more than token.
+"""Acceptance, through `generate`: at each position it is the overlap of p and q, and block keeps more than token.
 
 The seeds are fixed. Bounds are five standard errors, a false alarm of 6e-7 for each comparison and 4e-6 for the file.
 """
@@ -12,7 +12,8 @@ from tiny import tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculationReport, SpeculativeDecoding
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.common.round import Round
+from hf_specx.engine.plan import Listener
 
 
 VOCAB_SIZE = 5
@@ -30,9 +31,10 @@ def models() -> tuple[PreTrainedModel, PreTrainedModel]:
     return tiny("llama", seed=0, **sizes), tiny("llama", seed=12, **sizes)
 
 
-def sample(draft: PreTrainedModel, verification: str, batches: int) -> list[SpeculationReport]:
+def sample(draft: PreTrainedModel, verification: str, batches: int, *listeners: Listener) -> list[SpeculationReport]:
     """Reports of calls whose first round has room for all candidates."""
     strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
+    strategy.listeners = listeners
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NUM_DRAFT_TOKENS + 2}
     torch.manual_seed(0)
     reports = []
@@ -57,30 +59,32 @@ def exact_accepted_length(verification: str) -> float:
     return length
 
 
-def test_acceptance_is_the_overlap_at_each_position(monkeypatch: pytest.MonkeyPatch):
+class Overlaps:
+    """Listens: candidates that a row kept in a round, and the overlap at each that it drafted."""
+
+    def __init__(self):
+        self.seen: list[tuple[int, list[float]]] = []
+
+    def observe(self, done: Round) -> None:
+        self.seen += zip(done.accepted, done.overlap, strict=True)
+
+
+def test_acceptance_is_the_overlap_at_each_position():
     """Token verification: given its prefix, a candidate is kept with probability o = sum_x min(p, q).
 
     So kept - o are increments of a martingale, of variance o (1 - o).
     """
-    judge, seen = RejectionRule.judge, []
-
-    def noted(self, sequences, draft, scores):
-        judgement = judge(self, sequences, draft, scores)
-        verdict, overlap = judgement[:2]
-        seen.extend(zip(verdict.accepted.tolist(), overlap.double().tolist(), strict=True))
-        return judgement
-
-    monkeypatch.setattr(RejectionRule, "judge", noted)
-    reports = sample(models()[1], "token", batches=20)
+    overlaps = Overlaps()
+    reports, seen = sample(models()[1], "token", 20, overlaps), overlaps.seen
     for i in range(NUM_DRAFT_TOKENS):
         judged = [(accepted > i, overlap[i]) for accepted, overlap in seen if accepted >= i and len(overlap) > i]
         surplus = sum(kept - overlap for kept, overlap in judged)
         variance = sum(overlap * (1 - overlap) for _, overlap in judged)
         assert len(judged) > 5_000
         assert abs(surplus) < 5 * math.sqrt(variance)
-    overlaps = [o for accepted, overlap in seen for o in overlap[: accepted + 1]]
-    assert sum(r.judged for r in reports) == len(overlaps)
-    assert math.isclose(sum(r.alpha * r.judged for r in reports), sum(overlaps), rel_tol=1e-5)
+    of_judged = [o for accepted, overlap in seen for o in overlap[: accepted + 1]]
+    assert sum(r.judged for r in reports) == len(of_judged)
+    assert math.isclose(sum(r.alpha * r.judged for r in reports), sum(of_judged), rel_tol=1e-5)
     assert sum(r.accepted for r in reports) == sum(accepted for accepted, _ in seen)
 
 

@@ -25,7 +25,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import hf_specx
 from hf_specx import SpeculativeDecoding
-from hf_specx.engine.ranks import Peers, synced_by_default
+from hf_specx.drafting.candidates import no_candidates
+from hf_specx.engine.ranks import Ranks, is_synced, synced_by_default
 
 
 RANKS = 2
@@ -145,13 +146,13 @@ def compare_sharded(rank: int) -> None:
     assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
 
 
-def idle_without_drafting(self, target, drafter, processors, sequences, num_draft_tokens) -> None:
-    target(sequences, 1, 0, 1)
+def idle_without_drafting(self, target, drafter, processors, batch, schedule) -> None:
+    target(batch, no_candidates(batch))
 
 
 def drafts_left_out(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "idle", idle_without_drafting)
+        patch.setattr(Ranks, "idle", idle_without_drafting)
         compare("sampled", rank, synced_gpus=True)
 
 
@@ -181,7 +182,7 @@ def play(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What came of each case, on each rank."""
-    folder = tmp_path_factory.mktemp("peers")
+    folder = tmp_path_factory.mktemp("ranks")
     multiprocessing.spawn(play, (str(folder),), RANKS)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
@@ -199,10 +200,10 @@ def test_ranks_out_of_step_are_seen(outcomes: list[dict[str, str]], name: str):
 
 def test_alone_there_is_nobody_to_meet():
     target, draft = models("llama")
-    peers = Peers(True, torch.device("cpu"))
-    assert not peers.synced
-    assert peers.all_finished(True)
-    assert not peers.all_finished(False)
+    assert not is_synced(True, target, draft)
+    ranks = Ranks(False, torch.device("cpu"))
+    assert ranks.all_finished(True)
+    assert not ranks.all_finished(False)
     expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
     output = hf_specx.generate(
         model=target, draft_model=draft, **prompts(2), do_sample=False, max_new_tokens=9, synced_gpus=True

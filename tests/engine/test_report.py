@@ -1,14 +1,12 @@
 """The counters and ratios of a report, from rounds written by hand."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
+from rounds import made_round
 from tiny import near, prompts, tiny
 
 from hf_specx import Costs, SpeculationReport, SpeculativeDecoding
-from hf_specx.engine import report
 from hf_specx.engine.report import RoundRecord
 
 
@@ -18,10 +16,10 @@ COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 
 def three_rounds(costs: Costs | None = None) -> SpeculationReport:
     """The prompt's step, two rounds of 3 candidates and one of 1; row 1 ends in the second, at 2 of its 3 tokens."""
     made = SpeculationReport("token", "ragged", "chosen", rows=2, costs=costs)
-    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
-    made.observe([0, 1], 3, [3, 1], [4, 2], torch.tensor(3.5))  # judged 3 + 2
-    made.observe([0, 1], 3, [0, 2], [1, 2], torch.tensor(1.5))  # judged 1 + 3
-    made.observe([0], 1, [1], [2], torch.tensor(0.5))  # judged 1
+    made.observe(made_round([0, 0], [0, 0]))
+    made.observe(made_round([3, 3], [3, 1], overlap=[[1.0, 0.5, 1.0], [0.75, 0.25, 9.0]]))  # judged 3 + 2
+    made.observe(made_round([3, 3], [0, 2], [1, 2], overlap=[[0.5, 9.0, 9.0], [0.25, 0.5, 0.25]]))  # judged 1 + 3
+    made.observe(made_round([1], [1], overlap=[[0.5]]))  # judged 1
     made.finish(2.0, COLUMNS)
     return made
 
@@ -59,7 +57,7 @@ def test_history_is_kept_by_row():
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
     made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
-    made.observe([0, 1], 3, [3, 1], [2, 2], torch.tensor(3.5), gained=[2, 2])
+    made.observe(made_round([3, 3], [3, 1], [2, 2], gained=[2, 2]))
     assert made.mean_acceptance_length == 3
     assert made.tokens_per_round == 2
     assert made.forward_limited_speedup == pytest.approx(2)
@@ -68,9 +66,9 @@ def test_lockstep_gains_what_the_least_row_accepted():
 def test_tokens_behind_the_last_column_are_not_emitted():
     """A row that ran ahead of the others keeps its accepted tokens, but what was cut off is not in the text."""
     made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe([0, 1], 0, [0, 0], [1, 1], torch.tensor(0.0))
-    made.observe([0, 1], 4, [4, 0], [5, 1], torch.tensor(4.5))
-    made.observe([0, 1], 4, [4, 1], [5, 2], torch.tensor(5.5))
+    made.observe(made_round([0, 0], [0, 0]))
+    made.observe(made_round([4, 4], [4, 0]))
+    made.observe(made_round([4, 4], [4, 1]))
     made.finish(1.0, columns=4)
     assert made.emitted_per_row == [4, 4]
     assert [record.emitted for record in made.history[0]] == [1, 3, 0]
@@ -100,19 +98,36 @@ def test_plain_steps_count_in_predictions_and_nowhere_else():
     assert plain.expected_speedup == pytest.approx((made.expected_speedup * 8.25 + 4) / (8.25 + 4))
 
 
+def test_rows_of_a_round_may_draft_unlike_numbers():
+    """One that drafts nothing takes a plain step; one that had ended before takes none, and is not counted."""
+    made = SpeculationReport("block", "ragged", "chosen", rows=3)
+    made.observe(made_round([0, 0, 0], [0, 0, 0]))
+    made.observe(made_round([3, 1, 0], [1, 1, 0]))
+    made.observe(made_round([2, 0, 0], [2, 0, 0], gained=[3, 0, 1]))
+    assert (made.rounds, made.plain_steps, made.num_draft_tokens) == (2, 1, 3)
+    assert (made.drafted, made.judged, made.accepted) == (6, 2 + 1 + 2, 4)
+    assert made.rounds_per_row == [2, 1, 0]
+    assert made.drafted_per_row == [5, 1, 0]
+    assert made.drafted_per_position == [3, 2, 1]
+    assert made.judged_per_position == [3, 2, 0]
+    assert made.accepted_per_position == [3, 1, 0]
+    assert list(map(len, made.history)) == [3, 2, 3]
+    assert made.mean_draft_tokens == 6 / 3
+
+
 def test_steps_without_candidates_are_told_apart():
     made = three_rounds()
     assert (made.rounds, made.plain_steps) == (3, 1)
-    made.observe([0], 0, [0], [1], torch.tensor(0.0))
+    made.observe(made_round([0], [0]))
     assert (made.rounds, made.plain_steps) == (3, 2)
     assert (made + three_rounds()).plain_steps == 3
 
 
 def test_survival_rate_goes_by_all_drafted_positions():
     made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe([0, 1], 2, [2, 0], [3, 1], torch.tensor(1.0), survival=[[1.0, 0.5], [0.4, 0.1]])
+    made.observe(made_round([2, 2], [2, 0], survival=[[1.0, 0.5], [0.4, 0.1]]))
     assert made.survival_rate == pytest.approx((1.5 + 0.5) / (2 + 1.4))
-    made.observe([1], 0, [0], [1], torch.tensor(0.0), survival=[[]])
+    made.observe(made_round([0], [0], rows=[1]))
     assert made.survival_rate == pytest.approx(2 / 3.4)
     assert (made + made).survival == pytest.approx((4, 6.8))
     assert SpeculationReport("block", "ragged", "chosen", rows=2).survival_rate == 0
@@ -151,7 +166,7 @@ def test_empty(finished: bool):
     """Before any round, and where nothing was drafted."""
     made = SpeculationReport("block", "ragged", "chosen", rows=3)
     if finished:
-        made.observe([0, 1, 2], 0, [0, 0, 0], [1, 1, 1], torch.tensor(0.0))
+        made.observe(made_round([0, 0, 0], [0, 0, 0]))
         made.finish(0.1, columns=1)
     assert (made.rounds, made.drafted, made.judged, made.accepted) == (0, 0, 0, 0)
     assert made.rounds_per_row == [0, 0, 0]
@@ -164,23 +179,29 @@ def test_empty(finished: bool):
 
 def test_histories_are_not_shared():
     made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe([1], 2, [1], [2], torch.tensor(1.0))
+    made.observe(made_round([2], [1], rows=[1]))
     assert [len(row) for row in made.history] == [0, 1]
     assert SpeculationReport("block", "ragged", "chosen", rows=2).history == [[], []]
 
 
-def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch):
-    clock = iter([1.0, 3.0, 10.0, 10.5])
-    monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+def test_phases_are_timed():
     made = SpeculationReport("block", "ragged", "chosen", rows=1)
+    for phase, seconds in (("draft", 2.0), ("target", 1.0), ("draft", 0.5)):
+        made.note_time(phase, seconds)
+    assert made.seconds == {"draft": 2.5, "target": 1.0}
+    assert made.laps == {"draft": [2.0, 0.5], "target": [1.0]}
 
-    def more(number: int) -> int:
-        return number + 1
 
-    draft = made.timed("draft", more)
-    assert (draft(1), draft(2)) == (2, 3)
-    assert made.seconds == {"draft": 2.5}
-    assert sum(made.laps["draft"]) == 2.5
+def test_every_round_has_a_lap_of_each_phase():
+    """The first is of the prompts' own step."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
+    target.generate(**prompts(3), do_sample=False, max_new_tokens=12, custom_generate=strategy)
+    made = strategy.report
+    assert {name: len(laps) for name, laps in made.laps.items()} == dict.fromkeys(
+        ("draft", "target", "verify"), made.rounds + made.plain_steps
+    )
+    assert sum(map(sum, made.laps.values())) < made.seconds["total"]
 
 
 def test_several_calls_add_up():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from collectors import Collector, RowCollector, Words
+from rounds import made_round
 from test_stopping import RowSumIs
 from tiny import near, prompts, tiny
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -14,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specx import BatchStreamer, SpeculativeDecoding
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
 from hf_specx.engine.streaming import Stream
 from hf_specx.sampling.stopping import Stopping
 
@@ -23,50 +25,46 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 TIMEOUT = 60
 
 
-def emitted(count: int, rows: int = 1) -> tuple[Batch, Stopping]:
-    """Prompts of which every row has emitted the tokens 1, 2, ..."""
+def started(rows: int = 1) -> tuple[Batch, Stopping]:
+    """Prompts, and what ends their rows."""
     inputs = prompts(rows)
-    sequences = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
-    append(sequences, torch.arange(1, count + 1).expand(rows, -1))
-    return sequences, Stopping(StoppingCriteriaList(), sequences.width, sequences.width + 30)
+    batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
+    return batch, Stopping(StoppingCriteriaList(), batch.width, batch.width + 30)
 
 
-def append(sequences: Batch, tokens: torch.Tensor) -> None:
-    counts = [tokens.shape[1]] * len(tokens)
-    sequences.append(tokens, torch.tensor(counts), counts)
+def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) -> Round:
+    """Take in tokens [R, n], or as many of each row; the round is one as far as a stream looks at it."""
+    counts = [tokens.shape[1]] * len(tokens) if counts is None else counts
+    batch.emit(tokens, torch.tensor(counts), counts)
+    return made_round([0] * len(tokens), [0] * len(tokens), batch=batch)
 
 
 @pytest.mark.parametrize(("by", "parts"), [("token", [[1], [2], [3]]), ("run", [[1, 2, 3]])])
 def test_by_token_or_by_run(by: str, parts: list[list[int]]):
-    sequences, stopping = emitted(0)
+    batch, stopping = started()
     collector = Collector()
-    stream = Stream(collector, by)
-    stream.prompt(sequences)
-    append(sequences, torch.tensor([[1, 2, 3]]))
+    stream = Stream(collector, by, stopping)
+    stream.prompt(batch)
+    done = emit(batch, torch.tensor([[1, 2, 3]]))
     for _ in range(2):  # the second time there is nothing new
-        stream.put(sequences, stopping)
-    stream.end()
-    stream.end()
+        stream.observe(done)
     assert torch.equal(collector.puts[0], prompts(1)["input_ids"])
     assert [value.tolist() for value in collector.puts[1:]] == parts
-    assert collector.ends == 1
 
 
 def test_nobody_listens():
-    stream = Stream(None)
+    stream = Stream(None, "token", None)
     stream.prompt(None)
-    stream.put(None, None)
-    stream.end()
+    stream.observe(None)
 
 
 @pytest.mark.parametrize(("by", "parts"), [("token", [[7], [8]]), ("run", [[7, 8]])])
 def test_rows_are_tagged_and_their_prompts_have_no_pads(by: str, parts: list[list[int]]):
-    sequences, stopping = emitted(0, rows=3)
+    batch, stopping = started(3)
     collector = RowCollector()
-    stream = Stream(collector, by)
-    stream.prompt(sequences)
-    append(sequences, torch.tensor([[7, 8]] * 3))
-    stream.put(sequences, stopping)
+    stream = Stream(collector, by, stopping)
+    stream.prompt(batch)
+    stream.observe(emit(batch, torch.tensor([[7, 8]] * 3)))
     for row, (ids, mask) in enumerate(zip(*prompts(3).values(), strict=True)):
         assert collector.rows[row] == [ids[mask.bool()].tolist(), *parts]
     assert not collector.ended
@@ -74,24 +72,21 @@ def test_rows_are_tagged_and_their_prompts_have_no_pads(by: str, parts: list[lis
 
 def test_a_row_that_has_stopped_does_not_wait_for_those_behind_it():
     """Without an end token it is sure to stay as far as it has come, and nothing is handed over twice."""
-    sequences, stopping = emitted(3, rows=2)
+    batch, stopping = started(2)
     collector = RowCollector()
-    stream = Stream(collector, "run")
-    stream.prompt(sequences)
-    stream.put(sequences, stopping)
+    stream = Stream(collector, "run", stopping)
+    stream.prompt(batch)
+    stream.observe(emit(batch, torch.tensor([[1, 2, 3]] * 2)))
     assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3]]] * 2
-    sequences.append(torch.tensor([[4, 5, 6]] * 2), torch.tensor([3, 0]), [3, 0])
-    stream.put(sequences, stopping)
+    done = emit(batch, torch.tensor([[4, 5, 6]] * 2), [3, 0])
+    stream.observe(done)
     stopping.stopped_at[0] = 6
     for _ in range(2):
-        stream.put(sequences, stopping)
+        stream.observe(done)
     assert [parts[1:] for parts in collector.rows.values()] == [[[1, 2, 3], [4, 5, 6]], [[1, 2, 3]]]
-    sequences.append(torch.tensor([[7], [8]]), torch.tensor([1, 1]), [1, 1])
-    stream.put(sequences, stopping)
-    assert [parts[-1] for parts in collector.rows.values()] == [
-        [4, 5, 6],
-        [8],
-    ]  # 7 is sure to stay when row 1 is there
+    stream.observe(emit(batch, torch.tensor([[7], [8]])))
+    # 7 is sure to stay when row 1 is there
+    assert [parts[-1] for parts in collector.rows.values()] == [[4, 5, 6], [8]]
 
 
 def test_the_parts_of_rows_come_with_their_numbers():
@@ -204,8 +199,7 @@ def test_rows_get_their_texts(settings: dict, stream_by: str):
         assert prompt == output[row, :11][mask[row]].tolist()
         text = [token for part in parts for token in part]
         assert text == output[row, 11 : 11 + report.emitted_per_row[row]].tolist()
-        one_by_one = stream_by == "token" or "logits_processor" in settings
-        assert {len(part) for part in parts} == {1} if one_by_one else len(parts) < len(text)
+        assert {len(part) for part in parts} == {1} if stream_by == "token" else len(parts) < len(text)
     assert collector.ends == 1
     assert collector.ended.keys() == (set(range(rows)) if "eos_token_id" in settings else set())
 

@@ -27,9 +27,10 @@ def test_stock_noise_in_any_order_and_from_saved_states():
     for window in (0, 2, 100):
         torch.manual_seed(0)
         noise = StockNoise(3, torch.device("cpu"), window)
-        sequences = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
+        noise.begin()
+        batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
         for position in (2, 0, 5, 2, 1, 5, 0):
-            assert torch.equal(noise.at(sequences, like, position)[:, 0], expected[position])
+            assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
         noise.finish(4)
         assert torch.equal(torch.empty(3, 7).exponential_(), expected[4])
 
@@ -39,10 +40,11 @@ def test_rows_that_drifted_apart_get_their_own_positions():
     expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])
     torch.manual_seed(0)
     noise = StockNoise(3, torch.device("cpu"), window=4)
-    sequences = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
-    sequences.counts = [5, 0, 2]
-    sequences.retire([1])
-    drawn = noise.at(sequences, torch.empty(2, 3, 7), ahead=0)
+    noise.begin()
+    batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
+    batch.counts = [5, 0, 2]
+    batch.retire([1])
+    drawn = noise.at(batch, torch.empty(2, 3, 7), ahead=0)
     assert torch.equal(drawn[0], expected[5:8, 0])
     assert torch.equal(drawn[1], expected[2:5, 2])
 
@@ -52,19 +54,21 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     positions, draw = [], StockNoise._draw
     monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
     noise = StockNoise(2, torch.device("cpu"), window=4)
-    sequences, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
-    for sequences.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
-        noise.at(sequences, like, ahead=0)
+    noise.begin()
+    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    for batch.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
+        noise.at(batch, like, ahead=0)
     assert positions == list(range(8))
     assert [sorted(held) for held in noise.held] == [[2, 3, 4], [5, 6, 7]]
-    sequences.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
-    noise.at(sequences, like, ahead=0)
+    batch.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
+    noise.at(batch, like, ahead=0)
     assert positions[8:] == [5, 6, 8, 9, 10]
 
 
 def test_the_three_streams_differ():
     torch.manual_seed(0)
     rule = RejectionRule(True, torch.device("cpu"))
+    rule.begin()
     seeds = {g.initial_seed() for g in (s.generators[0] for s in (rule.drafts, rule.uniforms, rule.residuals))}
     assert len(seeds) == 3
 

@@ -1,0 +1,221 @@
+"""Numbers of candidates that change from round to round and row to row, through `generate`: exact, the draft in step.
+
+The chi-square tests at the end fail by chance with probability 1e-6.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import test_law
+import torch
+import zoo
+from tiny import Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import Costs, SpeculativeDecoding
+from hf_specx.common.round import Round
+from hf_specx.drafting import candidates, schedule
+from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.schedule import Drafting, Schedule
+
+
+FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
+KNOWN = {"target": {1: 1.0, 9: 1.6}, "draft": 0.1}
+GREEDY, COUPLED = {"do_sample": False}, {"do_sample": True, "top_k": 0}
+NEW_TOKENS = 60
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+EXACT = [("llama", layout) for layout in LAYOUTS]
+EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qwen3_next", "lfm2")]
+EXACT += [("t5", "padded"), ("t5", "lockstep")]
+
+
+class Forced(Schedule):
+    """Drafts given numbers in turns."""
+
+    def __init__(self, *given: Any, numbers: Iterable[int] = FORCED):
+        super().__init__(Drafting(), MAX_DRAFT_TOKENS, room=given[3])
+        self.numbers = itertools.cycle(numbers)
+        self.wanted = next(self.numbers)
+
+    @property
+    def rests(self) -> bool:
+        return not self.wanted
+
+    def number(self, row: int) -> int:
+        return self.wanted
+
+    def observe(self, done: Round) -> None:
+        self.wanted = next(self.numbers)
+
+
+class Uneven(Forced):
+    """Each row is elsewhere among the numbers, so that some rows draft while others do not."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.step = 0
+
+    @property
+    def rests(self) -> bool:
+        return False
+
+    def number(self, row: int) -> int:
+        return FORCED[(self.step + 4 * row) % len(FORCED)]
+
+    def observe(self, done: Round) -> None:
+        self.step += 1
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule, "Auto", Forced)
+
+
+def known(rows: int = 4) -> Costs:
+    return Costs({rows: KNOWN})
+
+
+def run(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any):
+    torch.manual_seed(5)
+    return target.generate(**inputs, **{"max_new_tokens": NEW_TOKENS} | settings, custom_generate=strategy)
+
+
+def drafted(strategy: SpeculativeDecoding) -> list[int]:
+    """Candidates of each step of row 0 behind its prompt."""
+    return [record.drafted for record in strategy.report.history[0][1:]]
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.parametrize("numbers", [Forced, Uneven])
+def test_numbers_that_change_give_the_text_of_stock(
+    monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], model_type: str, layout: str, settings: dict
+):
+    """Rows end at different steps, so that some leave while the draft is away."""
+    monkeypatch.setattr(schedule, "Auto", numbers)
+    kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
+    target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
+    inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
+    free = run(target, inputs, **settings)
+    ends = [int(free[0, -50]), int(free[1, -9])]
+    for end in (None, ends):
+        given = settings | {"eos_token_id": end, "pad_token_id": 0}
+        expected, state = run(target, inputs, **given), torch.get_rng_state()
+        strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout, costs=known())
+        assert torch.equal(run(target, inputs, strategy, **given), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert 0 in drafted(strategy)
+        assert strategy.report.drafted > strategy.report.accepted
+        unlike = {tuple(record.drafted for record in row[:5]) for row in strategy.report.history}
+        assert (len(unlike) == 1) is (numbers is Forced)
+
+
+class Spied(SampledCandidateGenerator):
+    """Compares greedy candidates with those of a draft that reads the whole text anew."""
+
+    proposed = 0
+
+    def propose(self, batch, lengths):
+        draft = super().propose(batch, lengths)
+        for row, tokens, length in zip(batch.rows, draft.tokens, draft.lengths, strict=True):
+            text = batch.row(row)[None]
+            for candidate in tokens[:length]:
+                scores = self.model(text).logits[0, -1]
+                assert scores[candidate] > scores.max() - 1e-3
+                text = torch.cat([text, candidate[None, None]], 1)
+            type(self).proposed += length > 0
+        return draft
+
+
+@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_draft_knows_the_text_after_an_absence(monkeypatch: pytest.MonkeyPatch, layout: str):
+    """The candidates that it had proposed and that were rejected are not taken for text."""
+    monkeypatch.setattr(candidates, "SampledCandidateGenerator", Spied)
+    target = tiny()
+    for numbers in (Forced, Uneven):
+        monkeypatch.setattr(schedule, "Auto", numbers)
+        strategy = SpeculativeDecoding(near(target, 0.1), layout=layout, costs=known())
+        Spied.proposed = 0
+        run(target, prompts(4), strategy, **GREEDY)
+        assert Spied.proposed > 20
+        assert strategy.report.accepted < strategy.report.drafted
+
+
+def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    """A control of the test above."""
+    monkeypatch.setattr(Spied, "pause", lambda self, batch: None)
+    with pytest.raises(AssertionError):
+        test_the_draft_knows_the_text_after_an_absence(monkeypatch, "ragged")
+
+
+def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
+    """And one when it begins, for what was rejected; none where nothing was."""
+    numbers = (4, *[0] * 30, 3, *[0] * 100)
+    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=numbers))
+    target = tiny()
+    for noise, rests in ((0.0, 0), (0.5, 2)):
+        draft = near(target, noise)
+        with Forwards(draft) as forwards:
+            run(target, prompts(4), SpeculativeDecoding(draft, costs=known()), **GREEDY)
+        prompt, first, *others = forwards.lengths
+        assert (prompt, first) == (11, 1)
+        assert len([length for length in others if length > 28]) == 1
+        assert sum(forwards.lengths) < 11 + 4 + 3 + 30 + 2 * rests + 3
+        assert len(forwards.lengths) == 1 + 4 + 3 + rests
+
+
+def test_one_number_travels_to_the_host_a_round(monkeypatch: pytest.MonkeyPatch):
+    """All that a round decides is read at once, survival among it."""
+    target, counts, whole = tiny(), [], torch.Tensor.tolist
+    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=[0, 3]))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: counts.append(1) or whole(tensor))
+    for name in ("item", "__bool__", "__int__", "__float__"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, own=method: counts.append(1) or own(tensor))
+    seen = []
+    for new_tokens in (20, 60):
+        counts.clear()
+        strategy = SpeculativeDecoding(near(target, 0.0), costs=known())
+        run(target, prompts(4), strategy, **GREEDY, max_new_tokens=new_tokens)
+        seen.append((len(counts), len(strategy.report.history[0])))
+    assert seen[1][0] - seen[0][0] == seen[1][1] - seen[0][1] == 16
+
+
+class ByThePast(Forced):
+    """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
+
+    def observe(self, done: Round) -> None:
+        kept = sum(map(sum, done.survival)) / len(done.survival)
+        self.wanted = 3 if kept > 1.0 else int(max(done.draft.lengths) != 1)
+
+
+class EachByItsPast(Uneven):
+    """The same for each row alone."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.own = dict[int, int]()
+
+    def number(self, row: int) -> int:
+        return self.own.get(row, 2)
+
+    def observe(self, done: Round) -> None:
+        for row, chances in zip(done.rows, done.survival, strict=True):
+            self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
+
+
+@pytest.mark.parametrize("numbers", [partial(ByThePast, numbers=[2]), EachByItsPast], ids=["all", "each"])
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
+    """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
+    monkeypatch.setattr(schedule, "Auto", numbers)
+    monkeypatch.setattr(test_law, "NUM_DRAFT_TOKENS", "auto")
+    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
+    tokens = test_law.draw(verification, batches=200, rows=64)
+    assert min(test_law.p_values(tokens, test_law.exact_law([]))) > 1e-6 / 8

@@ -1,0 +1,41 @@
+"""Rounds as a test writes them by hand."""
+
+from typing import Any
+
+import torch
+
+from hf_specx.common.round import Draft, Round
+
+
+def made_round(
+    lengths: list[int],
+    accepted: list[int],
+    emitted: list[int] | None = None,
+    rows: list[int] | None = None,
+    **more: Any,
+) -> Round:
+    """What was drafted and kept, of rows that had one token before; all else follows, or is said in `more`.
+
+    Args:
+        lengths: [R], candidates of each row.
+        accepted: [R], how many of them were kept.
+        emitted: [R], by default what was kept and the token after it.
+        rows: [R], by default 0, 1, ...
+        **more: other fields of `Round`. By default a candidate's chance to be kept and its overlap are 1 or 0.
+    """
+    gained = [1 + number for number in accepted]
+    kept = [[float(i < a) for i in range(k)] for k, a in zip(lengths, accepted, strict=True)]
+    fields = {
+        "batch": None,
+        "rows": list(range(len(lengths))) if rows is None else rows,
+        "draft": Draft(torch.zeros(len(lengths), max(lengths), dtype=torch.int64), lengths),
+        "before": [1] * len(lengths),
+        "emitted": gained if emitted is None else emitted,
+        "accepted": accepted,
+        "judged": [min(a + 1, k) for k, a in zip(lengths, accepted, strict=True)],
+        "gained": gained,
+        "survival": kept,
+        "overlap": kept,
+        "undefined": [max(lengths) + 1] * len(lengths),
+    }
+    return Round(**fields | more)
