@@ -25,8 +25,8 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.engine import ranks as peers
-from hf_specx.layouts.choose import choose as layouts
-from hf_specx.layouts.choose import compiled, regions
+from hf_specx.layouts import choose as layouts
+from hf_specx.layouts import compiled, regions
 
 
 IDS = prompts(2, width=6)["input_ids"]
