@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.checks_saving import check_folder
 from hf_specx.hub.export import vllm as export_vllm
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.known_pairs import BY_NAME, NAMES, embedded_folder, is_embedded, is_known
 from hf_specx.hub.publish import CODE, write_repository
-from hf_specx.hub.saving import INSIDE, REFERENCE
+from hf_specx.hub.saving import INSIDE, REFERENCE, check_folder
 from hf_specx.measure.checks_tune import looking_for
 from hf_specx.pair_files.fetch import get_files, get_pair
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.hub.checks_saving import check_folder
+from hf_specx.hub.saving import check_folder
 from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
 from hf_specx.measure.study import BATCHES, Study, Trial
 from hf_specx.measure.tune import tune as try_drafts

@@ -29,6 +29,15 @@ def is_int(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def brief(value: Any) -> str:
+    """A value as messages show it, whatever it is and however large."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "many levels deep"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def refusal(check: Callable[P, str | None]) -> Callable[P, None]:
     """Register a check that keeps text exact or files harmless; tests show of each that nothing else would.
 

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from hf_specx.common.errors import is_int, refusal, require
+from hf_specx.common.errors import brief, is_int, refusal, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.layouts.choose import LAYOUTS
 
@@ -90,7 +90,7 @@ def check_choices(num_draft_tokens: Any, verification: Any, layout: Any = "auto"
         where: what a message begins with.
     """
     number = num_draft_tokens
-    automatic, given = number == "auto", f"{where}num_draft_tokens={number!r}"
+    automatic, given = number == "auto", f"{where}num_draft_tokens={brief(number)}"
     require(automatic or is_int(number), f"{given} is not a number; give an int of 1 or more, or 'auto'.")
     require(automatic or number >= 1, f"{given} is below 1; give 1 or more, or 'auto'.")
     if verification is not None:
@@ -126,4 +126,4 @@ def similar(name: str, known: Iterable[str]) -> str:
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    require(value in known, f"{name}={value!r} is unknown; choose one of {', '.join(known)}.")
+    require(value in known, f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")
