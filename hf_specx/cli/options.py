@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_specx.hub.cards import unknown_known_pair
-from hf_specx.hub.known_pairs import BY_NAME, NAMES, is_embedded, is_known
+from hf_specx.hub.cards import check_known_name
+from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
 from hf_specx.measure.checks_tune import looking_for
 from hf_specx.pair_files.pair_config import ModelSource
@@ -132,7 +132,7 @@ def load_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
 def check_name(name: str) -> None:
     """Whether there can be a pair of this name: on the Hub it has an owner."""
     if "/" not in name and not Path(name).is_dir():
-        unknown_known_pair(name, NAMES)
+        check_known_name(name)
 
 
 def place(source: ModelSource, inside: bool) -> str:

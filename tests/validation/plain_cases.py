@@ -30,7 +30,7 @@ from hf_specx.validation.entry import check_arguments
 SAMPLED = {"do_sample": True, "top_k": 0}
 LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
 
-CASES = [
+PLAIN = [
     # What a strategy is made of
     ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
     ("draft_model='draft' is a name; load", lambda: SpeculativeDecoding(Path("draft"))),

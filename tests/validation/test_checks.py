@@ -6,7 +6,7 @@ import pytest
 import torch
 from misuse import MODELS, Closing, call, call_of_1, full_window, function, get, two_tokens
 from misuse_cases import CASES
-from plain_cases import CASES as PLAIN
+from plain_cases import PLAIN
 from refused import ROOMS_OF_CALLS, ROOMS_OF_TOOLS, check_of, checks_in, is_refused
 from tiny import near, prompts, tiny
 from tool_cases import CASES as TOOL_CASES

@@ -1,4 +1,4 @@
-"""Misuse of what measures, places, shares, describes and exports pairs; as in `misuse_cases`."""
+"""Misuse of what measures, checks, places, shares, describes and exports pairs; as in `misuse_cases`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,7 +122,7 @@ CASES = {
         exported(TARGET, ModelSource("org/draft", subfolder="small")),
     ),
     "server_without_subfolders, inside": (
-        "of 'org/pair', and vLLM loads no subfolder",
+        "of .org/pair., and vLLM loads roots only; download",
         exported(ModelSource(vocab_size=4), ModelSource(subfolder="draft", vocab_size=4)),
     ),
     "server_without_encoder_decoders": (
