@@ -138,11 +138,11 @@ def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
 def check_known_values(config: Any, where: str) -> None:
     """Whether a `PairConfig` says what can be done, and names nothing outside the pair's folder and the Hub."""
     for role in ("target", "draft"):
-        source, place = getattr(config, role), f"{where}: {role}"
-        model_by_path(source.name, place)
-        model_of_no_auto_class(source.auto_class, place)
-        model_of_strange_revision(source.revision, place)
-        model_outside_the_folder(source.subfolder, place)
+        source, here = getattr(config, role), f"{where}: {role}"
+        model_by_path(source.name, here)
+        model_of_no_auto_class(source.auto_class, here)
+        model_of_strange_revision(source.revision, here)
+        model_outside_the_folder(source.subfolder, here)
     target, draft = config.target, config.draft
     require(
         (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder),
