@@ -49,20 +49,6 @@ def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -
 
 
 @refusal
-def mask_of_other_dimensions(name: str, mask: torch.Tensor) -> str | None:
-    if mask.ndim == 2:
-        return None
-    return f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
-
-
-@refusal
-def mask_for_other_rows(name: str, mask: torch.Tensor, rows: int) -> str | None:
-    if len(mask) == rows:
-        return None
-    return f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
-
-
-@refusal
 def mask_for_other_tokens(name: str, width: int, widths: set[int]) -> str | None:
     if width in widths:
         return None
@@ -165,8 +151,11 @@ def check_inputs(
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
     """A mask of the text, which may have any of these widths."""
-    mask_of_other_dimensions(name, mask)
-    mask_for_other_rows(name, mask, rows)
+    shape = tuple(mask.shape)
+    is_flat = len(shape) == 2
+    require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
+    told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
+    require(len(mask) == rows, told)
     mask_for_other_tokens(name, mask.shape[1], widths)
     mask = mask.cpu()  # the one synchronisation of all that follow
     mask_of_other_values(name, mask)

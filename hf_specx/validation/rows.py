@@ -67,26 +67,6 @@ def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
 
 
 @refusal
-def negative_prompts_for_other_rows(ids: torch.Tensor, rows: int) -> str | None:
-    if len(ids) == rows:
-        return None
-    return (
-        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
-        "negative prompt a row."
-    )
-
-
-@refusal
-def negative_mask_of_another_shape(ids: torch.Tensor, mask: torch.Tensor) -> str | None:
-    if mask.shape == ids.shape:
-        return None
-    return (
-        f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
-        f"{tuple(ids.shape)}; pass both as the tokenizer gives them."
-    )
-
-
-@refusal
 def negative_prompt_that_ends_in_a_pad(mask: torch.Tensor) -> str | None:
     if mask[:, -1].all():
         return None
@@ -177,9 +157,17 @@ def check_guidance(
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
         return
-    negative_prompts_for_other_rows(ids, rows)
+    require(
+        len(ids) == rows,
+        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
+        "negative prompt a row.",
+    )
     if mask is not None:
-        negative_mask_of_another_shape(ids, mask)
+        require(
+            mask.shape == ids.shape,
+            f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
+            f"{tuple(ids.shape)}; pass both as the tokenizer gives them.",
+        )
         negative_prompt_that_ends_in_a_pad(mask)
 
 

@@ -41,10 +41,7 @@ def measured(**changes: object):
 CASES = {
     "config_too_large": ("has more than 4194304 bytes, .*get it again", whole(" " * (5 * 2**20))),
     "text_with_control_characters": ("notes has the control character '.x1b', wh", said("notes", "\x1b[2J")),
-    "text_with_control_characters, list": (
-        r"prompts\[1\] has the control .*; take",
-        said("prompts", ["a", "\b"]),
-    ),
+    "text_with_control_characters, list": (r"prompts\[1\] has the control .*; take", said("prompts", ["a", "\b"])),
     "text_with_control_characters, null": ("subfolder has the control", said("draft.subfolder", "a\0b")),
     "text_with_control_characters, eighth bit": ("license has the control", said("license", "\x9b2J")),
     "model_by_path": ("target: name is '/models/x', no id on the Hub; .*pass the", said("target.name", "/models/x")),

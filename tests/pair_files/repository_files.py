@@ -224,10 +224,7 @@ PLAIN = [
     ("'~/pair' is neither a folder nor", lambda _: load("~/pair")),
     ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
     ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
-    (
-        "num_draft_tokens= has no .*to a call",
-        lambda f: load(f, num_draft_tokens=3),
-    ),
+    ("num_draft_tokens= has no .*to a call", lambda f: load(f, num_draft_tokens=3)),
     ("config= has no place", lambda f: load(f, draft_kwargs={"config": None})),
     # What is there
     ("draft has no config.json: .*written half; get", after(remove("draft/config.json"))),
@@ -253,10 +250,7 @@ PLAIN = [
     ("cannot read the tokenizer", after(remove("tokenizer.json"))),
     ("cannot read", after(write("tokenizer_config.json", "[1]"))),
     # Saving
-    (
-        "is there already; name another folder, or pass overwrite=True",
-        lambda folder: pair().save_pretrained(folder),
-    ),
+    ("is there already; name another folder, or pass overwrite=True", lambda folder: pair().save_pretrained(folder)),
     ("is there already", lambda folder: pair().save_pretrained(folder / CONFIG_NAME)),
     (
         "draft='outside' is unknown; save the draft 'inside' or by 'reference'",

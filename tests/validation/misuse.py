@@ -222,11 +222,6 @@ def on_the_oldest(target: str):
         return call(target=target)
 
 
-def encoded(width: int = 32):
-    given = {"encoder_outputs": get("encoder").get_encoder()(input_ids=torch.ones(2, 3, dtype=torch.int64))}
-    return call(target="encoder", draft="encoder", input_ids=..., attention_mask=..., **given)
-
-
 def of_one_text():
     model = get("draft")
     return SpeculativeDecoding(AssistedCandidateGenerator(IDS[:1], model, model.generation_config, {}))

@@ -122,10 +122,7 @@ CASES = {
     "type_of_a_later_version": ("'doge' has been shown .* 99.0 and later, not on", lambda: on_the_oldest("doge")),
     # What a call asks for
     "beam_search": ("num_beams=3 is beam search; set num_beams=1", partial(call, num_beams=3)),
-    "beam_search, groups": (
-        "num_beam_groups=2 is beam search; set",
-        partial(call, num_beam_groups=2),
-    ),
+    "beam_search, groups": ("num_beam_groups=2 is beam search; set", partial(call, num_beam_groups=2)),
     **{
         f"other_mode, {name}": (
             f"^{name}=.* selects .*; for greedy .* leave it out",
@@ -179,11 +176,6 @@ CASES = {
     "encoded_already": ("the draft T5.* has an encoder of its own; pass what", only_encoded),
     "positions_for_other_tokens": (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
     "positions_for_other_tokens, rows": (".3, 6. has no position", partial(call, position_ids=torch.ones(3, 6))),
-    "mask_of_other_dimensions": (
-        "attention_mask of shape .2, 1, 6. is no 2D mask; pass",
-        partial(masked, lambda mask: mask[:, None] * 0, **embeds()),
-    ),
-    "mask_for_other_rows": ("has 3 rows and the batch 2; pass", partial(masked, lambda mask: torch.eye(3, 6))),
     "mask_for_other_tokens": ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
     "mask_for_other_tokens, few": ("has 5 columns, and the text 6", partial(masked, lambda mask: torch.eye(2, 5))),
     "mask_of_other_values": ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
@@ -218,11 +210,6 @@ CASES = {
     "guided_encoder_decoder": (
         "guidance_scale= works for decoder-only models.*T5ForConditionalGeneration has an encoder; leave",
         partial(call, target="encoder", draft="encoder", guidance_scale=1.5),
-    ),
-    "negative_prompts_for_other_rows": ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
-    "negative_mask_of_another_shape": (
-        "mask of shape .2, 2. does not fit .*; pass",
-        lambda: negative(ONES, ONES[:, 1:]),
     ),
     "negative_prompt_that_ends_in_a_pad": ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
     "ranks_with_states": ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),

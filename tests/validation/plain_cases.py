@@ -3,8 +3,10 @@
 from functools import partial
 from pathlib import Path
 
+import torch
 from misuse import (
     IDS,
+    ONES,
     Closing,
     Counting,
     Reader,
@@ -12,9 +14,12 @@ from misuse import (
     call,
     call_of_1,
     directly,
+    embeds,
     function,
     get,
     made,
+    masked,
+    negative,
     of_one_text,
     of_pair,
     strategy,
@@ -88,26 +93,27 @@ PLAIN = [
     ("pass tokenizer= on.*use Spec", lambda: call_of_1(tokenizer=Tokens(48))),
     ("pass assistant_tok.*use", lambda: call_of_1(assistant_tokenizer=Tokens(48))),
     # Its text
-    (
-        "of shape .2, 6, 1. is no batch.*; pass",
-        partial(call, input_ids=IDS[..., None], attention_mask=...),
-    ),
+    ("of shape .2, 6, 1. is no batch.*; pass", partial(call, input_ids=IDS[..., None], attention_mask=...)),
     ("input_ids has dtype torch.float32; pass int", partial(call, input_ids=IDS.float())),
     ("the prompt is empty.*pass at least one token", lambda: directly(IDS[:, :0])),
+    (
+        "attention_mask of shape .2, 1, 6. is no 2D mask; pass",
+        partial(masked, lambda mask: mask[:, None] * 0, **embeds()),
+    ),
+    ("has 3 rows and the batch 2; pass", partial(masked, lambda mask: torch.eye(3, 6))),
     # What ties rows together
     ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
     (r"seeds=\[1.5, 2\] is not a list", partial(call, seeds=[1.5, 2])),
     ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, **SAMPLED)),
     ("the seed -1 is not in the range.*give ints from 0", partial(call, seeds=[1, -1])),
+    ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
+    ("mask of shape .2, 2. does not fit .*; pass", lambda: negative(ONES, ONES[:, 1:])),
     # The function
     ("no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
     ("custom_generate= has no .*; use", lambda: of_pair(custom_generate="org/x")),
     ("draft_model= has no", lambda: of_pair(draft_model=get("narrow"))),
     ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),
-    (
-        "assistant_tokenizer= mean",
-        partial(function, draft_tokenizer=Tokens(4), assistant_tokenizer=Tokens(4)),
-    ),
+    ("assistant_tokenizer= mean", partial(function, draft_tokenizer=Tokens(4), assistant_tokenizer=Tokens(4))),
     ("transformers ignores; pass it as a str", partial(function, custom_generate=Path("here"))),
     ("is a dict; pass", lambda: function(inputs={}, input_ids=..., attention_mask=...)),
     ("input_ids is a list; pass", lambda: function(input_ids=IDS.tolist())),
