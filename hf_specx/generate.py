@@ -86,21 +86,28 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             draft, recommended, costs = find_draft(model, kwargs)
             options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
-        if "costs" not in options:  # times at other batch sizes must not count, which some calls have and others not
-            strategy.costs = costs.apart()
-            strategy.costs.table = dict(costs.table)
-            strategy.costs.measured = known_times(strategy.draft_model, model)
-        return run(strategy, host, model, inputs, kwargs, reached)
+        if "costs" in options:
+            return run(strategy, host, model, inputs, kwargs, reached)
+        strategy.costs = costs.apart()
+        strategy.costs.table = dict(costs.table)  # times at other batch sizes, which some calls have, must not count
+        with noted_times(strategy, model):
+            return run(strategy, host, model, inputs, kwargs, reached)
 
 
-def known_times(draft: Any, target: PreTrainedModel) -> dict[int, dict[str, Any]]:
-    """The times of forwards that earlier calls have noted on a draft, beside a target of this kind on this device."""
+@contextmanager
+def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[None]:
+    """Let a call go by the times that earlier ones have noted on its draft, and note those that it measures itself.
+
+    They hold for targets of one class and size on one kind of device.
+    """
     size = sum(weight.numel() for weight in target.parameters())
     kind = f"{type(target).__name__} of {size} parameters in {target.dtype} on {hardware(execution_device(target))}"
-    if not hasattr(draft, "specx_times"):
-        draft.specx_times = {}
-    times: dict[int, dict[str, Any]] = draft.specx_times.setdefault(kind, {})
-    return times
+    draft, times = strategy.draft_model, strategy.costs.measured
+    times.update(getattr(draft, "specx_times", {}).get(kind, {}))
+    known = len(times)
+    yield
+    if len(times) > known:
+        vars(draft).setdefault("specx_times", {}).setdefault(kind, {}).update(times)
 
 
 @contextmanager

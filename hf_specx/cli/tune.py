@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.hub.checks_saving import check_folder
+from hf_specx.common.errors import require
+from hf_specx.hub.saving import check_folder
 from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
 from hf_specx.measure.study import BATCHES, DraftTrial, Study
 from hf_specx.measure.tune import tune as try_drafts
@@ -104,25 +105,24 @@ def tune(
 def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
     """Raise a ValueError if the pair could not be saved in the end, before it is measured."""
     if out is None:
-        if overwrite or inside:
-            raise ValueError(f"{'--overwrite' if overwrite else '--inside'} is for saving; name a folder with --out.")
+        option = "--overwrite" if overwrite else "--inside"
+        require(not overwrite and not inside, f"{option} is for saving; name a folder with --out.")
         return
     check_folder(out, overwrite)
     near = next(folder for folder in out.resolve().parents if folder.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: nothing can be written in {near}; name another folder.")
+    writable = near.is_dir() and os.access(near, os.W_OK | os.X_OK)
+    require(writable, f"--out {out}: nothing can be written in {near}; name another folder.")
 
 
 def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> None:
     """Raise a ValueError if it will not be known which pair to save."""
-    if out is not None and no_measure and len(drafts) > 1:
-        raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
+    known = out is None or not no_measure or len(drafts) <= 1
+    require(known, "--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
 def check_one_fits(best: DraftTrial) -> None:
     """Raise a ValueError if there is no draft to recommend."""
-    if best.error is not None:
-        raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
+    require(best.error is None, f"no draft can be used; of {best.name}: {best.error}")
 
 
 def show_drafts(target: str, trials: list[DraftTrial]) -> None:

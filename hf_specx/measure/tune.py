@@ -10,11 +10,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.pair_files.checks_pairs import check_place
 from hf_specx.pair_files.facts import model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_tokenizer
 from hf_specx.pair_files.loading import load_model
 from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts
+from hf_specx.pair_files.schema import check_place
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding

@@ -5,34 +5,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import refusal, require
 
 
 WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, and see what it hides all the same
-
-
-@refusal
-def ids_of_another_shape(input_ids: torch.Tensor) -> str | None:
-    if input_ids.ndim == 2:
-        return None
-    return f"input_ids of shape {tuple(input_ids.shape)} is no batch of texts; pass [rows, tokens]."
-
-
-@refusal
-def ids_that_are_no_integers(input_ids: torch.Tensor) -> str | None:
-    if not (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
-        return None
-    return f"input_ids has dtype {input_ids.dtype}; pass integers, for example input_ids.long()."
-
-
-@refusal
-def empty_prompt(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str | None:
-    if input_ids.numel() or embeds is not None:
-        return None
-    return (
-        f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); pass at least one token a row, for "
-        "example the bos token."
-    )
 
 
 @refusal
@@ -70,20 +46,6 @@ def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -
         f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
         f"{(rows, width)}; pass one a token, or leave it out."
     )
-
-
-@refusal
-def mask_of_other_dimensions(name: str, mask: torch.Tensor) -> str | None:
-    if mask.ndim == 2:
-        return None
-    return f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
-
-
-@refusal
-def mask_for_other_rows(name: str, mask: torch.Tensor, rows: int) -> str | None:
-    if len(mask) == rows:
-        return None
-    return f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
 
 
 @refusal
@@ -158,20 +120,25 @@ def check_inputs(
     """
     decodes = "encoder_outputs" in model_kwargs
     embeds = None if decodes else model_kwargs.get("inputs_embeds")
-    ids_of_another_shape(input_ids)
-    ids_that_are_no_integers(input_ids)
-    empty_prompt(input_ids, embeds)
+    shape, dtype = tuple(input_ids.shape), input_ids.dtype
+    require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
+    is_integer = not (dtype.is_floating_point or dtype == torch.bool)
+    require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
+    require(
+        bool(input_ids.numel()) or embeds is not None,
+        f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row, for example the bos token.",
+    )
     if embeds is None:
         unknown_token(model, input_ids)
     else:
         embeds_of_another_width(model, embeds)
     past = model_kwargs.get("past_key_values")
     held = 0 if past is None else past.get_seq_length()
-    widths = {input_ids.shape[1]} if embeds is None else {input_ids.shape[1], embeds.shape[1]} - {0}
+    widths = {shape[1]} if embeds is None else {shape[1], embeds.shape[1]} - {0}
     name = "decoder_attention_mask" if decodes else "attention_mask"
     mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
     known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
-    if held and embeds is None and not decodes and known == input_ids.shape[1]:  # so stock takes it for the whole text
+    if held and embeds is None and not decodes and known == shape[1]:  # so `generate` takes it for the whole text
         text_that_was_read(known, held)
     if mask is not None:
         check_mask(model, name, mask, len(input_ids), in_all)
@@ -184,8 +151,11 @@ def check_inputs(
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
     """A mask of the text, which may have any of these widths."""
-    mask_of_other_dimensions(name, mask)
-    mask_for_other_rows(name, mask, rows)
+    shape = tuple(mask.shape)
+    is_flat = len(shape) == 2
+    require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
+    told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
+    require(len(mask) == rows, told)
     mask_for_other_tokens(name, mask.shape[1], widths)
     mask = mask.cpu()  # the one synchronisation of all that follow
     mask_of_other_values(name, mask)

@@ -1,6 +1,5 @@
 """Checks of what ties the rows of a batch together: seeds, order, negative prompts, ranks."""
 
-import numbers
 from collections.abc import Collection
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import is_int, refusal, require
 
 
 MAX_SEED = 2**63
@@ -16,37 +15,13 @@ WHERE_FIXED = "it must be the same in every round with synced_gpus=, and with se
 
 
 def as_list(seeds: Any) -> Any:
-    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else for the check."""
+    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else what was given."""
     seeds = _plain(seeds)
     return [_plain(seed) for seed in seeds] if isinstance(seeds, list | tuple | range) else seeds
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-@refusal
-def seeds_of_no_kind(seeds: Any) -> str | None:
-    if isinstance(seeds, list) and all(
-        isinstance(seed, numbers.Integral) and not isinstance(seed, bool) for seed in seeds
-    ):
-        return None
-    return f"seeds={seeds!r} is not a list of ints; give one int a row."
-
-
-@refusal
-def seeds_for_other_rows(seeds: Any, rows: int) -> str | None:
-    if len(seeds) == rows:
-        return None
-    return f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
-
-
-@refusal
-def seed_out_of_range(seeds: Any) -> str | None:
-    wrong = [seed for seed in seeds if not 0 <= seed < MAX_SEED]
-    if not wrong:
-        return None
-    return f"the seed {wrong[0]} is not in the range of generators; give ints from 0 to 2**63 - 1."
 
 
 @refusal
@@ -88,26 +63,6 @@ def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
     return (
         f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
         "encoder; leave it out."
-    )
-
-
-@refusal
-def negative_prompts_for_other_rows(ids: torch.Tensor, rows: int) -> str | None:
-    if len(ids) == rows:
-        return None
-    return (
-        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
-        "negative prompt a row."
-    )
-
-
-@refusal
-def negative_mask_of_another_shape(ids: torch.Tensor, mask: torch.Tensor) -> str | None:
-    if mask.shape == ids.shape:
-        return None
-    return (
-        f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
-        f"{tuple(ids.shape)}; pass both as the tokenizer gives them."
     )
 
 
@@ -171,9 +126,14 @@ def check_fixed(schedule: str, threshold: float) -> None:
 
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     """Whether `seeds` can make each of so many rows independent of the others."""
-    seeds_of_no_kind(seeds)
-    seeds_for_other_rows(seeds, rows)
-    seed_out_of_range(seeds)
+    ints = isinstance(seeds, list) and all(map(is_int, seeds))
+    require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
+    require(
+        len(seeds) == rows,
+        f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row.",
+    )
+    wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
+    require(wrong is None, f"the seed {wrong} is not in the range of generators; give ints from 0 to 2**63 - 1.")
     seeds_in_lockstep(rows, verification, layout)
 
 
@@ -197,9 +157,17 @@ def check_guidance(
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
         return
-    negative_prompts_for_other_rows(ids, rows)
+    require(
+        len(ids) == rows,
+        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
+        "negative prompt a row.",
+    )
     if mask is not None:
-        negative_mask_of_another_shape(ids, mask)
+        require(
+            mask.shape == ids.shape,
+            f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
+            f"{tuple(ids.shape)}; pass both as the tokenizer gives them.",
+        )
         negative_prompt_that_ends_in_a_pad(mask)
 
 

@@ -1,4 +1,4 @@
-"""Misuse of what measures, places, shares, describes and exports pairs; as in `misuse_cases`."""
+"""Misuse of what measures, checks, places, shares, describes and exports pairs; as in `misuse_cases`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,7 +134,7 @@ CASES = {
         exported(TARGET, ModelSource("org/draft", subfolder="small")),
     ),
     "server_without_subfolders, inside": (
-        "of 'org/pair', and vLLM loads no subfolder",
+        "of .org/pair., and vLLM loads roots only; download",
         exported(ModelSource(vocab_size=4), ModelSource(subfolder="draft", vocab_size=4)),
     ),
     "server_without_encoder_decoders": (
@@ -198,10 +198,7 @@ CASES = {
     "sampling_of_no_distribution, top-k": ("top_k=-1: give", checked(top_k=-1)),
     "level_of_no_test": ("level=1 is no chance of a false alarm; give", checked(level=1)),
     "options_that_are_the_checks_own": ("do_sample= is set by the check", checked(options={"do_sample": True})),
-    "options_that_are_no_values": (
-        "eos_token_id: give plain values",
-        checked(options={"eos_token_id": object()}),
-    ),
+    "options_that_are_no_values": ("eos_token_id: give plain values", checked(options={"eos_token_id": object()})),
     "metrics_without_evaluate": ("needs evaluate, scipy: pip install", subject(lacking=("evaluate", "scipy"))),
     "encoder_decoder_in_a_check": ("the pair is of encoder-decoders, .*; compare", subject(encodes=True)),
     "prompts_of_no_kind": ("prompts='def': give a list of texts", subject(prompts="def")),
