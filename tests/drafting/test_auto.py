@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import test_law
 import torch
 import zoo
+from enumerated import draw, exact_distribution, p_values
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -315,7 +315,6 @@ class ByThePast(Forced):
 def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str):
     """The joint law of the first tokens, where later rounds are as long as earlier ones were good."""
     monkeypatch.setattr(prefill, "Auto", lambda *_: ByThePast(numbers=[2]))
-    monkeypatch.setattr(test_law, "NUM_DRAFT_TOKENS", "auto")
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
-    tokens = test_law.draw(verification, batches=200, rows=64)
-    assert min(test_law.p_values(tokens, test_law.exact_law([]))) > 1e-6 / 4
+    tokens = draw(verification, batches=200, rows=64, num_draft_tokens="auto")
+    assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 4

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from collectors import Collector, RowCollector, Words
-from test_stopping import RowSumIs
+from criteria import RowSumIs
 from tiny import near, prompts, tiny
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList

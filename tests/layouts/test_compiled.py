@@ -18,7 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
 from hf_specx.engine.prefill import make_sequences
-from hf_specx.layouts.choose import compiled, make_decoder, regions
+from hf_specx.layouts import compiled, regions
+from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
 from hf_specx.layouts.prepacked import has_kernels
 from hf_specx.layouts.prompts import prepare

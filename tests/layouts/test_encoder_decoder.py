@@ -1,25 +1,22 @@
 """Encoder-decoder targets: stock's tokens in every layout that they have, and each prompt encoded once."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
 import zoo
+from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, counted, ours, stock
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import hf_specx
-from hf_specx import SpeculativeDecoding
 
 
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
-LAYOUTS = ("padded", "lockstep")
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
-NEW_TOKENS, DRAFT_TOKENS = 21, 3
+NEW_TOKENS = 21
 
 
 @cache
@@ -34,44 +31,6 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
         "shared": copies[1],
         "stranger": zoo.build("seq2seq", "bart" if model_type == "t5" else "t5"),
     }
-
-
-@contextlib.contextmanager
-def counted(*modules: torch.nn.Module) -> Iterator[list[int]]:
-    """Forwards of each module, by hooks."""
-    counts = [0] * len(modules)
-
-    def note(place: int):
-        def hook(*_):
-            counts[place] += 1
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(note(place)) for place, module in enumerate(modules)]
-    yield counts
-    for handle in handles:
-        handle.remove()
-
-
-def stock(target: PreTrainedModel, **call) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(4)
-    return target.generate(**call), torch.get_rng_state()
-
-
-def ours(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **call) -> tuple[torch.Tensor, torch.Tensor]:
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
-    torch.manual_seed(4)
-    return target.generate(**call, custom_generate=strategy), torch.get_rng_state()
-
-
-def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
-    """Returns stock's tokens."""
-    expected, state = stock(target, **call)
-    for name, draft in drafts.items():
-        output, left = ours(target, draft, layout, **call)
-        assert torch.equal(output, expected), name
-        assert torch.equal(left, state), name
-    return expected
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

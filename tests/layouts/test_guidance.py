@@ -3,7 +3,7 @@
 import pytest
 import torch
 import zoo
-from test_law import PROMPT, draw, exact_law, models, p_values
+from enumerated import PROMPT, draw, exact_distribution, models, p_values
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -80,8 +80,8 @@ class Guided(LogitsProcessor):
 def test_law(verification: str):
     """Against enumeration; over all seeds the right law would fail with probability 1e-4. See test_law.py."""
     tokens = draw(verification, batches=40, rows=256, guidance_scale=1.6)
-    assert min(p_values(tokens, exact_law([Guided()]))) > 1e-4 / 4
-    assert max(p_values(tokens, exact_law([]))) < 1e-8
+    assert min(p_values(tokens, exact_distribution([Guided()]))) > 1e-4 / 4
+    assert max(p_values(tokens, exact_distribution([]))) < 1e-8
 
 
 def test_one_unconditional_forward_a_round():

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
-from hf_specx.pairs.pair import loading as pair_loading
+from hf_specx.pairs import loading as pair_loading
 
 
 SETTINGS = {"do_sample": True, "max_new_tokens": 10}

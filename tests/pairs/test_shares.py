@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.ranks import in_group
-from hf_specx.pairs.pair import shares
+from hf_specx.pairs import shares
 from hf_specx.pairs.shares import complete
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import zoo
-from test_law import END, NUM_DRAFT_TOKENS, PAD, draw, exact_law, p_values
+from enumerated import END, NUM_DRAFT_TOKENS, PAD, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -175,7 +175,7 @@ class AsBefore(LogitsProcessor):
 def test_law_of_sampled_drafts(end: int | None):
     """Token verification position by position. False alarms with probability 1e-4 over both; see test_law.py."""
     tokens = draw(None, batches=80, rows=64, eos_token_id=end, pad_token_id=PAD, logits_processor=[AsBefore()])
-    assert min(p_values(tokens, exact_law([], end))) > 1e-4 / 4
+    assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / 4
 
 
 class Gumbel(LogitsProcessor):

@@ -4,28 +4,17 @@ Each p-value is that of a chi-square test of goodness of fit. The seeds are fixe
 of the right law would fail with probability 1e-4.
 """
 
-from functools import cache
 from importlib import import_module
 
 import pytest
 import torch
-from scipy import stats
-from tiny import tiny
-from transformers import PreTrainedModel
+from enumerated import END, PAD, VOCAB_SIZE, draw, exact_distribution, p_values
 from transformers.generation import logits_process as host
-from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_specx import SpeculativeDecoding
 from hf_specx.sampling.rules import RejectionRule
 from hf_specx.sampling.verify import Verdict, pick, verify_block, verify_token
 
 
-VOCAB_SIZE = 5
-PROMPT = torch.tensor([[1, 2, 1]])
-END, PAD = 3, 4
-DEPTH = 4  # tokens enumerated: the first comes from the prompt's forward, the others from rounds
-NEW_TOKENS = 5  # so that the first round has all its three candidates, and a second one begins in each row
-NUM_DRAFT_TOKENS = 3
 SETTINGS = {
     "temperature": ({"temperature": 0.6}, [host.TemperatureLogitsWarper(0.6)]),
     "top-k": ({"top_k": 3}, [host.TopKLogitsWarper(3)]),
@@ -38,80 +27,14 @@ LARGE = {"batches": 40, "rows": 1024}
 NUM_TESTS = 2 * 2 * (len(SETTINGS) + 4)
 
 
-class Tokenizer:
-    """Of both models, where the draft's vocabulary is padded or lacks tokens."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"a": 0, "b": 1}
-
-
-@cache
-def models(draft_vocab_size: int = VOCAB_SIZE) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A target and a draft of one layer; a round accepts 1.16 candidates of 3 by token and 1.34 by block."""
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    sizes |= {"num_hidden_layers": 1, "initializer_range": 0.25, "max_position_embeddings": 16}
-    target = tiny("llama", seed=0, vocab_size=VOCAB_SIZE, **sizes)
-    return target, tiny("llama", seed=12, vocab_size=draft_vocab_size, **sizes)
-
-
-def draw(
-    verification: str | None, batches: int, rows: int, draft_vocab_size: int = VOCAB_SIZE, **settings
-) -> torch.Tensor:
-    """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
-    target, draft = models(draft_vocab_size)
-    both = {"tokenizer": Tokenizer(), "draft_tokenizer": Tokenizer()}
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **both)
-    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones_like(PROMPT).expand(rows, -1)}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = [target.generate(**inputs, **options) for _ in range(batches)]
-    width = PROMPT.shape[1]
-    padded = [torch.nn.functional.pad(t, (0, width + NEW_TOKENS - t.shape[1]), value=PAD) for t in texts]
-    return torch.cat(padded)[:, width : width + DEPTH]
-
-
-@torch.no_grad()
-def exact_law(processors: list, end: int | None = None) -> torch.Tensor:
-    """The law of DEPTH tokens in stock sampling, by plain forwards on every text there is: [V, ..., V] float64."""
-    texts = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * DEPTH)  # [V^DEPTH, DEPTH]
-    ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
-    logits = models()[0](ids).logits
-    law = torch.ones(len(texts), dtype=torch.float64)
-    for i, token in enumerate(texts.unbind(1)):
-        seen = PROMPT.shape[1] + i
-        scores = LogitsProcessorList(processors)(ids[:, :seen], logits[:, seen - 1])
-        chance = scores.softmax(-1).double().gather(1, token[:, None])[:, 0]
-        ended = (texts[:, :i] == end).any(1) if end is not None else torch.zeros(len(texts), dtype=torch.bool)
-        law *= torch.where(ended, (token == PAD).double(), chance)
-    return law.view([VOCAB_SIZE] * DEPTH)
-
-
-def p_value(tokens: torch.Tensor, law: torch.Tensor) -> float:
-    """Of tokens [N, n] under law [V, ..., V]; bins of expected < 5 are merged, an impossible text gives 0."""
-    powers = VOCAB_SIZE ** torch.arange(tokens.shape[1] - 1, -1, -1)
-    seen = (tokens * powers).sum(1).bincount(minlength=law.numel()).double()
-    expected, order = (law.flatten() / law.sum() * len(tokens)).sort()
-    seen = seen[order]
-    if seen[expected == 0].any():
-        return 0.0
-    few = max(int((expected < 5).sum()), int((expected.cumsum(0) < 5).sum()) + 1)
-    merged = [torch.cat([bins[:few].sum(0, keepdim=True), bins[few:]]).numpy() for bins in (seen, expected)]
-    return stats.chisquare(*merged).pvalue.item()
-
-
-def p_values(tokens: torch.Tensor, law: torch.Tensor) -> tuple[float, float]:
-    """Of the first three tokens, and of the three after the first one, which no draft took part in."""
-    return p_value(tokens[:, :3], law.sum(-1)), p_value(tokens[:, 1:], law.sum(0))
-
-
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law(verification: str, settings: str):
     options, processors = SETTINGS[settings]
     tokens = draw(verification, **LARGE, **options)
-    law = exact_law(processors)
+    law = exact_distribution(processors)
     assert min(p_values(tokens, law)) > 1e-4 / NUM_TESTS
-    assert max(p_values(tokens, exact_law([]))) < 1e-8  # so a setting that went unnoticed would be seen
+    assert max(p_values(tokens, exact_distribution([]))) < 1e-8  # so a setting that went unnoticed would be seen
 
 
 @pytest.mark.parametrize("end", [None, END])
@@ -119,14 +42,14 @@ def test_law(verification: str, settings: str):
 def test_law_without_processors(verification: str, end: int | None):
     """With as many draws as the wrong variants below; and a row may end inside an accepted run."""
     tokens = draw(verification, **LARGE, eos_token_id=end, pad_token_id=PAD)
-    assert min(p_values(tokens, exact_law([], end))) > 1e-4 / NUM_TESTS
+    assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / NUM_TESTS
 
 
 @pytest.mark.parametrize("draft_vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 2])
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vocab_size: int):
     tokens = draw(verification, **LARGE, draft_vocab_size=draft_vocab_size)
-    assert min(p_values(tokens, exact_law([]))) > 1e-4 / NUM_TESTS
+    assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
 class SharedNoise(RejectionRule):
@@ -197,4 +120,4 @@ CONTROLS: dict[str, tuple[str, str, str, object]] = {
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, control: str):
     verification, module, name, wrong = CONTROLS[control]
     monkeypatch.setattr(import_module(f"hf_specx.{module}"), name, wrong)
-    assert min(p_values(draw(verification, **LARGE), exact_law([]))) < 1e-8
+    assert min(p_values(draw(verification, **LARGE), exact_distribution([]))) < 1e-8
