@@ -31,11 +31,6 @@ EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qw
 EXACT += [("t5", "padded"), ("t5", "lockstep")]
 
 
-@pytest.fixture(autouse=True)
-def drafts_are_cheap():
-    """No: here times are what a clock says."""
-
-
 class Forced(Schedule):
     """Drafts given numbers in turns."""
 

@@ -210,6 +210,7 @@ def test_an_override_builds_no_graph(world: SimpleNamespace):
     assert not output.past_key_values.layers[0].keys.requires_grad
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_a_draft_with_the_override_is_not_called_by_it(world: SimpleNamespace):
     """Else it would look for a draft of its own."""
     draft = AutoModelForCausalLM.from_pretrained(world.folder, trust_remote_code=True)

@@ -95,6 +95,7 @@ def test_autocast():
     assert (logits.amax(-1) - chosen).max() < 0.3
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("num_draft_tokens", [3, "auto"])
 def test_inference_mode_and_then_without(num_draft_tokens: int | str):
     """What a strategy keeps from one call serves the next; the gradient mode stays as it was."""
