@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, counted, ours, stock
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
@@ -33,9 +34,7 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
     }
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "layout", "settings"), all_pairs(MODEL_TYPES, LAYOUTS, SETTINGS))
 def test_equals_stock(model_type: str, layout: str, settings: str):
     """In fewer forwards than tokens, with rejections, and with the prompts encoded once by each encoder."""
     target, drafts = models(model_type)
@@ -62,9 +61,7 @@ def test_several_sequences_of_each_prompt(model_type: str, layout: str):
     assert len(expected) == 6
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "layout", "padded"), all_pairs(MODEL_TYPES, LAYOUTS, [False, True]))
 def test_decoder_prompts(model_type: str, layout: str, padded: bool):
     """Of several tokens; padded on the left, stock goes by the mask, and by the columns for positions."""
     target, drafts = models(model_type)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from enumerated import END, NUM_DRAFT_TOKENS, PAD, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
@@ -112,9 +113,10 @@ def run(model: PreTrainedModel, inputs: dict, settings: dict, **strategy):
     return getattr(output, "sequences", output), torch.get_rng_state()
 
 
-@pytest.mark.parametrize("eos_token_id", [None, [2, 7, 11, 19, 23, 33, 41, 46]])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("case", CASES)
+ENDS = [2, 7, 11, 19, 23, 33, 41, 46]
+
+
+@pytest.mark.parametrize(("case", "do_sample", "eos_token_id"), all_pairs(CASES, [False, True], [None, ENDS]))
 def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
     target = tiny()
     settings = {"do_sample": do_sample, "max_new_tokens": NEW_TOKENS, "eos_token_id": eos_token_id, "pad_token_id": 3}
