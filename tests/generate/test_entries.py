@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal, make_world
+from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal
 from tiny import prompts
 from transformers import (
     AutoModelForCausalLM,
@@ -20,11 +20,6 @@ from transformers import (
 )
 
 from hf_specx import Costs, SpeculativeDecoding, generate
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    return make_world(tmp_path_factory.mktemp("entries"))
 
 
 class LastToken(LogitsProcessor):

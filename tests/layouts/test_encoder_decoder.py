@@ -154,6 +154,7 @@ def test_inputs_for_the_draft():
         ours(target, drafts["near"], "padded", **call)
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_as_a_function(model_type: str):
     target, drafts = models(model_type)

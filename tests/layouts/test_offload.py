@@ -162,6 +162,7 @@ def test_as_planned(tmp_path: Path):
     assert torch.equal(output, hf_specx.generate(model=target, draft_model=draft, **settings))
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_everything_else_that_a_call_can_want(tmp_path: Path):
     """Costs are measured, states and a cache are given back, guidance runs the target twice."""
     target = tiny()

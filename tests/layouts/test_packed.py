@@ -114,6 +114,7 @@ def test_verdicts_are_those_of_the_ragged_layout(model_type: str, verification: 
     assert 0 < report.accepted < report.drafted
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_auto_numbers_of_candidates_and_a_draft_of_another_kind():
     """Bare forwards are timed behind the prompts and taken back; the draft may have another layout."""
     target, inputs = tiny("llama"), unequal((3, 40, 1, 17))
