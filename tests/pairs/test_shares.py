@@ -94,7 +94,7 @@ def together(folder: Path) -> list[dict[str, Any]]:
     # not --cpu, by which accelerate 1.15 starts one process unless there is MPI; the processes find no accelerator
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", port]
-    paths = [str(Path(__file__).parents[2]), str(Path(tiny.__file__).parent), str(Path(__file__).parent)]
+    paths = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",
@@ -159,6 +159,7 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
     assert complete(pair, TEXTS[1:], **SAMPLED | {"seed": 6}) == alone["block, uneven"]["texts"][1:]
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
     """Its prompts are padded on the right: this one has learned positions, counted from the left."""
     tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
@@ -173,6 +174,7 @@ def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
     assert len(set(expected)) == 2
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
     assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
 
