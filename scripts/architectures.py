@@ -15,7 +15,7 @@ from rich.progress import track
 
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 TABLE = ROOT / ".github" / "ARCHITECTURES.md"
 HEAD = """# Architectures
 
