@@ -23,11 +23,12 @@ def pytest_report_header(config):
     return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-@pytest.fixture(autouse=True)
-def drafts_are_cheap(monkeypatch):
+@pytest.fixture
+def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards are timed as ever, but what comes of it is a draft that is worth its time.
 
-    A tiny model is no faster than another, so that "auto" would rightly decode plainly, and equality show nothing.
+    For tests that leave the number of candidates to "auto": a tiny draft is no faster than its target, so that "auto"
+    would rightly decode plainly, and equality would show nothing.
     """
     measure = Costs.measure
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from sweep import MODES
 from tiny import Forwards, near
 from transformers import PreTrainedModel
@@ -31,9 +32,7 @@ NEW_TOKENS = 24
 
 
 @pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_type", STATEFUL)
+@pytest.mark.parametrize(("model_type", "mode", "rows"), all_pairs(STATEFUL, MODES, [1, 4]))
 def test_equals_stock(model_type: str, mode: str, rows: int):
     target = zoo.build("causal", model_type)
     inputs, settings = zoo.inputs(target, rows), MODES[mode] | {"max_new_tokens": NEW_TOKENS}

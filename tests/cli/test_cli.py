@@ -159,6 +159,7 @@ def test_accelerators_are_used(pair, monkeypatch):
     assert seen == [{"dtype": "auto", "device_map": "auto"}]
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_text_of_an_encoder_decoder(tokenizer, monkeypatch, rows):
     """All that its decoder wrote, though the prompts are longer than the one token that it starts from."""
@@ -246,6 +247,7 @@ def test_text_is_shown_literally(pair, prompts):
         assert Text(text).plain in result.stdout
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
     shown = []
     plain_coloured = console.coloured

@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_law
 import torch
 import zoo
+from enumerated import draw, exact_distribution, p_values
+from runs import COUPLED, GREEDY, KNOWN, drafted, run
 from tiny import Forwards, near, prompts, tiny
-from transformers import PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
@@ -24,9 +24,6 @@ from hf_specx.drafting.schedule import Drafting, Schedule
 
 
 FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
-KNOWN = {"target": {1: 1.0, 9: 1.6}, "draft": 0.1}
-GREEDY, COUPLED = {"do_sample": False}, {"do_sample": True, "top_k": 0}
-NEW_TOKENS = 60
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 EXACT = [("llama", layout) for layout in LAYOUTS]
 EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qwen3_next", "lfm2")]
@@ -77,16 +74,6 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def known(rows: int = 4) -> Costs:
     return Costs({rows: KNOWN})
-
-
-def run(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any):
-    torch.manual_seed(5)
-    return target.generate(**inputs, **{"max_new_tokens": NEW_TOKENS} | settings, custom_generate=strategy)
-
-
-def drafted(strategy: SpeculativeDecoding) -> list[int]:
-    """Candidates of each step of row 0 behind its prompt."""
-    return [record.drafted for record in strategy.report.history[0][1:]]
 
 
 @pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
@@ -215,7 +202,6 @@ class EachByItsPast(Uneven):
 def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     monkeypatch.setattr(schedule, "Auto", numbers)
-    monkeypatch.setattr(test_law, "NUM_DRAFT_TOKENS", "auto")
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
-    tokens = test_law.draw(verification, batches=200, rows=64)
-    assert min(test_law.p_values(tokens, test_law.exact_law([]))) > 1e-6 / 8
+    tokens = draw(verification, batches=200, rows=64, num_draft_tokens="auto")
+    assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

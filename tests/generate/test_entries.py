@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal, make_world
+from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal
 from tiny import prompts
 from transformers import (
     AutoModelForCausalLM,
@@ -20,11 +20,6 @@ from transformers import (
 )
 
 from hf_specx import Costs, SpeculativeDecoding, generate
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    return make_world(tmp_path_factory.mktemp("entries"))
 
 
 class LastToken(LogitsProcessor):
@@ -210,6 +205,7 @@ def test_an_override_builds_no_graph(world: SimpleNamespace):
     assert not output.past_key_values.layers[0].keys.requires_grad
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_a_draft_with_the_override_is_not_called_by_it(world: SimpleNamespace):
     """Else it would look for a draft of its own."""
     draft = AutoModelForCausalLM.from_pretrained(world.folder, trust_remote_code=True)

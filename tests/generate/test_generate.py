@@ -220,6 +220,7 @@ def test_num_return_sequences():
     assert torch.equal(output, expected)
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_candidates_past_the_last_position_of_a_learned_table():
     """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
     target = tiny("gpt2", max_position_embeddings=24)

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from test_law import DEPTH, NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_law, p_values
-from test_law import models as law_models
+from enumerated import draw, exact_distribution, p_values
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -199,24 +198,10 @@ def test_seeds_that_are_no_ints(seeds: Any):
         ours("llama", "coupled", prompts(2), seeds)
 
 
-ROWS = 1024
-
-
-def draw(verification: str, batches: int) -> torch.Tensor:
-    """The first tokens of rows with seeds 0, 1, 2, ... and the same prompt: [batches * ROWS, DEPTH]."""
-    target, draft = law_models()
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
-    inputs = {"input_ids": PROMPT.expand(ROWS, -1), "attention_mask": torch.ones_like(PROMPT).expand(ROWS, -1)}
-    call = inputs | {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy}
-    seeds = torch.arange(batches * ROWS).view(batches, ROWS).tolist()
-    texts = torch.cat([target.generate(**call, seeds=batch) for batch in seeds])
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
-
-
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_law_over_seeds_is_the_targets(verification: str):
     """False alarm 1e-4 for both together."""
-    assert min(p_values(draw(verification, batches=24), exact_law([]))) > 1e-4 / 4
+    assert min(p_values(draw(verification, batches=24, rows=1024, seeded=True), exact_distribution([]))) > 1e-4 / 4
 
 
 class OneStream(RejectionRule):
@@ -247,4 +232,4 @@ class Restarted(RejectionRule):
 @pytest.mark.parametrize("wrong", [OneStream, Restarted])
 def test_wrong_streams_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: type[RejectionRule]):
     monkeypatch.setattr("hf_specx.engine.prefill.RejectionRule", wrong)
-    assert min(p_values(draw("token", batches=6), exact_law([]))) < 1e-8
+    assert min(p_values(draw("token", batches=6, rows=1024, seeded=True), exact_distribution([]))) < 1e-8

@@ -78,6 +78,7 @@ def test_an_option_that_is_not_there_is_reported(monkeypatch):
     assert found["contenders"]["block-2-compiled"]["unavailable"] == "ValueError: no compiler"
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_what_a_cell_says():
     torch.set_num_threads(1)
     names = ("plain", "stock-2", "coupled-2", "block-auto")
