@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from hf_specx.layouts.choose import prepacked
+from hf_specx.layouts import prepacked
 from hf_specx.layouts.prepacked import Prepacked, has_kernels, linear, use_prepacked
 
 
