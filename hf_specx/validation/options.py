@@ -37,9 +37,10 @@ def draft_by_name(draft_model: Any) -> str | None:
 
 @refusal
 def draft_of_no_kind(draft_model: Any) -> str | None:
-    if isinstance(draft_model, PreTrainedModel | CandidateGenerator):
+    proposes = callable(getattr(draft_model, "propose", None))
+    if proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator):
         return None
-    return f"draft_model is a {type(draft_model).__name__}; give a model or a CandidateGenerator."
+    return f"draft_model is a {type(draft_model).__name__}; give a model, a CandidateGenerator or a Drafter."
 
 
 @refusal
@@ -71,11 +72,12 @@ def generator_that_reads_outputs(draft_model: Any) -> str | None:
 
 @refusal
 def generator_without_law(draft_model: Any, verification: Any) -> str | None:
-    if not isinstance(draft_model, CandidateGenerator) or verification not in ("token", "block"):
+    has_probs = isinstance(draft_model, PreTrainedModel) or getattr(draft_model, "has_probs", False)
+    if has_probs or verification not in ("token", "block"):
         return None
     return (
-        f"verification={verification!r} needs the law that candidates were drawn from, which a CandidateGenerator "
-        "does not vouch for; use verification='coupled', exact for any candidates."
+        f"verification={verification!r} needs the distribution that candidates were drawn from, which a "
+        f"{type(draft_model).__name__} does not give; use verification='coupled', exact for any candidates."
     )
 
 

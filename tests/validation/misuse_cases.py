@@ -65,7 +65,7 @@ CASES = {
     "generator_of_one_text": ("AssistedCandidateGenerator, made for one text; give its", of_one_text),
     "generator_that_reads_outputs": ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
     "generator_without_law": (
-        "verification='block' needs the law.*use verification='coupled'",
+        "verification='block' needs the distribution.*use verification='coupled'",
         lambda: SpeculativeDecoding(LOOKUP, verification="block"),
     ),
     "generator_to_time": (
