@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import weakref
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from hf_specx import Costs
+from hf_specx.layouts import compiled, regions
 
 
 torch.set_num_threads(1)
@@ -41,3 +43,11 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_unconfigure(config):
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch):
+    """`compile=True` without a compiler: what torch has traced runs as it is."""
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
+    monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
+    monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())

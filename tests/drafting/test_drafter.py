@@ -5,7 +5,6 @@ from functools import cache
 
 import pytest
 import torch
-from test_compiled import traced  # noqa: F401
 from tiny import Forwards, tiny
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel

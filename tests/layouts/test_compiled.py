@@ -31,14 +31,6 @@ SAMPLED = {"do_sample": True, "top_k": 0}
 ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch):
-    """What torch has traced runs uncompiled."""
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
-    monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
-    monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())
-
-
 @cache
 def pair(model_type: str = "llama", **changes) -> tuple[PreTrainedModel, PreTrainedModel]:
     target = tiny(model_type, **changes)
