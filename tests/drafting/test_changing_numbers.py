@@ -63,11 +63,6 @@ class Uneven(Forced):
         self.step += 1
 
 
-@pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule, "Auto", Forced)
-
-
 def known(rows: int = 4) -> Costs:
     return Costs({rows: KNOWN})
 
