@@ -112,11 +112,6 @@ class Schedule:
             wanted.append(number if room is None else min(number, room))
         return wanted
 
-    @property
-    def rests(self) -> bool:
-        """Whether no row is to draft for a while."""
-        return False
-
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.next_call
@@ -173,10 +168,6 @@ class Auto(Schedule):
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
         self.wanted = self.chooser.first(self.times(rows), room)
         self.resting = None if together else Resting()
-
-    @property
-    def rests(self) -> bool:
-        return not self.wanted
 
     def number(self, row: int) -> int:
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted

@@ -85,7 +85,7 @@ class Run:
         told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
-        if self.schedule.rests and not done.finished:
+        if not (done.finished or any(map(self.schedule.number, self.batch.rows))):
             self.drafter.pause(self.batch)
 
     def lap(self, phase: str) -> None:
