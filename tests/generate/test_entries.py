@@ -233,10 +233,12 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
 
 def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
     """What `generate` is told of a call does not get into a pair's strategy, which other threads may use."""
-    strategy, seen = world.pair.strategy, set()
+    strategy, seen = world.pair.strategy, []
+    world.pair.generate(**prompts(2), **GREEDY)
+    before = dict(vars(strategy))
 
     def look(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        seen.add((strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports))
+        seen.append(dict(vars(strategy)))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     asked = {"num_assistant_tokens": 2, "synced_gpus": False, "stopping_criteria": [look]}
@@ -245,4 +247,5 @@ def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
         world.pair.generate(**prompts(2), **GREEDY, num_beams=2)
     look(IDS, None)
     assert world.pair.strategy is strategy
-    assert seen == {(None, None, False)}
+    assert all(now == before for now in seen[:-1])
+    assert {name for name, value in seen[-1].items() if value is not before[name]} <= {"schedule"}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
 from hf_specx.common.patching import OVERRIDES
+from hf_specx.engine.start import make_batch
 from hf_specx.layouts import compiled, regions
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
@@ -147,11 +148,11 @@ def test_any_query_length(traced: None):
     found = {}
     for name in (True, False):
         prompt = prepare(target, 40, dict(inputs))
-        decoder, sequences = make_decoder("ragged", prompt, compiled=name), make_sequences(prompt)
+        decoder, batch = make_decoder("ragged", prompt, compiled=name), make_batch(prompt)
         decoder.read()
         tokens = torch.arange(1, 46).view(3, 15)
-        sequences.append(tokens, torch.tensor([15, 13, 14]), [15, 13, 14])
-        found[name] = decoder(sequences, 11, 0, 11)
+        batch.emit(tokens, torch.tensor([15, 13, 14]), [15, 13, 14])
+        found[name] = decoder.feed(batch, 11, 0, 11)
         assert found[name].shape == (3, 11, 48)
     assert torch.allclose(found[True], found[False], atol=1e-4)
 

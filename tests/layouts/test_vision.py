@@ -9,7 +9,7 @@ from tiny import GROUPED, SIZES, VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts.choose import choose as layouts
+from hf_specx.layouts import choose as layouts
 from hf_specx.layouts.decoder import Decoder
 
 
