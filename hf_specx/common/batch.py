@@ -96,6 +96,12 @@ class Batch:
         else:
             self.ids[self.index[:, None], columns] = tokens
 
+    def take(self, draft: Draft) -> Draft:
+        """Write candidates after each row's end, where the target reads them; rows that are over get pads instead."""
+        tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
+        self.put(tokens)
+        return draft._replace(tokens=tokens)
+
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """The next tokens [R] of the rows, with pads for those that are over."""
         return tokens if self.over is None else tokens.masked_fill(self.over, self.pad_token_id)

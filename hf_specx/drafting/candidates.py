@@ -178,9 +178,6 @@ class GeneratorDrafter(Drafter):
                 f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
                 f"{self.vocab_size - 1}; use a generator for this target."
             )
-        if batch.over is not None:
-            tokens = tokens.masked_fill(batch.over[:, None], batch.pad_token_id)
-        batch.put(tokens)
         return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
     def observe(self, done: Round) -> None:

@@ -14,7 +14,7 @@ def decode(run: Run) -> torch.Tensor:
     run.admit()  # read the prompts
     while run.active():  # here or on another rank
         lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
-        draft = run.drafter.propose(run.batch, lengths)
+        draft = run.batch.take(run.drafter.propose(run.batch, lengths))
         run.lap("draft")
         forward = run.target(run.batch, draft)
         run.lap("target")

@@ -16,7 +16,7 @@ def decode_in_order(run: Run) -> torch.Tensor:
     """As `decode`, with the positions of a round judged one by one."""
     run.admit()
     while run.active():
-        draft = run.drafter.propose(run.batch, run.schedule(run.batch))
+        draft = run.batch.take(run.drafter.propose(run.batch, run.schedule(run.batch)))
         run.lap("draft")
         forward = run.target(run.batch, draft)
         run.lap("target")

@@ -47,7 +47,7 @@ class Ranks:
         idle = copy.copy(batch)
         idle.ids, counts = batch.ids.clone(), [batch.counts[row] for row in batch.rows]
         idle.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
-        draft = drafter.propose(idle, [schedule.number(row) for row in idle.rows])
+        draft = idle.take(drafter.propose(idle, [schedule.number(row) for row in idle.rows]))
         processors(idle, draft, target(idle, draft).logits)  # guidance has a forward as well
 
 

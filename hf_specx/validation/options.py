@@ -25,12 +25,13 @@ DUCK_TYPED = {  # option: (attributes that are needed, remedy)
 
 
 @refusal
-def generator_without_distribution(draft_model: Any, verification: Any) -> str | None:
-    if not isinstance(draft_model, CandidateGenerator) or verification not in ("token", "block"):
+def draft_without_distribution(draft_model: Any, verification: Any) -> str | None:
+    has_probs = isinstance(draft_model, PreTrainedModel) or getattr(draft_model, "has_probs", False)
+    if has_probs or verification not in ("token", "block"):
         return None
     return (
         f"verification={verification!r} needs the distribution that candidates were drawn from, which a "
-        "CandidateGenerator does not vouch for; use verification='coupled', exact for any candidates."
+        f"{type(draft_model).__name__} does not give; use verification='coupled', exact for any candidates."
     )
 
 
@@ -43,7 +44,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
         draft_model: the draft.
     """
     check_draft(draft_model)
-    generator_without_distribution(draft_model, options["verification"])
+    draft_without_distribution(draft_model, options["verification"])
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
@@ -67,8 +68,9 @@ def check_draft(draft_model: Any) -> None:
         "its draft by DraftTargetPair.from_pretrained.",
     )
     given = f"draft_model is a {type(draft_model).__name__}"
-    known = isinstance(draft_model, PreTrainedModel | CandidateGenerator)
-    require(known, f"{given}; give a model or a CandidateGenerator.")
+    proposes = callable(getattr(draft_model, "propose", None))
+    known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)
+    require(known, f"{given}; give a model, a CandidateGenerator or a Drafter.")
     require(
         not isinstance(draft_model, PreTrainedModel) or draft_model.can_generate(),
         f"{given}, which scores no next token; load it with AutoModelForCausalLM or another class that can generate.",
