@@ -11,7 +11,6 @@ from functools import cache
 
 import pytest
 import torch
-from hf_specx.engine.prefill import make_sequences
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
