@@ -93,7 +93,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if self.threshold:
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
                 lengths = [
-                    min(length, ahead + 1) if chance < self.threshold else length
+                    length if chance >= self.threshold else min(length, ahead + 1)  # a NaN is not sure
                     for length, chance in zip(lengths, chances, strict=True)
                 ]
         if not tokens:

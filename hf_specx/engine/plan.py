@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
+from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting
@@ -120,6 +121,8 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
     if call.compile:
+        told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
+        require(not drafter.needs_hidden, told)
         check_compile(prompt.model, chosen, reason, prompt.generation_config, call.synced)
         if drafter.model is not None:
             why = "its best for a draft"

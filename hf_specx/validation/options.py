@@ -25,7 +25,7 @@ DUCK_TYPED = {  # option: (attributes that are needed, remedy)
 
 
 @refusal
-def generator_without_distribution(draft_model: Any, verification: Any) -> str | None:
+def draft_without_distribution(draft_model: Any, verification: Any) -> str | None:
     has_probs = isinstance(draft_model, PreTrainedModel) or getattr(draft_model, "has_probs", False)
     if has_probs or verification not in ("token", "block"):
         return None
@@ -44,7 +44,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
         draft_model: the draft.
     """
     check_draft(draft_model)
-    generator_without_distribution(draft_model, options["verification"])
+    draft_without_distribution(draft_model, options["verification"])
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])

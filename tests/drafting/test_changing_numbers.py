@@ -12,7 +12,7 @@ import pytest
 import torch
 import zoo
 from enumerated import draw, exact_distribution, p_values
-from runs import COUPLED, GREEDY, KNOWN, drafted, run
+from runs import COUPLED, GREEDY, KNOWN, run
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding

@@ -49,7 +49,7 @@ LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
 
 CASES = {
     # What a strategy is made of
-    "generator_without_distribution": (
+    "draft_without_distribution": (
         "verification='block' needs the distribution.*use verification='coupled'",
         lambda: SpeculativeDecoding(LOOKUP, verification="block"),
     ),
