@@ -114,7 +114,7 @@ class Batch:
         return self.ids[:, : self.width + emitted]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The last `count` tokens of each decoding row, `ahead` candidates among them: [R, count]."""
+        """The `count` tokens of each decoding row that end `ahead` candidates after its end: [R, count]."""
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
         columns = self._columns(ahead - count, count).clamp_(min=0)
