@@ -145,7 +145,7 @@ class Heuristic(Schedule):
 
 
 class Auto(Schedule):
-    """"auto" for one call: each round the number with the most tokens per second, which may be 0.
+    """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. Only a row whose
     candidates are nearly all rejected rests while others go on.
@@ -191,7 +191,7 @@ class Auto(Schedule):
 
 
 class Resting:
-    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, ... while probes change nothing."""
+    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, until a probe helps."""
 
     def __init__(self) -> None:
         self.kept: dict[int, float] = {}  # candidates that a round of the row was expected to keep, a moving mean

@@ -11,7 +11,7 @@ from hf_specx.common.errors import is_int, refusal, require
 
 
 MAX_SEED = 2**63
-WHERE_FIXED = "it must be the same in every round with synced_gpus=, and with seeds= unless verification='coupled'"
+WHERE_FIXED = "with synced_gpus= it must be the same on all ranks"
 
 
 def as_list(seeds: Any) -> Any:
