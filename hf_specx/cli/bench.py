@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.common.errors import require
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks import check_cell, check_grid, check_out, check_study, grafted_pair_of_no_recipe
+from hf_specx.measure.checks import check_out, check_runs, check_sampling
 from hf_specx.measure.contenders import way
-from hf_specx.measure.grafted import PREFIX, RECIPES
+from hf_specx.measure.grafted import PREFIX, check_grafted
 from hf_specx.measure.grid import results, run_grid
 from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.measure.plots import check_can_plot, plot
@@ -118,20 +119,42 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     Raises:
         ValueError: options contradict each other, or cannot be measured.
     """
-    grids = [name for name, chosen in (("--grid", grid), ("--full", full)) if chosen]
-    words = [f"--{name.replace('_', '-')}" for name in given]
-    check_grid(grids, [*words, *others], only, list(EXPERIMENTS)[1:], torch.cuda.is_available())
-    if grids:
+    if grid or full:
+        check_grid(grid, full, only, [*(f"--{name.replace('_', '-')}" for name in given), *others])
         return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
+    require(not only, "--only chooses experiments of a grid; use it with --grid or --full.")
     asked: dict[str, Any] = QUICK | given
     batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
-    check_study(batches, asked["repeats"])
-    check_cell(*(asked[name] for name in ("prompt_tokens", "new_tokens", "temperature", "top_p")))
+    check_runs(batches, asked["repeats"])
+    prompt_tokens, new_tokens = asked["prompt_tokens"], asked["new_tokens"]
+    require(
+        prompt_tokens >= 1 and new_tokens >= 2,
+        f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens} leave no round to time; give 1 or more, and 2 "
+        "or more.",
+    )
+    check_sampling(asked["temperature"] or 1.0, asked["top_p"])  # 0 is greedy
     check_dtype(asked["dtype"])
-    grafted_pair_of_no_recipe(pair, PREFIX, list(RECIPES))
+    check_grafted(pair)
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)
+
+
+def check_grid(grid: bool, full: bool, only: list[str], given: list[str]) -> None:
+    """Whether it is clear which cells of a grid are meant, and whether this machine can run them.
+
+    Args:
+        grid, full, only: as in `choose_cells`.
+        given: other options, which a grid does not take.
+    """
+    require(not (grid and full), "--grid and --full are two grids; choose one.")
+    told = f"has its own pairs and sizes; leave {', '.join(given)} out, or choose with --only."
+    require(not given, f"{'--full' if full else '--grid'} {told}")
+    known = list(EXPERIMENTS)[1:]
+    unknown = next((name for name in only if name not in known), None)
+    require(unknown is None, f"--only {unknown} is unknown; choose among {', '.join(known)}.")
+    possible = not full or torch.cuda.is_available()
+    require(possible, "--full has models of 1B and 7B parameters and there is no GPU here; use --grid.")
 
 
 def show_cells(made: list[dict[str, Any]]) -> None:

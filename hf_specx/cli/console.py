@@ -16,7 +16,13 @@ from hf_specx.engine.report import RoundRecord
 from hf_specx.strategy import SpeculativeDecoding
 
 
-OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # argument to option
+OPTIONS = {  # argument to option
+    "overwrite=True": "--overwrite",
+    "trust_remote_code=True": "--trust-remote-code",
+    "temperature=": "--temperature ",
+    "top_p=": "--top-p ",
+    "top_k=": "--top-k ",
+}
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
 

@@ -14,10 +14,10 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks import contender_of_no_kind
 from .inputs import Inputs
 
 
@@ -52,9 +52,18 @@ def way(name: str) -> Way:
     kind, *rest = name.split("-")
     compiled = rest[-1:] == [COMPILED_SUFFIX]
     numbers = rest[:-1] if compiled else rest
-    contender_of_no_kind(name, kind, numbers, compiled)
-    number = numbers[0] if numbers else None
-    return Way(kind, int(number) if number is not None and number != "auto" else number, compiled)
+    counted = len(numbers) == 1 and numbers[0].isdecimal() and int(numbers[0]) > 0
+    known = {
+        PLAIN_NAME: not numbers,
+        STOCK_NAME: (counted or not numbers) and not compiled,
+        **dict.fromkeys(VERIFIERS, counted or numbers == ["auto"]),
+    }
+    require(
+        known.get(kind, False),
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
+        "with a number or auto, like block-auto, and -compiled after it, like block-5-compiled.",
+    )
+    return Way(kind, int(numbers[0]) if counted else next(iter(numbers), None), compiled)
 
 
 class Contender:
