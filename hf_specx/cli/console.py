@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import typer
@@ -107,6 +108,12 @@ def legend() -> Text:
     return Text.assemble(
         accepted, ": drafted; ", recovered, ": the target's, after a rejection; ", bonus, ": the target's, else"
     )
+
+
+def figure(value: Any) -> str:
+    """A number, or the median of a `spread`, with two decimals; "-" where it is not known."""
+    value = value["median"] if isinstance(value, dict) else value
+    return "-" if value is None else f"{value:.2f}"
 
 
 @contextmanager
