@@ -38,10 +38,6 @@ class Way(NamedTuple):
     number: int | str | None = None
     compiled: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        return self.kind in VERIFIERS
-
 
 def way(name: str) -> Way:
     """What a contender's name says.
@@ -92,7 +88,7 @@ class Contender:
             return
         self.way = way(name)
         self.compiled = self.way.compiled
-        if self.way.is_ours:
+        if self.way.kind in VERIFIERS:
             assert draft is not None
             self.strategy = SpeculativeDecoding(
                 draft, num_draft_tokens=self.way.number or "auto", verification=self.way.kind, compile=self.compiled

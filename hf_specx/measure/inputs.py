@@ -27,7 +27,7 @@ class BenchPair:
         name: as it was asked for.
         target, draft: in evaluation mode.
         facts: what results say of it, plain values.
-        tokenizer, prompts: None and [] for grafted pairs, which are given random tokens.
+        tokenizer, prompts: None and () for grafted pairs, which are given random tokens.
     """
 
     name: str
@@ -35,7 +35,7 @@ class BenchPair:
     draft: PreTrainedModel
     facts: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None = None
-    prompts: list[str] | None = None
+    prompts: Sequence[str] = ()
 
     def inputs(self, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> Inputs:
         """A batch of prompts that have `prompt_tokens` tokens each.
@@ -48,7 +48,7 @@ class BenchPair:
             generator = torch.Generator().manual_seed(seed)
             ids = torch.randint(1, self.target.config.vocab_size, (batch, prompt_tokens), generator=generator)
         else:
-            rows = [row for text in self.prompts or [] if (row := self.tokenizer(text)["input_ids"])]
+            rows = [row for text in self.prompts if (row := self.tokenizer(text)["input_ids"])]
             _check_prompts(self.name, rows)
             endless = [
                 itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
@@ -129,7 +129,7 @@ def encode(
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Whether a prompt and what follows it, in a decoder of its own or not, have positions in a model."""
+    """Whether a model has positions for a prompt and, unless an encoder reads it, for the new tokens after it."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
     require(
