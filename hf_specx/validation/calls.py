@@ -9,7 +9,7 @@ from hf_specx.common.architectures import WITHOUT_ATTENTIONS
 from hf_specx.common.errors import refusal, require
 
 
-NOISE_DEVICES = ("cpu", "cuda")  # elsewhere plain sampling draws ahead, or its generator cannot be read
+NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
 OTHER_MODES = {  # fields of a config that select another way of generating
     "penalty_alpha": "contrastive search",
     "dola_layers": "DoLa",
@@ -68,7 +68,7 @@ def check_call(
     verification: str,
     streamer: Any,
 ) -> None:
-    """What one call of `generate` asks for, besides its text.
+    """Check what one call of `generate` asks for, besides its text.
 
     Args:
         input_ids: [B, L] int64.
@@ -99,7 +99,7 @@ def check_call(
 
 @refusal
 def check_outputs(model: PreTrainedModel, generation_config: GenerationConfig) -> str | None:
-    """Whether a model gives what one call wants to know besides the text."""
+    """Check that a model gives the outputs that a call wants besides the text."""
     attention, reason = WITHOUT_ATTENTIONS.get(model.config.model_type, (None, ""))
     asked = generation_config.return_dict_in_generate and generation_config.output_attentions
     if not asked or not reason or attention not in (None, model.config._attn_implementation):
@@ -109,7 +109,7 @@ def check_outputs(model: PreTrainedModel, generation_config: GenerationConfig) -
 
 @refusal
 def check_past(layout: str) -> str | None:
-    """Whether a cache that does not have the keys of all its tokens can be continued in the layout asked for."""
+    """Check that the layout asked for can continue a cache that does not have the keys of all its tokens."""
     if layout == "auto":
         return None
     return (

@@ -1,4 +1,4 @@
-"""Checks of how we were called: arguments that transformers would drop, misread or stumble over."""
+"""Checks of how we were called: arguments that transformers would drop, misread or fail on."""
 
 import inspect
 from collections.abc import Collection
@@ -38,12 +38,12 @@ def check_entry(model: Any, custom_generate: Any) -> None:
 
 
 def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Collection[str]) -> None:
-    """Arguments of `generate` that transformers would drop, misread or stumble over.
+    """Check the arguments of `generate` for those that transformers would drop, misread or fail on.
 
     Args:
         inputs, model: of the call.
         kwargs: all other arguments.
-        options: names that we know and transformers does not.
+        options: names of arguments that we know and transformers does not.
     """
     for name, value in {"inputs": inputs, "input_ids": kwargs.get("input_ids")}.items():
         require(
@@ -74,7 +74,7 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
 
 
 def check_pair_call(kwargs: dict[str, Any]) -> None:
-    """Whether a call of a pair asks for something that a pair brings itself."""
+    """Check that a call of a pair does not ask for something that the pair brings itself."""
     for name in ("custom_generate", "draft_model", "assistant_model", "model"):
         require(
             kwargs.get(name) is None,
@@ -83,7 +83,7 @@ def check_pair_call(kwargs: dict[str, Any]) -> None:
 
 
 def check_draft_found(published: str | None, reason: str | None) -> None:
-    """Whether there is a draft for callers who name none.
+    """Check that there is a draft for callers who name none.
 
     Args:
         published: the pair that our code was published with.
@@ -98,19 +98,19 @@ def check_draft_found(published: str | None, reason: str | None) -> None:
 
 
 def check_one_name(ours: str, theirs: str, given: Collection[str]) -> None:
-    """Whether an argument that transformers calls by another name was given by one of both at most."""
+    """Check that an argument with two names, ours and that of transformers, was given by one at most."""
     require(not {ours, theirs} <= set(given), f"{ours}= and {theirs}= mean the same; pass one of them.")
 
 
 def check_stop_strings(strings: Any, tokenizer: Any) -> None:
-    """Whether stop strings can be searched for."""
+    """Check that stop strings can be searched for."""
     known = all(isinstance(each, str) for each in (strings if isinstance(strings, list | tuple) else [strings]))
     require(known, f"stop_strings={strings!r} is no str and no list of str; pass one of these.")
     require(tokenizer is not None, f"stop_strings={strings!r} needs the tokenizer; pass tokenizer=.")
 
 
 def check_healing(tokenizer: Any) -> None:
-    """Whether the last token of the prompt can be healed."""
+    """Check that the last token of the prompt can be healed."""
     require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
 
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from hf_specx.common.errors import refusal, require
 
 
-WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, and see what it hides all the same
+WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, but see what it hides
 
 
 @refusal
@@ -40,7 +40,7 @@ def embeds_of_another_width(model: PreTrainedModel, embeds: torch.Tensor) -> str
 @refusal
 def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -> str | None:
     fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
-    if fits or positions.ndim > 2:  # several kinds of positions are a model's own affair
+    if fits or positions.ndim > 2:  # models with several kinds of positions check their own
         return None
     return (
         f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
@@ -111,7 +111,7 @@ def text_that_was_read(width: int, held: int) -> str | None:
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
-    """The text that one call of `generate` gives.
+    """Check the text that one call of `generate` is given.
 
     Args:
         model: the target.
@@ -138,7 +138,7 @@ def check_inputs(
     name = "decoder_attention_mask" if decodes else "attention_mask"
     mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
     known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
-    if held and embeds is None and not decodes and known == shape[1]:  # so `generate` takes it for the whole text
+    if held and embeds is None and not decodes and known == shape[1]:  # `generate` then takes it for the whole text
         text_that_was_read(known, held)
     if mask is not None:
         check_mask(model, name, mask, len(input_ids), in_all)
@@ -150,14 +150,14 @@ def check_inputs(
 
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
-    """A mask of the text, which may have any of these widths."""
+    """Check a mask of the text, which may have any of these widths."""
     shape = tuple(mask.shape)
     is_flat = len(shape) == 2
     require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
     told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
     require(len(mask) == rows, told)
     mask_for_other_tokens(name, mask.shape[1], widths)
-    mask = mask.cpu()  # the one synchronisation of all that follow
+    mask = mask.cpu()  # so that all that follow wait for the device once
     mask_of_other_values(name, mask)
     empty_row(name, mask)
     padding_on_the_right(name, mask)
@@ -165,7 +165,7 @@ def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int,
 
 
 def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
-    """What embeds the text of a decoder-only model, where that is a plain table."""
+    """The embedding of a decoder-only model's text; None if it is not a plain table."""
     if model.config.is_encoder_decoder:
         return None
     embedding = model.get_input_embeddings()
@@ -173,7 +173,7 @@ def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
 
 
 def _known_tokens(model: PreTrainedModel) -> int | None:
-    """Ids below it can be read; None for a model that may take others for what is not text."""
+    """How many token ids can be read; None if a model may use higher ids for something other than text."""
     config, embedding = model.config, _embedding(model)
     if embedding is None or config.get_text_config(decoder=True) is not config:
         return None

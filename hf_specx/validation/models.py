@@ -147,7 +147,7 @@ def check_lifted(model: PreTrainedModel) -> str | None:
 
 
 def check_target(model: PreTrainedModel, max_length: int) -> None:
-    """Whether the target can be decoded exactly, whatever the draft."""
+    """Check that the target can be decoded exactly, whatever the draft."""
     target_in_training(model)
     weights_not_loaded("target", model)
     attends_in_both_directions(model)
@@ -160,7 +160,7 @@ def check_pair(
     tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Whether the draft can run, and its token ids mean what the target's mean."""
+    """Check that the draft can run, and that its token ids mean what the target's mean."""
     weights_not_loaded("draft", draft)
     draft_in_training(draft)
     draft_with_an_encoder(target, draft)

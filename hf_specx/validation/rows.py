@@ -119,13 +119,13 @@ def threshold_that_varies(threshold: float) -> str | None:
 
 
 def check_fixed(schedule: str, threshold: float) -> None:
-    """Whether every round drafts the same number of candidates, as seeds and ranks need it."""
+    """Check that every round drafts the same number of candidates, as ranks that keep step need it."""
     schedule_that_varies(schedule)
     threshold_that_varies(threshold)
 
 
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
-    """Whether `seeds` can make each of so many rows independent of the others."""
+    """Check that `seeds` can make each of so many rows independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
     require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
     require(
@@ -138,10 +138,10 @@ def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
 
 
 def check_in_order(names: list[str], layout: str, verification: str | None) -> None:
-    """Whether the rest of what was asked for lets each token be shown once, in order, to all rows together.
+    """Check that layout and verification let processors and criteria see each emitted token once, in order.
 
     Args:
-        names: of the processors and criteria that need this.
+        names: of these processors and criteria.
         layout, verification: as they were asked for; None is unset.
     """
     layout_out_of_order(names, layout)
@@ -151,7 +151,7 @@ def check_in_order(names: list[str], layout: str, verification: str | None) -> N
 def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
-    """Whether a model can be guided by negative prompts, and these fit a batch of so many rows."""
+    """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
     guided_encoder_decoder(model)
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
@@ -172,7 +172,7 @@ def check_guidance(
 
 
 def check_synced(states: bool, stateful: Collection[str]) -> None:
-    """Whether ranks that hold parts of the models can keep step.
+    """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.

@@ -48,7 +48,7 @@ def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, v
 
 @needs_compiler
 def test_two_buckets_of_rows():
-    """Four places, then two: six forwards in all, for every call and strategy; rows end as stock ends them."""
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
     compilations = []
@@ -69,7 +69,7 @@ def test_two_buckets_of_rows():
 
 @pytest.mark.parametrize("model_type", ["mistral", "gpt2", "gemma2"])
 def test_models_of_other_kinds(traced: None, model_type: str):
-    """Windows, learned positions, masks by layer; three rows in four places."""
+    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
     target, draft = pair(model_type)
     for settings in (SAMPLED, {"do_sample": False}):
         expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)

@@ -36,7 +36,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx import SpeculativeDecoding, generate
-from hf_specx.generate import STOCK
+from hf_specx.generate import NAMED
 from hf_specx.validation.calls import check_call
 from hf_specx.validation.models import check_target
 
@@ -110,7 +110,7 @@ CASES = {
     ),
     "check_lifted": (
         "drops begin_suppress_tokens .*pass the draft as draft_model=",
-        lambda: generate(model=get("whisper"), **dict.fromkeys(STOCK) | {"assistant_model": get("draft")}),
+        lambda: generate(model=get("whisper"), **dict.fromkeys(NAMED) | {"assistant_model": get("draft")}),
     ),
     "type_that_is_not_exact": ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
     "type_that_is_not_exact, draft": ("'rwkv' cannot be a draft.*choose", partial(call, draft="own cache")),
