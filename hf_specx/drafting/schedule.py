@@ -145,7 +145,7 @@ class Heuristic(Schedule):
 
 
 class Auto(Schedule):
-    """"auto" for one call: each round the number with the most tokens per second, which may be 0.
+    """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. Only a row whose
     candidates are nearly all rejected rests while others go on.
