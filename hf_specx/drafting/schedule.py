@@ -191,7 +191,7 @@ class Auto(Schedule):
 
 
 class Resting:
-    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, and so on until a probe helps."""
+    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, until a probe helps."""
 
     def __init__(self) -> None:
         self.kept: dict[int, float] = {}  # candidates that a round of the row was expected to keep, a moving mean
