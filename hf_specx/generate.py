@@ -101,7 +101,8 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
     They hold for targets of one class, size and dtype on one kind of device.
     """
     size = sum(weight.numel() for weight in target.parameters())
-    kind = f"{type(target).__name__} of {size} parameters in {target.dtype} on {hardware(execution_device(target))}"
+    where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
+    kind = f"{type(target).__name__} of {size} parameters in {where}"
     draft, times = strategy.draft_model, strategy.costs.measured
     times.update(getattr(draft, "specx_times", {}).get(kind, {}))
     known = len(times)

@@ -152,7 +152,7 @@ class Session:
         """Time plain and speculative generation in turns, and print the comparison."""
         with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
             comparison = compare(
-                self.pair.target, self.pair.strategy, inputs, self.options, self.repeats, self.seed, advance
+                self.pair.target, self.pair.strategy, [inputs], self.options, self.repeats, self.seed, advance
             )
         self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
         return comparison

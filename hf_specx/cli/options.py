@@ -1,6 +1,5 @@
 """Options that several commands share, and their checks."""
 
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from hf_specx.common.errors import require
 from hf_specx.hub.cards import check_known_name
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
-from hf_specx.measure.checks import looking_for
+from hf_specx.measure.checks import check_sampling, looking_for
 from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.options import check_choices
@@ -81,10 +80,7 @@ def sampling_options(
         untouched = (temperature, top_p, top_k) == (1, 1, 0)
         require(untouched, "--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
         return {"do_sample": False, "max_new_tokens": max_new_tokens}
-    possible = 0 < temperature < math.inf
-    require(possible, f"--temperature {temperature} is no number above 0; give one, or --greedy.")
-    require(0 < top_p <= 1, f"--top-p {top_p} is not above 0 and at most 1; 1 keeps all tokens.")
-    require(top_k >= 0, f"--top-k {top_k} is below 0; 0 keeps all tokens.")
+    check_sampling(temperature, top_p, top_k)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     return {"do_sample": True, **drawn, "max_new_tokens": max_new_tokens}
 

@@ -68,7 +68,7 @@ def check_draft(draft_model: Any) -> None:
         "its draft by DraftTargetPair.from_pretrained.",
     )
     given = f"draft_model is a {type(draft_model).__name__}"
-    proposes = callable(getattr(draft_model, "propose", None))
+    proposes = callable(getattr(draft_model, "propose", None)) and not isinstance(draft_model, type)
     known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)
     require(known, f"{given}; give a model, a CandidateGenerator or a Drafter.")
     require(
@@ -117,8 +117,8 @@ def check_assistant_settings(num_assistant_tokens: Any, schedule: Any, threshold
 
 def check_calibration(draft_model: Any) -> None:
     """Whether the forwards of a draft can be timed."""
-    has_forward = isinstance(draft_model, PreTrainedModel)
-    require(has_forward, "a CandidateGenerator has no forward to time; give num_draft_tokens as a number.")
+    told = "a draft without a model has no forward to time; give num_draft_tokens as a number."
+    require(isinstance(draft_model, PreTrainedModel), told)
 
 
 def similar(name: str, known: Iterable[str]) -> str:

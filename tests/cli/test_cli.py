@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -266,3 +267,8 @@ def test_piped_output_is_bare(pair):
     assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
+
+
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "hf_specx", "--help"]
+    assert "specx" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -8,7 +8,6 @@ from hf_specx.common.errors import CHECKS
 
 
 ROOMS_OF_CALLS = {"validation", "layouts"}
-ROOMS_OF_TOOLS = {"equivalence", "hub", "measure", "metrics", "pairs"}
 Case = tuple[str, Callable[..., object]]
 
 
