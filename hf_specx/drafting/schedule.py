@@ -180,9 +180,10 @@ class Auto(Schedule):
         self.times.observe(before, drafted)
         if self.resting is not None:
             self.resting.observe(done)
-        left = [max(1, self.most_emitted - count) for count in done.before]
+        live = [number for number, gained in enumerate(done.gained) if gained]  # others were finished before
+        left = [max(1, self.most_emitted - done.before[number]) for number in live]
         # a row that rests is counted as one that keeps nothing
-        survival = [chances or [0.0] * drafted for chances in done.survival]
+        survival = [done.survival[number] or [0.0] * drafted for number in live]
         catch_up = partial(self.times.catch_up, self.rows)
         self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
 

@@ -172,3 +172,15 @@ def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
     assert all(first == second for first, second, _ in seen)
     assert any(first > 0 == third for first, _, third in seen) is not together
     assert all(first == third for first, _, third in seen) is together
+
+
+def test_rows_that_were_finished_before_do_not_count():
+    """In lockstep the least of the others decides; a row that is fed pads gains nothing, and has no candidates."""
+    costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
+    auto, batch = Auto(costs, "greedy", 3, 100, together=True), some_batch()
+    batch.over = torch.tensor([False, False, True])
+    for _ in range(30):
+        first, second, over = auto(batch)
+        assert first == second > over == 0
+        gained = [first + 1, second + 1, 0]
+        auto.observe(made_round([first, second, 0], [first, second, 0], gained, batch=batch, gained=gained))
