@@ -30,6 +30,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.start import start, stateful_processors
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
+from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.calls import check_call, check_outputs
@@ -228,6 +229,7 @@ class SpeculativeDecoding:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 check_guidance(processor, model, len(prompt.input_ids))
+        drafter.meet(vocabulary(model))
         if drafter.model is not None:
             check_pair(model, drafter.model, self.tokenizer, self.draft_tokenizer)
 

@@ -42,7 +42,7 @@ class Reading:
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
-    A call drives it in this order: `read`, then in each round `propose` and `observe`. One object serves one call at a
+    A call drives it in this order: `meet`, `read`, then in each round `propose` and `observe`. One object serves one call at a
     time.
 
     Attributes:
@@ -51,12 +51,18 @@ class Drafter(Protocol):
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
+        max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
     """
 
     model: PreTrainedModel | None = None
     decoder: Decoder | None = None
     has_probs: bool = False
     needs_hidden: bool = False
+    max_candidates: int | None = None
+
+    def meet(self, vocab_size: int) -> None:
+        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""
+        return
 
     def read(self, reading: Reading) -> None:
         """A call begins."""

@@ -1,6 +1,7 @@
 """Put together what the loop works with; nothing is read yet, so that refusals come before any forward."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -52,6 +53,8 @@ def start(
         costs: what "auto" goes by; times are measured if there are none for this batch size.
         earlier: of the call before.
     """
+    if call.drafting.number is None:
+        call = replace(call, drafting=call.drafting._replace(number=drafter.max_candidates))
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
         batch=make_batch(prompt, plan.lockstep),

@@ -37,9 +37,10 @@ def draft_by_name(draft_model: Any) -> str | None:
 
 @refusal
 def draft_of_no_kind(draft_model: Any) -> str | None:
-    if isinstance(draft_model, PreTrainedModel | CandidateGenerator):
+    proposes = callable(getattr(draft_model, "propose", None))
+    if proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator):
         return None
-    return f"draft_model is a {type(draft_model).__name__}; give a model or a CandidateGenerator."
+    return f"draft_model is a {type(draft_model).__name__}; give a model, a CandidateGenerator or a Drafter."
 
 
 @refusal
@@ -66,16 +67,6 @@ def generator_that_reads_outputs(draft_model: Any) -> str | None:
     return (
         f"draft_model is a {type(draft_model).__name__}, which reads the target's outputs; give a model, or a "
         "CandidateGenerator that goes by the text alone."
-    )
-
-
-@refusal
-def generator_without_law(draft_model: Any, verification: Any) -> str | None:
-    if not isinstance(draft_model, CandidateGenerator) or verification not in ("token", "block"):
-        return None
-    return (
-        f"verification={verification!r} needs the law that candidates were drawn from, which a CandidateGenerator "
-        "does not vouch for; use verification='coupled', exact for any candidates."
     )
 
 
@@ -181,7 +172,6 @@ def threshold_that_is_no_probability(threshold: Any) -> str | None:
 def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model: Any) -> None:
     """The options of a strategy, whatever model it will serve."""
     check_draft(draft_model)
-    generator_without_law(draft_model, options["verification"])
     unknown_option(unknown, options)
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
     unknown_stream_by(options["stream_by"])

@@ -64,10 +64,6 @@ CASES = {
     "draft_without_head": ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     "generator_of_one_text": ("AssistedCandidateGenerator, made for one text; give its", of_one_text),
     "generator_that_reads_outputs": ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
-    "generator_without_law": (
-        "verification='block' needs the law.*use verification='coupled'",
-        lambda: SpeculativeDecoding(LOOKUP, verification="block"),
-    ),
     "generator_to_time": (
         "has no forward to time; give num_draft_tokens as a number",
         lambda: SpeculativeDecoding(LOOKUP).calibrate(get("target"), IDS),
