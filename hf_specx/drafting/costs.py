@@ -269,4 +269,4 @@ def _between_ends(known: list[tuple[int, float]], place: int) -> float:
 
 
 def _on_grid(seconds: float) -> float:
-    return GRID ** round(math.log(seconds, GRID))
+    return GRID ** round(math.log(max(seconds, 1e-9), GRID))  # a clock may not see the shortest

@@ -1,9 +1,10 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
 import copy
+import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,12 +15,14 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
 from .candidates import no_candidates
+from .costs import Costs
 from .drafter import Drafter, Reading
 from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, SuffixIndex
 from .suffix_pool import SuffixPool, check_number
 
 
-WORTH = 0.2  # chance to be kept that a candidate must have, in the mean of all rows, to be worth its part of a forward
+UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
+COLUMN_TIME = 0.2  # what one more candidate adds to a forward, as a part of it, where that was not measured
 PRIOR = 3.0  # candidates that the acceptance assumed at first counts for
 MEMORY = 0.99  # what earlier candidates are worth after one more match
 FRESH = 4096  # tokens that are indexed one by one before all are sorted anew, at least
@@ -69,7 +72,8 @@ class SuffixDraft(Drafter):
         check_number("min_match", min_match, 1)
         if not isinstance(pool, SuffixPool | None):
             raise ValueError(f"pool is a {type(pool).__name__}; give a SuffixPool, or leave it out.")
-        self.max_candidates, self.min_match, self.pool = max_candidates, min(min_match, DEPTH), pool
+        self.max_candidates: int = max_candidates
+        self.min_match, self.pool = min(min_match, DEPTH), pool
         self.acceptance = Acceptance()
         self.calls: WeakKeyDictionary[Batch, list[Rows]] = WeakKeyDictionary()  # of each batch, by row
 
@@ -84,10 +88,14 @@ class SuffixDraft(Drafter):
         known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
         texts = {row: array("i", text.tolist()) for row, text in known.items()}
         if isinstance(reading.rule, RejectionRule) and reading.rule.seeds is not None:
-            rows = [Rows({row: texts[row]}, None, copy.deepcopy(self.acceptance)) for row in texts]
+            rows = [Rows({row: texts[row]}, copy.deepcopy(self.acceptance)) for row in texts]
         else:
-            rows = [Rows(texts, self.pool, self.acceptance)] * len(texts)
+            rows = [Rows(texts, self.acceptance, self.pool, reading.costs)] * len(texts)
         self.calls[reading.batch] = rows
+
+    def cost(self, batch: Batch) -> Callable[[int], object]:
+        """Nothing; but that forwards of the target are timed."""
+        return lambda _: None
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""
@@ -99,7 +107,9 @@ class SuffixDraft(Drafter):
             for row, length in zip(batch.rows, lengths, strict=True)
         ]
         if groups[0] is groups[-1]:
-            found = _worth(found)
+            found = _worth(found, groups[0])
+        else:
+            found = [_worth([one], groups[row])[0] for row, one in zip(batch.rows, found, strict=True)]
         for row, one in zip(batch.rows, found, strict=True):
             groups[row].proposed[row] = one
         width = max(len(one.tokens) for one in found)
@@ -130,16 +140,37 @@ class Rows:
     """Rows of a batch that are looked for in one another, and in a pool.
 
     Args:
-        texts: token ids by row, which grow; -1 where there is none, or none of the vocabulary.
-        pool: as it is now; what other calls add is not seen.
+        texts: token ids by row, which grow; -1 for one that is not of the vocabulary.
         acceptance: of candidates by the length of their match.
+        pool: as it is now; what other calls add is not seen.
+        costs: the times of forwards, as they are when they are first asked for.
     """
 
-    def __init__(self, texts: dict[int, array], pool: SuffixPool | None, acceptance: "Acceptance"):
-        self.texts, self.acceptance = texts, acceptance
+    def __init__(
+        self,
+        texts: dict[int, array],
+        acceptance: "Acceptance",
+        pool: SuffixPool | None = None,
+        costs: Costs | None = None,
+    ):
+        self.texts, self.acceptance, self.costs = texts, acceptance, costs
         self.earlier = () if pool is None else pool.indices
         self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
         self.proposed: dict[int, Found] = {}
+        self.known_times: dict[int, list[float]] = {}  # by the number of rows that decode
+
+    def times(self, rows: int, most: int) -> list[float]:
+        """Of forwards with 0 to `most` candidates a row, in any unit."""
+        if not self.known_times and self.costs is not None:
+            self.costs = copy.copy(self.costs)
+            self.costs.table = dict(self.costs.table)  # what other calls measure does not count
+        times = self.known_times.setdefault(rows, [])
+        while len(times) <= most:
+            if self.costs is None or not self.costs.table:
+                times.append(1 + COLUMN_TIME * len(times))
+            else:
+                times.append(self.costs.target(rows, 1 + len(times)))
+        return times
 
     def find(self, row: int, min_match: int, most: int) -> Found:
         """Candidates that are worth judging in a forward of this row alone, at most `most`."""
@@ -150,11 +181,15 @@ class Rows:
         length = max(length for length, _ in matches)
         if length < min_match:
             return Found([], [], 0)
+        rate = self.acceptance.rate(length)
+        most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
+        if not most:
+            return Found([], [], length)
         followers: list[list[int]] = []
         for index, (matched, at) in zip(indices, matches, strict=True):
             if matched == length:
                 followers += [self._following(index, row, p, most) for p in index.positions(suffix, length, at)]
-        return Found(*_most_frequent(followers, most, self.acceptance.rate(length)), length)
+        return Found(*_most_frequent(followers, most, rate), length)
 
     def _following(self, index: SuffixIndex, row: int, position: int, most: int) -> list[int]:
         """What follows a position; text that runs into its own end goes round."""
@@ -204,7 +239,7 @@ def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[
         counts = Counter(following[depth] for following in followers)
         token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
         chance = survival * count / total
-        if token < 0 or chance < WORTH:
+        if token < 0 or chance < UNLIKELY:
             break
         tokens.append(token)
         chances.append(chance)
@@ -212,12 +247,14 @@ def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[
     return tokens, chances
 
 
-def _worth(found: list[Found]) -> list[Found]:
-    """Cut to the depth up to which a forward of all rows is worth it: it takes as long as its longest row."""
-    width = 0
-    while sum(one.chances[width] for one in found if len(one.chances) > width) >= WORTH * len(found):
-        width += 1
-    return [Found(one.tokens[:width], one.chances[:width], one.length) for one in found]
+def _worth(found: list[Found], rows: Rows) -> list[Found]:
+    """Cut to the number of candidates with the most tokens a second; a forward takes as long as its longest row."""
+    tokens = [float(len(found))]
+    for depth in range(max(len(one.tokens) for one in found)):
+        tokens.append(tokens[-1] + sum(one.chances[depth] for one in found if len(one.chances) > depth))
+    times = rows.times(len(found), len(tokens) - 1)
+    most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
+    return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
 
 
 def _emitted(done: Round) -> Iterator[list[int]]:

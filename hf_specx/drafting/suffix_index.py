@@ -12,7 +12,7 @@ import torch
 
 
 DEPTH = 32  # tokens before a position that are compared; a power of 2
-SAMPLE = 32  # positions that are looked at where more match
+SAMPLE = 16  # positions that are looked at where more match
 OFFSET_BITS = 32
 OFFSET = (1 << OFFSET_BITS) - 1
 

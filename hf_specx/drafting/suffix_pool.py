@@ -157,6 +157,6 @@ def _trimmed(indices: list[SuffixIndex], max_tokens: int) -> list[SuffixIndex]:
         return indices
     surplus += max_tokens // FREED
     sizes = [(number, len(text)) for index in indices for number, text in index.texts.items()]
-    totals = accumulate(size for _, size in sizes[:-1])
-    least = next((number for (number, _), total in zip(sizes[1:], totals, strict=True) if total >= surplus), sizes[-1][0])
+    leaving = sum(total < surplus for total in accumulate(size for _, size in sizes)) + 1
+    least = sizes[min(leaving, len(sizes) - 1)][0]
     return [kept for index in indices if (kept := index.since(least)).texts]

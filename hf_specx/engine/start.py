@@ -1,7 +1,6 @@
 """Put together what the loop works with; nothing is read yet, so that refusals come before any forward."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -53,18 +52,17 @@ def start(
         costs: what "auto" goes by; times are measured if there are none for this batch size.
         earlier: of the call before.
     """
-    if call.drafting.number is None:
-        call = replace(call, drafting=call.drafting._replace(number=drafter.max_candidates))
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
         batch=make_batch(prompt, plan.lockstep),
         vocab_size=vocabulary(prompt.model),
-        rule=_rule(call, plan, prompt),
+        rule=_rule(call, plan, prompt, drafter.max_candidates),
         processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
         threshold=call.drafting.threshold,
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
+        costs=costs,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
@@ -86,8 +84,8 @@ def start(
     )
 
 
-def _rule(call: Call, plan: Plan, prompt: Prompt) -> Rule:
-    window = NOISE_WINDOW * (1 + (call.drafting.number or MAX_DRAFT_TOKENS))
+def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
+    window = NOISE_WINDOW * (1 + (call.drafting.number or most or MAX_DRAFT_TOKENS))
     return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
 
 
@@ -124,4 +122,5 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
             costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
             known = costs
     room = None if call.synced else run.stopping.max_new_tokens
-    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier)
+    most = run.drafter.max_candidates
+    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
