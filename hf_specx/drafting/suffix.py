@@ -1,11 +1,8 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
 import copy
-import math
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,32 +12,14 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
 from .candidates import no_candidates
-from .costs import Costs
+from .costs import RoundTimes
 from .drafter import Drafter, Reading
-from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, SuffixIndex
+from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
+from .suffix_rows import Acceptance, Found, Rows
 
 
-UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
-COLUMN_TIME = 0.2  # what one more candidate adds to a forward, as a part of it, where that was not measured
-PRIOR = 3.0  # candidates that the acceptance assumed at first counts for
-MEMORY = 0.99  # what earlier candidates are worth after one more match
-FRESH = 4096  # tokens that are indexed one by one before all are sorted anew, at least
-GROWTH = 8  # and at least one part in so many of what was sorted
-
-
-class Found(NamedTuple):
-    """Candidates of one row.
-
-    Attributes:
-        tokens: their ids.
-        chances: that each is kept, with all before it.
-        length: tokens of the match that they follow.
-    """
-
-    tokens: list[int]
-    chances: list[float]
-    length: int
+ASSUMED = 0.2  # what one more candidate a row adds to a round, as a part of it, where that is not measured
 
 
 class SuffixDraft(Drafter):
@@ -75,7 +54,7 @@ class SuffixDraft(Drafter):
         self.max_candidates: int = max_candidates
         self.min_match, self.pool = min(min_match, DEPTH), pool
         self.acceptance = Acceptance()
-        self.calls: WeakKeyDictionary[Batch, list[Rows]] = WeakKeyDictionary()  # of each batch, by row
+        self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
 
     def meet(self, vocab_size: int) -> None:
         """Check the pool's vocabulary."""
@@ -84,14 +63,7 @@ class SuffixDraft(Drafter):
 
     def read(self, reading: Reading) -> None:
         """Index the prompts."""
-        ids = {row: reading.batch.row(row) for row in reading.batch.rows}
-        known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
-        texts = {row: array("i", text.tolist()) for row, text in known.items()}
-        if isinstance(reading.rule, RejectionRule) and reading.rule.seeds is not None:
-            rows = [Rows({row: texts[row]}, copy.deepcopy(self.acceptance)) for row in texts]
-        else:
-            rows = [Rows(texts, self.acceptance, self.pool, reading.costs)] * len(texts)
-        self.calls[reading.batch] = rows
+        self.calls[reading.batch] = SuffixCall(reading, self)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
         """Nothing; but that forwards of the target are timed."""
@@ -99,19 +71,10 @@ class SuffixDraft(Drafter):
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""
-        groups = self.calls.get(batch)
-        if groups is None or not any(lengths):
+        call = self.calls.get(batch)
+        if call is None or not any(lengths):
             return no_candidates(batch)
-        found = [
-            groups[row].find(row, self.min_match, min(length, self.max_candidates)) if length else Found([], [], 0)
-            for row, length in zip(batch.rows, lengths, strict=True)
-        ]
-        if groups[0] is groups[-1]:
-            found = _worth(found, groups[0])
-        else:
-            found = [_worth([one], groups[row])[0] for row, one in zip(batch.rows, found, strict=True)]
-        for row, one in zip(batch.rows, found, strict=True):
-            groups[row].proposed[row] = one
+        found = call.find(batch.rows, lengths)
         width = max(len(one.tokens) for one in found)
         if not width:
             return no_candidates(batch)
@@ -122,139 +85,77 @@ class SuffixDraft(Drafter):
         return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
 
     def observe(self, done: Round) -> None:
-        """Take in what each row has emitted, and how many of its candidates were kept."""
-        groups = self.calls.get(done.batch)
-        if groups is None:
-            return
-        for row, accepted, judged in zip(done.rows, done.accepted, done.judged, strict=True):
-            one = groups[row].proposed.pop(row, None)
-            if one is not None and one.length:
-                groups[row].acceptance.note(one.length, accepted, judged)
-        for row, tokens in zip(done.rows, _emitted(done), strict=True):
-            groups[row].grow(row, tokens)
-        if done.finished and self.pool is not None:
-            self.pool.add(*([token for token in rows.texts[row] if token >= 0] for row, rows in enumerate(groups)))
+        """Take in what each row has emitted, how many of its candidates were kept, and how long that took."""
+        call = self.calls.get(done.batch)
+        if call is not None:
+            call.observe(done)
 
 
-class Rows:
-    """Rows of a batch that are looked for in one another, and in a pool.
+class SuffixCall:
+    """What one call looks in, and how long its rounds take.
 
     Args:
-        texts: token ids by row, which grow; -1 for one that is not of the vocabulary.
-        acceptance: of candidates by the length of their match.
-        pool: as it is now; what other calls add is not seen.
-        costs: the times of forwards, as they are when they are first asked for.
+        reading: of the call.
+        draft: whose acceptance it adds to, and whose pool it adds its rows to.
     """
 
-    def __init__(
-        self,
-        texts: dict[int, array],
-        acceptance: "Acceptance",
-        pool: SuffixPool | None = None,
-        costs: Costs | None = None,
-    ):
-        self.texts, self.acceptance, self.costs = texts, acceptance, costs
-        self.earlier = () if pool is None else pool.indices
-        self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
-        self.proposed: dict[int, Found] = {}
-        self.known_times: dict[int, list[float]] = {}  # by the number of rows that decode
+    def __init__(self, reading: Reading, draft: SuffixDraft):
+        self.draft, self.costs = draft, reading.costs
+        self.times: RoundTimes | None = None
+        ids = {row: reading.batch.row(row) for row in reading.batch.rows}
+        known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
+        texts = {row: array("i", text.tolist()) for row, text in known.items()}
+        rule = reading.rule
+        self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
+        self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
+        if self.apart:
+            self.rows = [Rows({row: texts[row]}, copy.deepcopy(draft.acceptance)) for row in texts]
+        else:
+            earlier = () if draft.pool is None else draft.pool.indices
+            self.rows = [Rows(texts, draft.acceptance, earlier)] * len(texts)
 
-    def times(self, rows: int, most: int) -> list[float]:
-        """Of forwards with 0 to `most` candidates a row, in any unit."""
-        if not self.known_times and self.costs is not None:
-            self.costs = copy.copy(self.costs)
-            self.costs.table = dict(self.costs.table)  # what other calls measure does not count
-        times = self.known_times.setdefault(rows, [])
-        while len(times) <= most:
-            if self.costs is None or not self.costs.table:
-                times.append(1 + COLUMN_TIME * len(times))
-            else:
-                times.append(self.costs.target(rows, 1 + len(times)))
-        return times
+    def find(self, rows: list[int], lengths: list[int]) -> list[Found]:
+        """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
+        draft = self.draft
+        found = [
+            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        found = [self._cut([one])[0] for one in found] if self.apart else self._cut(found)
+        for row, one in zip(rows, found, strict=True):
+            self.rows[row].proposed[row] = one
+        return found
 
-    def find(self, row: int, min_match: int, most: int) -> Found:
-        """Candidates that are worth judging in a forward of this row alone, at most `most`."""
-        text = self.texts[row]
-        suffix = text[: -DEPTH - 1 : -1]
-        indices = (self.fresh, self.sorted, *self.earlier)
-        matches = [index.longest(suffix) for index in indices]
-        length = max(length for length, _ in matches)
-        if length < min_match:
-            return Found([], [], 0)
-        rate = self.acceptance.rate(length)
-        most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
-        if not most:
-            return Found([], [], length)
-        followers: list[list[int]] = []
-        for index, (matched, at) in zip(indices, matches, strict=True):
-            if matched == length:
-                followers += [self._following(index, row, p, most) for p in index.positions(suffix, length, at)]
-        return Found(*_most_frequent(followers, most, rate), length)
+    def _cut(self, found: list[Found]) -> list[Found]:
+        """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row."""
+        tokens = [float(len(found))]
+        for depth in range(max(len(one.tokens) for one in found)):
+            tokens.append(tokens[-1] + sum(one.chances[depth] for one in found if len(one.chances) > depth))
+        times = self._times(len(found), len(tokens))
+        most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
+        return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
 
-    def _following(self, index: SuffixIndex, row: int, position: int, most: int) -> list[int]:
-        """What follows a position; text that runs into its own end goes round."""
-        number, offset = position >> OFFSET_BITS, position & OFFSET
-        following = index.texts[number][offset : offset + most].tolist()
-        if len(following) < most and number == row and index.texts is self.texts:
-            following = (following * -(-most // len(following)))[:most]
-        return following
+    def _times(self, rows: int, count: int) -> list[float]:
+        """Of rounds with 0 and more candidates a row, in any unit."""
+        if self.times is None and self.costs is not None and self.costs.table and not self.apart:
+            self.times = RoundTimes(self.costs, self.online, self.draft.max_candidates)
+        return [1 + ASSUMED * number for number in range(count)] if self.times is None else self.times(rows)
 
-    def grow(self, row: int, tokens: list[int]) -> None:
-        """A row has emitted tokens."""
-        text = self.texts[row]
-        for token in tokens:
-            text.append(token)
-            self.fresh.insert(row, len(text) - 1)
-        if len(self.fresh.order) > max(FRESH, len(self.sorted.order) // GROWTH):
-            self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+    def observe(self, done: Round) -> None:
+        """A round is over."""
+        judged = zip(done.rows, done.accepted, done.judged, _emitted(done), strict=True)
+        for row, accepted, number, tokens in judged:
+            self.rows[row].observe(row, tokens, accepted, number)
+        if self.times is not None:
+            self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+        if done.finished:
+            self._finish()
 
-
-class Acceptance:
-    """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""
-
-    def __init__(self) -> None:
-        self.kept: Counter[int] = Counter()
-        self.tried: Counter[int] = Counter()
-
-    def rate(self, length: int) -> float:
-        """The chance that a candidate is kept, if those before it are."""
-        size = length.bit_length()
-        return (self.kept[size] + PRIOR * (1 - 0.5**size)) / (self.tried[size] + PRIOR)
-
-    def note(self, length: int, accepted: int, judged: int) -> None:
-        """A match of so many tokens was found; of its candidates so many were judged, maybe none."""
-        size = length.bit_length()
-        self.kept[size] = self.kept[size] * MEMORY + accepted  # type: ignore[assignment]
-        self.tried[size] = self.tried[size] * MEMORY + judged  # type: ignore[assignment]
-
-
-def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
-    """Token by token what most of the continuations have that agreed so far, and the chance that it is all kept."""
-    tokens: list[int] = []
-    chances: list[float] = []
-    total, survival = len(followers), 1.0
-    while followers and len(tokens) < most:
-        depth, survival = len(tokens), survival * rate
-        followers = [following for following in followers if len(following) > depth]
-        counts = Counter(following[depth] for following in followers)
-        token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
-        chance = survival * count / total
-        if token < 0 or chance < UNLIKELY:
-            break
-        tokens.append(token)
-        chances.append(chance)
-        followers = [following for following in followers if following[depth] == token]
-    return tokens, chances
-
-
-def _worth(found: list[Found], rows: Rows) -> list[Found]:
-    """Cut to the number of candidates with the most tokens a second; a forward takes as long as its longest row."""
-    tokens = [float(len(found))]
-    for depth in range(max(len(one.tokens) for one in found)):
-        tokens.append(tokens[-1] + sum(one.chances[depth] for one in found if len(one.chances) > depth))
-    times = rows.times(len(found), len(tokens) - 1)
-    most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
-    return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
+    def _finish(self) -> None:
+        if self.times is not None and self.costs is not None:
+            self.costs.remember_rounds(self.times)
+        if self.draft.pool is not None:
+            self.draft.pool.add(*([t for t in rows.texts[row] if t >= 0] for row, rows in enumerate(self.rows)))
 
 
 def _emitted(done: Round) -> Iterator[list[int]]:
