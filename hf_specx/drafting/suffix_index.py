@@ -95,7 +95,7 @@ def sort_positions(texts: Mapping[int, array]) -> array:
         return array("q")
     tokens, positions = [], []
     for number, text in texts.items():
-        ids = torch.frombuffer(text, dtype=torch.int32).long() + 1
+        ids = torch.frombuffer(text, dtype=torch.int32).long() + 2  # -1 is an id as well
         tokens.append(torch.nn.functional.pad(ids, (1, 0)))  # 0 before a text, so that it ends what is compared
         positions.append(torch.arange(len(text) + 1) + (number << OFFSET_BITS))
     ranks, place = torch.cat(tokens), torch.cat(positions)

@@ -49,12 +49,13 @@ class Rows:
 
     def find(self, row: int, min_match: int, most: int) -> Found:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        text = self.texts[row]
-        suffix = text[: -DEPTH - 1 : -1]
+        if not most:
+            return Found([], [], 0)
+        suffix = self.texts[row][: -DEPTH - 1 : -1]
         indices = (self.fresh, self.sorted, *self.earlier)
         matches = [index.longest(suffix) for index in indices]
         length = max(length for length, _ in matches)
-        if not most or length < min_match:
+        if length < min_match:
             return Found([], [], 0)
         rate = self.acceptance.rate(length)
         most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
