@@ -13,6 +13,7 @@ from hf_specx.sampling.rules import RejectionRule
 
 from .candidates import no_candidates
 from .costs import RoundTimes
+from .draft_length import HASTE
 from .drafter import Drafter, Reading
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
@@ -74,7 +75,7 @@ class SuffixDraft(Drafter):
         call = self.calls.get(batch)
         if call is None or not any(lengths):
             return no_candidates(batch)
-        found = call.find(batch.rows, lengths)
+        found = call.find(batch, lengths)
         width = max(len(one.tokens) for one in found)
         if not width:
             return no_candidates(batch)
@@ -105,6 +106,7 @@ class SuffixCall:
         ids = {row: reading.batch.row(row) for row in reading.batch.rows}
         known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
         texts = {row: array("i", text.tolist()) for row, text in known.items()}
+        self.max_new_tokens = reading.processors.max_new_tokens
         rule = reading.rule
         self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
         self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
@@ -114,23 +116,28 @@ class SuffixCall:
             earlier = () if draft.pool is None else draft.pool.indices
             self.rows = [Rows(texts, draft.acceptance, earlier)] * len(texts)
 
-    def find(self, rows: list[int], lengths: list[int]) -> list[Found]:
+    def find(self, batch: Batch, lengths: list[int]) -> list[Found]:
         """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
-        draft = self.draft
+        draft, rows = self.draft, batch.rows
         found = [
             self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates))
             for row, length in zip(rows, lengths, strict=True)
         ]
-        found = [self._cut([one])[0] for one in found] if self.apart else self._cut(found)
+        if self.apart:
+            found = [self._cut([one], [1.0])[0] for one in found]
+        else:
+            left = [max(1, self.max_new_tokens - batch.counts[row]) for row in rows]
+            found = self._cut(found, [(number / max(left)) ** HASTE for number in left])
         for row, one in zip(rows, found, strict=True):
             self.rows[row].proposed[row] = one
         return found
 
-    def _cut(self, found: list[Found]) -> list[Found]:
+    def _cut(self, found: list[Found], weights: list[float]) -> list[Found]:
         """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row."""
-        tokens = [float(len(found))]
+        tokens = [sum(weights)]
         for depth in range(max(len(one.tokens) for one in found)):
-            tokens.append(tokens[-1] + sum(one.chances[depth] for one in found if len(one.chances) > depth))
+            here = [weight * sum(one.chances[depth : depth + 1]) for one, weight in zip(found, weights, strict=True)]
+            tokens.append(tokens[-1] + sum(here))
         times = self._times(len(found), len(tokens))
         most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
         return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
