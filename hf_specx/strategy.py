@@ -58,7 +58,7 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also one that `torch.compile` or PEFT is put around, or a
-            `CandidateGenerator` that goes by the text alone; or a `Drafter`, such as `SuffixDraft`, which needs no model.
+            `CandidateGenerator` that goes by the text alone, or a `Drafter` such as `SuffixDraft`, without a model.
         num_draft_tokens: candidates a round; "auto" takes for each round the number from 0 to 8 with the most expected
             tokens a second, by the acceptance seen so far and a cost table that is measured before the first token of
             the first call at each batch size. An int counts more than `num_assistant_tokens` of the call or of the
@@ -66,7 +66,7 @@ class SpeculativeDecoding:
         verification: "block", "token", or "coupled", which gives the tokens of stock sampling under the same
             `torch.manual_seed`. None is "block", but "token" where a processor or criterion keeps state, and "coupled"
             for candidates that are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`;
-            there "token" and "block" keep a candidate x with probability p(x), in as many cases.
+            there "token" and "block" keep a candidate x with probability p(x).
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards behind the prompts, for fixed sizes of batch, text and query; on CUDA

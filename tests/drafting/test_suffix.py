@@ -1,4 +1,4 @@
-"""A draft that looks for the end of a row's text in what was read and emitted: equality, forwards, stops, bad input."""
+"""A draft that looks for the end of a row's text in what was read and emitted, through `generate`."""
 
 import threading
 from functools import cache
