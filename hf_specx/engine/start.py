@@ -49,8 +49,7 @@ def start(
         prompt: the target's.
         inputs_tensor: what the target's encoder has read, before rows were repeated.
         drafter, processors, stopping: of the call, as `generate` prepared them.
-        costs: what "auto" goes by; times are measured if there are none for this batch size.
-        earlier: of the call before.
+        costs: what "auto" goes by, measured if there are none for this batch size; `earlier`: of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
