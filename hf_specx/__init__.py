@@ -1,7 +1,9 @@
 """Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
 
+from hf_specx.common.round import Draft
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import SuffixPool
 from hf_specx.engine.report import SpeculationReport
@@ -19,7 +21,9 @@ __all__ = [
     "BatchStreamer",
     "CheckResult",
     "Costs",
+    "Draft",
     "DraftTargetPair",
+    "Drafter",
     "SampledCandidateGenerator",
     "SpeculationReport",
     "SpeculativeDecoding",

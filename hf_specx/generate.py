@@ -1,4 +1,4 @@
-"""The entry as a function: bind what transformers withholds from callables, and call the host."""
+"""`SpeculativeDecoding` as a function, with the arguments that transformers does not pass on to a strategy."""
 
 import functools
 import inspect
@@ -36,7 +36,7 @@ STRATEGY_OPTIONS = (
     "streamer",
     "stream_by",
 )
-STOCK = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
+NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
 LOADER_OPTIONS = (
     "revision",
     "token",
@@ -50,36 +50,36 @@ LOADER_OPTIONS = (
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
-    """`model.generate` with speculative sampling, for what transformers withholds from a strategy object.
+    """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
-    Nothing is remembered from call to call but the times of forwards that a call has measured, by batch size, in the
-    draft's attribute `specx_times`; a strategy object also goes by the acceptance that it has seen.
+    The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
+    `specx_times`; a strategy object also remembers acceptance and the times of rounds.
 
     Args:
         inputs: as in `generate`.
         *more: further positional arguments of the model's own `generate`.
         model: the target.
-        **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding` by keyword; the draft as
-            `draft_model` or `assistant_model`, else it is found as `find_draft` says, with the options that its pair
-            recommends. With `custom_generate`, that is called in our place.
+        **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
+            `draft_model` or `assistant_model`; else it is looked for as `find_draft` says, and the options that its
+            pair recommends are used. With `custom_generate`, that is called instead.
 
     Returns:
         As `generate`.
 
     Raises:
-        ValueError: where no draft is given or found, and as `SpeculativeDecoding`.
+        ValueError: if no draft is given or found, and as `SpeculativeDecoding`.
     """
     with ending(kwargs.get("streamer")) as reached:
         model = unwrapped(model)
         check_entry(model, kwargs.get("custom_generate"))
-        # called by string, we may be inside the class's own `generate` already; stock then names all its arguments
-        host: Any = GenerationMixin if kwargs.keys() >= STOCK else type(model)
-        kwargs = add_positional(host, more, kwargs)
+        # called by string, we may be inside the class's own `generate` already; all arguments are then named
+        owner: Any = GenerationMixin if kwargs.keys() >= NAMED else type(model)
+        kwargs = add_positional(owner, more, kwargs)
         other = kwargs.pop("custom_generate", None)
         if other is not None:
             reached.append(True)
-            return host.generate(model, *first(inputs), custom_generate=other, **kwargs)
-        if kwargs.get("assistant_model") is not None and host is not type(model):
+            return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
+        if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
         draft = either(kwargs, "draft_model", "assistant_model")
         options, costs = take_options(kwargs), Costs()
@@ -87,29 +87,37 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             draft, recommended, costs = find_draft(model, kwargs)
             options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
-        if "costs" not in options:  # times at other batch sizes must not count, which some calls have and others not
-            strategy.costs = costs.apart()
-            strategy.costs.table = dict(costs.table)
-            strategy.costs.measured = known_times(strategy.draft_model, model)
-        return run(strategy, host, model, inputs, kwargs, reached)
+        if "costs" in options:
+            return run(strategy, owner, model, inputs, kwargs, reached)
+        strategy.costs = costs.apart()
+        strategy.costs.table = dict(costs.table)  # its own: times at batch sizes of other calls must not count
+        with noted_times(strategy, model):
+            return run(strategy, owner, model, inputs, kwargs, reached)
 
 
-def known_times(draft: Any, target: PreTrainedModel) -> dict[int, dict[str, Any]]:
-    """The times of forwards that earlier calls have noted on a draft, beside a target of this kind on this device."""
+@contextmanager
+def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[None]:
+    """A context in which a call uses the times that earlier calls left on its draft, and leaves its own there.
+
+    They hold for targets of one class, size and dtype on one kind of device.
+    """
     size = sum(weight.numel() for weight in target.parameters())
-    kind = f"{type(target).__name__} of {size} parameters in {target.dtype} on {hardware(execution_device(target))}"
-    if not hasattr(draft, "specx_times"):
-        draft.specx_times = {}
-    times: dict[int, dict[str, Any]] = draft.specx_times.setdefault(kind, {})
-    return times
+    where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
+    kind = f"{type(target).__name__} of {size} parameters in {where}"
+    draft, times = strategy.draft_model, strategy.costs.measured
+    times.update(getattr(draft, "specx_times", {}).get(kind, {}))
+    known = len(times)
+    yield
+    if len(times) > known:
+        vars(draft).setdefault("specx_times", {}).setdefault(kind, {}).update(times)
 
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[list[bool]]:
-    """End a streamer where an error comes before the strategy is called, which ends it in any case.
+    """End a streamer after an error that comes before the strategy is called, which always ends it.
 
     Yields:
-        An empty list; an item in it means that somebody else ends the streamer by now.
+        An empty list; an item in it means that the strategy was called.
     """
     reached: list[bool] = []
     try:
@@ -121,52 +129,53 @@ def ending(streamer: Any) -> Iterator[list[bool]]:
 
 
 def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
-    """`inputs` as a positional argument, since a class may call its first argument otherwise."""
+    """`inputs` as a positional argument, since a class may name its first argument differently."""
     return [] if inputs is None else [inputs]
 
 
-def add_positional(host: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a call, with those of `host.generate` that were given by position behind the first."""
-    parameters = inspect.signature(host.generate).parameters.values()
+def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name; `owner.generate` names those given by position after the first."""
+    parameters = inspect.signature(owner.generate).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     if len(more) > len(names):
-        raise TypeError(f"{host.__name__}.generate takes no {len(more) + 1} positional arguments; pass them by name.")
+        raise TypeError(f"{owner.__name__}.generate takes no {len(more) + 1} positional arguments; pass them by name.")
     return dict(**dict(zip(names, more, strict=False)), **kwargs)
 
 
 def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Take the options of `SpeculativeDecoding` out of the arguments of a call; None is as good as none."""
+    """Take the options of `SpeculativeDecoding` out of the arguments of a call; None counts as not given."""
     kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
     if options["num_draft_tokens"] is None and kwargs.get("num_assistant_tokens") is not None:
-        options["num_draft_tokens"] = "auto"  # in place of what a pair recommends, which would count more
+        options["num_draft_tokens"] = "auto"  # so that the number that a pair recommends does not win over it
     return {name: value for name, value in options.items() if value is not None}
 
 
-def either(kwargs: dict[str, Any], ours: str, stocks: str) -> Any:
-    """Take an argument that has two names; None where it is not given.
+def either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
+    """Take an argument that has two names, ours and that of transformers; None if it is not given.
 
     Raises:
         ValueError: if both names are used.
     """
-    found = {name: value for name in (ours, stocks) if (value := kwargs.pop(name, None)) is not None}
-    check_one_name(ours, stocks, found)
+    found = {name: value for name in (ours, theirs) if (value := kwargs.pop(name, None)) is not None}
+    check_one_name(ours, theirs, found)
     return next(iter(found.values()), None)
 
 
 def run(
     strategy: SpeculativeDecoding,
-    host: Any,
+    owner: Any,
     model: PreTrainedModel,
     inputs: torch.Tensor | None,
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """Call `host.generate` with a strategy, and with what it withholds from one.
+    """Call `owner.generate` with a strategy, and give this what `generate` does not pass on.
 
     Args:
         strategy: made for this call alone.
-        host: whose `generate`: the model's class, or `GenerationMixin`.
+        owner: the class whose `generate` is called: the model's, or `GenerationMixin`.
+        model: the target.
         inputs, kwargs: the arguments of that, without the options of the strategy.
         reached: gets an item when the strategy is called.
     """
@@ -186,7 +195,7 @@ def run(
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)
     served = healing(model, strategy.tokenizer) if heals else model
-    result = host.generate(served, *first(inputs), custom_generate=called, **kwargs)
+    result = owner.generate(served, *first(inputs), custom_generate=called, **kwargs)
     if isinstance(result, ModelOutput):
         result.speculation_report = strategy.report
     elif isinstance(result, dict):  # what Whisper makes of several windows
@@ -195,7 +204,7 @@ def run(
 
 
 def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
-    """What `generate` will take a field of the config to be, without the defaults."""
+    """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
     if name in kwargs:
         return kwargs[name]
     value = getattr(kwargs.get("generation_config"), name, None)
@@ -205,27 +214,27 @@ def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
 def bind_stop_strings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> None:
-    """Turn stop strings among the arguments of `generate` into a criterion: it withholds the tokenizer they need."""
+    """Turn stop strings among the arguments of `generate` into a criterion, since it does not pass on a tokenizer."""
     strings = setting("stop_strings", model, kwargs)
     if strings is None:
         return
     check_stop_strings(strings, tokenizer)
     assert tokenizer is not None
     criteria = list(kwargs.get("stopping_criteria") or [])
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces stock's
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces it
         criteria.append(StopStringCriteria(tokenizer, strings))
     kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
-    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts.
+    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts with this tokenizer.
 
-    It does so in the middle of its preparations, with a tokenizer that it does not have where we are called.
+    `generate` heals while it prepares a call, and has no tokenizer if it was called from here.
     """
     check_healing(tokenizer)
     assert tokenizer is not None
     plain = shallow_copy(model)
-    vars(plain).pop("generate", None)  # healing generates, and an override would want a draft for that
+    vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
     healed, heal = shallow_copy(plain), GenerationMixin.heal_tokens
     vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)  # type: ignore[arg-type]
     return healed

@@ -1,4 +1,4 @@
-"""The strategy: check what was asked for, choose layouts and the number of candidates, run the loop."""
+"""The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
 
 import copy
 import sys
@@ -53,40 +53,40 @@ class SpeculativeDecoding:
     With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
     remembers costs and acceptance from one to the next. Calls in several threads may share it if they have the same
     target and no streamer. `generate` takes one more argument: `seeds`, one int for each row (after
-    `num_return_sequences`) in a list, range, tensor or array, makes each row independent of its batch mates; under
-    "coupled" it is the text of stock for this row alone under `torch.manual_seed` of its seed.
+    `num_return_sequences`) in a list, range, tensor or array, makes each row independent of the others; under
+    "coupled" its text is that of plain `generate` for this row alone under `torch.manual_seed` of its seed.
 
     Args:
-        draft_model: a model with the target's vocabulary, also one that `torch.compile` or PEFT is put around, or a
-            `CandidateGenerator` that goes by the text alone, or a `Drafter` such as `SuffixDraft`, without a model.
-        num_draft_tokens: candidates a round; "auto" takes for each round the number from 0 to 8 with the most expected
-            tokens a second, by the acceptance seen so far and a cost table that is measured before the first token of
-            the first call at each batch size. An int counts more than `num_assistant_tokens` of the call or of the
-            draft's own file, "auto" less.
-        verification: "block", "token", or "coupled", which gives the tokens of stock sampling under the same
-            `torch.manual_seed`. None is "block", but "token" where a processor or criterion keeps state, and "coupled"
-            for candidates that are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`;
-            there "token" and "block" keep a candidate x with probability p(x).
+        draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
+            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, or one of your own.
+        num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
+            expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
+            first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
+            of the draft's `generation_config`; "auto" gives way to it.
+        verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
+            same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
+            "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
+            `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
-        compile: whether to compile the forwards behind the prompts, for fixed sizes of batch, text and query; on CUDA
-            they are captured in graphs. The first call of each size takes seconds longer. On an x86 CPU the weights of
-            linear layers are kept once more, in the order in which oneDNN multiplies by them.
+        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query; on CUDA
+            they are captured in graphs. The first call of each size takes seconds longer. On an x86 CPU a second copy
+            of the weights of linear layers is kept, in the order in which oneDNN reads them.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
-        stream_by: "token", one at a time as in stock, or "run", all that a round emitted.
+        stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
             and may differ in padding; otherwise they must be equally large.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers.
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
-        costs: what "auto" goes by: times of bare forwards, and of rounds and acceptance in the calls so far. Started
-            anew when the strategy is used with another target.
-        schedule: how many candidates the rounds of the last call drafted; "heuristic" goes on from call to call.
+        costs: what "auto" goes by: times of bare forwards, times of rounds, and acceptance in the calls so far. Empty
+            again when the strategy is used with another target.
+        schedule: the `Schedule` of the last call; with "heuristic" the next one goes on from its number.
         listeners: objects with a method `observe`, which is given the `Round` of each round.
 
     Raises:
-        ValueError: for an option that is unknown, unsupported or contradicts another.
+        ValueError: if an option is unknown, unsupported or contradicts another.
 
     Example:
         >>> strategy = SpeculativeDecoding(draft_model)
@@ -147,11 +147,11 @@ class SpeculativeDecoding:
         """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
 
         Returns:
-            [B, L + N] int64, or with `return_dict_in_generate=True` what `generate` returns, the report being its
+            [B, L + N] int64, or with `return_dict_in_generate=True` the output of `generate`, with the report as its
             attribute `speculation_report`; see `Outputs`.
 
         Raises:
-            ValueError: before any forward, for what cannot be done exactly.
+            ValueError: before any forward, if the call cannot be done exactly.
         """
         given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
         with ended(self.streamer):
@@ -175,14 +175,14 @@ class SpeculativeDecoding:
         user_cache = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
-            model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # it is changed once all went well
+            model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
         config, drafter = generation_config, make_drafter(self.draft_model)
         stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
         prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
         prompt.keeps_past, prompt.gives_hidden = bool(config.return_dict_in_generate or given), drafter.needs_hidden
         self._check(prompt, logits_processor, drafter)
         call = self._asked(withheld, prompt, drafter, as_list(seeds))
-        prompt.keeps_past &= not call.synced  # what it takes differs between ranks
+        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
         waiting = [type(p).__name__ for p in stateful_processors(logits_processor, prompt)] + stopping.stateful
         plan = make_plan(call, prompt, drafter, waiting)
         self.meet(model)
@@ -235,13 +235,13 @@ class SpeculativeDecoding:
             check_pair(model, drafter.model, self.tokenizer, self.draft_tokenizer)
 
     def meet(self, model: PreTrainedModel) -> None:
-        """Forget what was learned on another target."""
+        """Forget costs and schedule if the last call had another target."""
         if self._served is not None and self._served() is not model:
             self.costs, self.schedule = Costs(), None
         self._served = weakref.ref(model)
 
     def _warn(self, plan: Plan, rows: int) -> None:
-        """Say what is slow, once."""
+        """Warn once of what is slow."""
         slow = plan.lockstep and not plan.in_order and rows > 1 and self.layout == "auto"
         if slow and LOCKSTEP_COST not in self._said:
             self._said.add(LOCKSTEP_COST)
@@ -249,7 +249,7 @@ class SpeculativeDecoding:
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-        """Time bare forwards of both models at this batch and length, and note them in `costs`.
+        """Time bare forwards of both models at this batch size and length, and put the times into `costs`.
 
         Args:
             model: the target.
@@ -276,7 +276,7 @@ class SpeculativeDecoding:
 
 
 def _width(prompt: Prompt) -> int:
-    """Columns of the text so far, also where it is passed as embeddings, or its last part alone behind a cache."""
+    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
     if prompt.model.config.is_encoder_decoder:
         return prompt.input_ids.shape[1]
     mask = prompt.kwargs.get("attention_mask")

@@ -11,7 +11,8 @@ fi
 # without tests of types that are refused on it (LATER in abilities.py), and of a Hub's cache that is laid out by hand, which
 # its older huggingface_hub does not read offline
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
-    -k "not single_steps and not without_a_cache and not fsmt and not a_draft_elsewhere" "$@" tests/test_host_contract*.py \
-    tests/test_equality.py tests/test_processors.py tests/test_stopping.py tests/test_candidates.py \
-    tests/test_encoder_decoder.py tests/test_layouts.py tests/test_behaviours*.py \
-    tests/test_resolve.py tests/test_saving.py tests/test_pair_loading.py
+    -k "not single_steps and not without_a_cache and not fsmt and not a_draft_elsewhere" "$@" tests/house/test_host_contract*.py \
+    tests/generate/test_equality.py tests/generate/test_behaviours*.py tests/sampling/test_processors.py \
+    tests/sampling/test_stopping.py tests/drafting/test_candidates.py tests/layouts/test_encoder_decoder.py \
+    tests/layouts/test_choose.py tests/pair_files/test_find_draft.py tests/pairs/test_pair_loading.py \
+    tests/hub/test_saving.py

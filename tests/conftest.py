@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import weakref
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from hf_specx import Costs
+from hf_specx.layouts import compiled, regions
 
 
 torch.set_num_threads(1)
@@ -23,11 +25,12 @@ def pytest_report_header(config):
     return f"torch {torch.__version__}, transformers {transformers.__version__}"
 
 
-@pytest.fixture(autouse=True)
-def drafts_are_cheap(monkeypatch):
+@pytest.fixture
+def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards are timed as ever, but what comes of it is a draft that is worth its time.
 
-    A tiny model is no faster than another, so that "auto" would rightly decode plainly, and equality show nothing.
+    For tests that leave the number of candidates to "auto": a tiny draft is no faster than its target, so that "auto"
+    would rightly decode plainly, and equality would show nothing.
     """
     measure = Costs.measure
 
@@ -40,3 +43,11 @@ def drafts_are_cheap(monkeypatch):
 
 def pytest_unconfigure(config):
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch):
+    """`compile=True` without a compiler: what torch has traced runs as it is."""
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
+    monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
+    monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())

@@ -24,38 +24,38 @@ NO_LIMIT = (0.0, float("inf"))
 
 
 class Copies:
-    """Snapshots of a cache of a model's own kind, as a whole, by the number of emitted tokens that it had seen."""
+    """Snapshots of a whole cache, of a class of the model's own, by the number of emitted tokens it had read."""
 
     def __init__(self, cache: Cache):
         self.cache = cache
         self.snapshots: dict[int, Cache] = {}
 
     def save(self, seen: int) -> None:
-        """Note the cache, that has seen so many emitted tokens, before the first forward of a round changes it."""
+        """Copy the cache, which has read `seen` emitted tokens, before the first forward of a round changes it."""
         if not self.snapshots:
             self.snapshots[seen] = copy.deepcopy(self.cache)
 
     def restore(self, wanted: int, seen: int) -> int:
-        """Go back from `seen` to at most `wanted` tokens; returns what the cache has seen then."""
+        """Go back from `seen` to at most `wanted` emitted tokens; returns how many the cache has read then."""
         reached = seen if wanted == seen else max(number for number in self.snapshots if number <= wanted)
         if reached < seen:
             vars(self.cache).update(vars(self.snapshots[reached]))
         self.snapshots.clear()
         return reached
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R']."""
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']."""
         for snapshot in self.snapshots.values():
-            snapshot.batch_select_indices(places)
+            snapshot.batch_select_indices(stay)
 
     def crop(self, tokens: int, fixed: Container[int] = ()) -> None:
         pass
 
 
 class States:
-    """Snapshots of the states of a cache, by the number of emitted tokens they had seen.
+    """Snapshots of the recurrent states in a cache, by the number of emitted tokens they had read.
 
-    A cache whose only states are convolutions is left alone: the host records their past, and crops them.
+    Where convolutions are the only states there are none: transformers records their past, and crops them.
     """
 
     def __init__(self, cache: Cache):
@@ -65,12 +65,12 @@ class States:
         self.snapshots: dict[int, list[dict[int, torch.Tensor]]] = {}
 
     def save(self, seen: int) -> None:
-        """Note the states, that have seen so many emitted tokens, before a forward overwrites them."""
+        """Copy the states, which have read `seen` emitted tokens, before a forward overwrites them."""
         if self.layers:
             self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in KEPT]
 
     def restore(self, wanted: int, seen: int) -> int:
-        """Go back from `seen` to at most `wanted` tokens; returns what the states have seen then."""
+        """Go back from `seen` to at most `wanted` emitted tokens; returns how many the states have read then."""
         if not self.layers or wanted == seen:
             self.snapshots.clear()
             return wanted
@@ -82,16 +82,16 @@ class States:
         self.snapshots.clear()
         return reached
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R']."""
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']."""
         for snapshot in self.snapshots.values():
             for states in snapshot:
-                states.update((n, x[places.to(x.device)]) for n, x in states.items() if x is not None)
+                states.update((n, x[stay.to(x.device)]) for n, x in states.items() if x is not None)
 
     def crop(self, tokens: int, fixed: Container[int] = ()) -> None:
-        """Take the last tokens off all layers but those with snapshots, and those that are `fixed` by their number."""
+        """Take the last `tokens` off the keys of all layers, except layers whose numbers are in `fixed`."""
         for number, layer in enumerate(self.cache.layers):
-            if number in fixed or not getattr(layer, "is_initialized", True):  # as one that shares the keys of another
+            if number in fixed or not getattr(layer, "is_initialized", True):  # as if it shares the keys of another
                 continue
             if layer not in self.layers:
                 layer.crop(-tokens)  # type: ignore[union-attr]
@@ -106,7 +106,7 @@ def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
 
 
 def without_limits(model: torch.nn.Module) -> dict[Hashable, Any]:
-    """Overrides by which Mamba-2 layers read several tokens as single steps: with no limit to the time step (5.23)."""
+    """Overrides for Mamba-2 layers: no limits to the time step (5.23), as in single steps."""
     limited = [module for module in model.modules() if hasattr(module, "time_step_limit")]
     return {patch_attribute(module, "time_step_limit"): NO_LIMIT for module in limited}
 
@@ -114,14 +114,14 @@ def without_limits(model: torch.nn.Module) -> dict[Hashable, Any]:
 def _update(
     layer: DynamicSlidingWindowLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Its own `update`, no more than it announced to the mask: 5.17 gives all that was recorded."""
+    """The layer's own `update`, cut to the columns that its mask has: 5.17 gives all that was recorded."""
     columns, _ = layer.get_mask_sizes(key_states.shape[-2])
     keys, values = type(layer).update(layer, key_states, value_states, *args, **kwargs)
     return keys[:, :, -columns:], values[:, :, -columns:]
 
 
 def states_of(cache: Cache) -> States | Copies:
-    """What it takes to go back in a cache that has read its prompts; from now on its layers keep what they need."""
+    """Snapshots for a cache that has read its prompts; from now on its other layers record what a crop needs."""
     text = self_attention(cache)
     if type(text) is not DynamicCache:
         return Copies(cache)

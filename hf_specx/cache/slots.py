@@ -1,11 +1,11 @@
-"""Key-value storage in slots that are written in place, in the place of the host's own cache.
+"""A key-value cache in slots that are written in place, used instead of transformers' own.
 
-A forward says where its tokens go and how many slots are visible. What lies behind the end of a row is hidden by the
-mask and overwritten later, so rolling back costs nothing: the invariant is kept by the lengths alone.
+Before each forward it is told in which slots the tokens go and how many slots are visible. What lies after the end of
+a row is hidden by the mask and overwritten later, so a rollback costs nothing: only lengths change.
 
-The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens but the last; the
-draft's holds a prefix of the same tokens, fed what is missing at its next step: at most two, and one more for each
-plain step since it drafted. Nothing else is visible to attention.
+The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens except the last. The
+draft's holds a prefix of the same tokens, and is fed what is missing at its next step: at most two, and one more for
+each plain step since it drafted. Nothing else is visible to attention.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from transformers.cache_utils import (
 )
 
 
-MARGIN = 32  # candidates may lie behind the last token that can be emitted
+MARGIN = 32  # slots for candidates after the last token that can be emitted
 
 
 class Slots:
     """Where the tokens of the coming forward are written, shared by all layers of a cache.
 
     Attributes:
-        start: the first slot, where all rows write the same run of slots.
-        index: where rows differ, the places [R, 1] and slots [R, q] of the tokens, else None.
-        aimed: whether somebody has said so yet; before, each layer writes behind what it holds, as chunks of a prompt.
-        extent: how many leading slots attention sees where rows differ; else they end with the run.
-        written: slots filled by the last forward of a run.
-        limit: slots that will be needed as far as is known; buffers double up to it, and do so again behind it.
+        start: the first slot to write, if all rows write the same consecutive slots.
+        index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
+        aimed: whether `aim` was called yet; before, each layer writes after what it holds, as it is fed a prompt.
+        extent: how many leading slots attention sees if rows differ; else it sees all up to the last one written.
+        written: how many leading slots the last forward left filled.
+        limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -46,9 +46,8 @@ class Slots:
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
     def aim(self, index: torch.Tensor | None, start: int, extent: int = 0) -> None:
-        """Say where the next forward writes: at index [R, q], or a run from `start` on."""
-        places = None if index is None else torch.arange(len(index), device=index.device)[:, None]
-        self.index = None if index is None or places is None else (places, index)
+        """Say where the next forward writes: at slots index [R, q], or in consecutive slots from `start` on."""
+        self.index = None if index is None else (torch.arange(len(index), device=index.device)[:, None], index)
         self.start, self.extent, self.aimed = start, extent, True
 
     def end(self, query_length: int) -> int:
@@ -56,7 +55,7 @@ class Slots:
         return self.start + query_length if self.index is None else self.extent
 
     def capacity(self, end: int) -> int:
-        """How many slots to allocate where `end` are needed now; a copy to larger buffers is rare by this."""
+        """How many slots to allocate where `end` are needed now, so that buffers are seldom copied to larger ones."""
         return min(2 * end, self.limit) if end <= self.limit else 2 * end
 
 
@@ -64,7 +63,7 @@ class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, H, capacity, D], written in place."""
 
     is_sliding = False
-    held = 0  # slots filled by the last forward
+    held = 0  # leading slots that are filled
 
     def __init__(self, slots: Slots):
         super().__init__()
@@ -98,27 +97,27 @@ class SlotLayer(CacheLayerMixin):
         if index is None:
             stored[:, :, end - count : end] = states
         else:
-            places, slots = (x.to(states.device) for x in index)
-            stored[places, :, slots] = states.transpose(1, 2)
+            rows, slots = (x.to(states.device) for x in index)
+            stored[rows, :, slots] = states.transpose(1, 2)
         return stored
 
-    def select(self, places: list[int]) -> None:
-        """Keep only the rows at places in ascending order; those behind one that leaves move up."""
+    def select(self, stay: list[int]) -> None:
+        """Keep only the rows at these indices, in ascending order; rows after one that leaves move up."""
         if self.keys is not None and self.values is not None:
             for stored in (self.keys, self.values):
-                for place, source in enumerate(places):
-                    if place < source:
-                        stored[place] = stored[source]
-            self.keys, self.values = self.keys[: len(places)], self.values[: len(places)]
+                for index, source in enumerate(stay):
+                    if index < source:
+                        stored[index] = stored[source]
+            self.keys, self.values = self.keys[: len(stay)], self.values[: len(stay)]
 
     def keep(self, kept: torch.Tensor) -> None:
-        """Keep only the slots kept [n] of all rows, in that order."""
+        """Keep only the slots `kept` [n] of all rows, in that order."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = (x[:, :, kept.to(x.device)] for x in (self.keys, self.values))
             self.held = len(kept)
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first slots from source [R, n], the slot that each of them is taken from: one read, one write."""
+        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self._rolled(self.keys, source), self._rolled(self.values, source)
 
@@ -145,10 +144,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """One `SlotLayer` a layer, created as the model asks for them.
+    """A cache whose layers are `SlotLayer`, made when the model first writes to them.
 
     Attributes:
-        slots: where the coming forward writes; its `start` is the number of filled slots where rows are even.
+        slots: where the coming forward writes.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -157,10 +156,10 @@ class SlotCache(Cache):
 
     @classmethod
     def of(cls, past: Cache, limit: int = 0) -> "SlotCache":
-        """The keys and values of a host's cache, copied, with its columns as slots.
+        """The keys and values of a cache of transformers, copied; a token's column becomes its slot.
 
         Raises:
-            ValueError: for a layer that dropped columns (a full sliding window) or keeps more than keys and values.
+            ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
         """
         cache = cls(limit)
         if not has_columns(past):
@@ -169,58 +168,55 @@ class SlotCache(Cache):
             cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type, union-attr]
         return cache
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R'], in ascending order."""
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R'], in ascending order."""
         self.slots.spare.clear()
-        kept = places.tolist()
+        indices = stay.tolist()
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
-            layer.select(kept)
+            layer.select(indices)
 
     def keep(self, kept: torch.Tensor) -> None:
-        """Keep only the slots kept [n] of all rows, in that order."""
+        """Keep only the slots `kept` [n] of all rows, in that order."""
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
             layer.keep(kept)
         self.slots.start = self.slots.written = len(kept)
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots from source [R, n], the slot that each of them is taken from.
-
-        What lies behind them is undefined until the next forward writes a run there.
-        """
+        """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then."""
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
             layer.roll(source)
 
-    def row(self, place: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [H, n, D] of a row at slots [n], layer by layer; zeros where a slot is negative."""
+    def row(self, index: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values [H, n, D] of one row at slots [n], layer by layer; zeros where a slot is negative."""
         found = []
         for layer in self.layers:
             assert isinstance(layer, SlotLayer)
             assert layer.keys is not None
             assert layer.values is not None
-            both = [layer.keys[place][:, slots.clamp(min=0)], layer.values[place][:, slots.clamp(min=0)]]
+            both = [layer.keys[index][:, slots.clamp(min=0)], layer.values[index][:, slots.clamp(min=0)]]
             keys, values = (x.masked_fill((slots < 0).to(x.device)[:, None], 0) for x in both)
             found.append((keys, values))
         return found
 
 
-def select_rows(cache: Cache, places: torch.Tensor) -> None:
-    """Keep only the rows at places [R'], in ascending order, of any cache that can be reordered."""
+def select_rows(cache: Cache, stay: torch.Tensor) -> None:
+    """Keep only the rows at indices `stay` [R'], in ascending order, of any cache that can be reordered."""
     if isinstance(cache, SlotCache):
-        cache.select(places)
+        cache.select(stay)
     elif isinstance(cache, EncoderDecoderCache):
-        select_rows(cache.self_attention_cache, places)
-        select_rows(cache.cross_attention_cache, places)
+        select_rows(cache.self_attention_cache, stay)
+        select_rows(cache.cross_attention_cache, stay)
     elif type(cache) is DynamicCache:
-        cache.reorder_cache(places)  # type: ignore[arg-type]
+        cache.reorder_cache(stay)  # type: ignore[arg-type]
     else:  # a model's own kind, which knows what else it holds
-        cache.batch_select_indices(places)
+        cache.batch_select_indices(stay)
 
 
 def has_columns(cache: Cache) -> bool:
-    """Whether the text in a cache, if there is any, is keys and values of all its tokens."""
+    """Whether a cache is empty, or each of its layers has the keys and values of all tokens."""
     layers = self_attention(cache).layers
     keys = [layer.keys if isinstance(layer, CacheLayerMixin) else None for layer in layers]
     if all(x is None for x in keys):
@@ -233,8 +229,9 @@ def windows_of(cache: Cache, kinds: Sequence[str] = ()) -> list[int | None]:
     """How many of the last tokens each layer with keys sees in single steps; None where it sees all.
 
     Args:
-        cache: of the host, as `generate` made it.
-        kinds: of the layers, by which those are told that share the keys of an earlier one of their kind.
+        cache: as `generate` made it.
+        kinds: `layer_types` of the config. Layers beyond those of the cache share the keys of an earlier layer of
+            their kind, and so its window.
     """
     layers = [layer for layer in self_attention(cache).layers if isinstance(layer, DynamicLayer)]
     windows = [x.sliding_window if isinstance(x, DynamicSlidingWindowLayer) else None for x in layers]
@@ -250,10 +247,10 @@ def self_attention(cache: Cache) -> Cache:
 
 
 def with_slots(cache: Cache, max_length: int = 0) -> Cache:
-    """A cache of the same kind that keeps its text in slots, starting from what the given one holds.
+    """A cache that keeps the text in slots, starting with what the given one holds; keys of an encoder stay.
 
     Args:
-        cache: of the host.
+        cache: as `generate` made it.
         max_length: tokens that a row can come to hold, as far as is known.
     """
     text, limit = self_attention(cache), max_length + MARGIN

@@ -1,7 +1,7 @@
 """Key-value buffers of fixed size for compiled forwards, and the sizes that there are.
 
 A compiled forward is made for one batch, one capacity and one query length. So that few of them serve all calls, sizes
-are rounded up, and rows that have ended stay in their places until half of these are idle.
+are rounded up, and rows that have ended keep their rows in the buffers until half of these are idle.
 """
 
 import threading
@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 
 Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values [rows, H, capacity, D] of each layer
-EXACT = 9  # query lengths up to here are taken as they are
+EXACT = 9  # query lengths up to this one are not rounded up
 
 
 def row_bucket(rows: int) -> int:
@@ -28,13 +28,13 @@ def capacity_bucket(slots: int) -> int:
 
 
 def length_bucket(count: int) -> int:
-    """The query length itself where it is short, else up to a quarter more: one of four between powers of two."""
+    """The query length itself up to `EXACT`; beyond, up to a quarter more: four sizes between powers of two."""
     step = max(1, 1 << (count - 2).bit_length() >> 3) if count > EXACT else 1
     return -(-count // step) * step
 
 
 class StaticLayer(CacheLayerMixin):
-    """One layer for one forward: new tokens are written at their slots, and all slots are read."""
+    """One layer for one forward: new tokens are written in their slots, and all slots are read."""
 
     is_compileable = True
     is_sliding = False
@@ -75,9 +75,9 @@ class StaticLayer(CacheLayerMixin):
 
 
 class Pool:
-    """Buffers of one model by batch and capacity, kept for the next call: graphs are captured for their addresses.
+    """Buffers of one model by size, kept for later calls, since captured graphs read and write at their addresses.
 
-    Buffers are free again when whoever took them is gone.
+    Buffers are free again once the object that took them no longer exists.
     """
 
     def __init__(self) -> None:
@@ -85,13 +85,13 @@ class Pool:
         self.known: list[tuple[tuple[int, int], weakref.ref[object], Buffers]] = []
 
     def take(self, owner: object, rows: int, capacity: int, like: Buffers) -> Buffers:
-        """Buffers of zeros for an owner, with the layers, heads and dtypes of others.
+        """Buffers of zeros for `owner`, with the layers, heads and dtypes of `like`.
 
         Zeros, because a masked slot still takes part with weight 0, and 0 * NaN is NaN.
         """
         size = rows, capacity
         with self.lock:
-            # those of another capacity are not kept: they may be as large as the model
+            # idle ones of another capacity are not kept: they may be as large as the model
             self.known = [x for x in self.known if x[1]() is not None or x[0][1] == capacity]
             for number, (known, user, buffers) in enumerate(self.known):
                 if known == size and user() is None:
@@ -113,10 +113,10 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
     return made
 
 
-def move(source: Buffers, target: Buffers, places: torch.Tensor | None) -> None:
-    """Copy the rows at places [R], the first ones where None, to the first places of other buffers."""
+def move(source: Buffers, target: Buffers, index: torch.Tensor | None) -> None:
+    """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of other buffers."""
     rows, slots = (min(old, new) for old, new in zip(source[0][0].shape[::2], target[0][0].shape[::2], strict=True))
     for old, new in zip(source, target, strict=True):
         for x, y in zip(old, new, strict=True):
-            kept = x[:rows, :, :slots] if places is None else x[places.to(x.device), :, :slots]
+            kept = x[:rows, :, :slots] if index is None else x[index.to(x.device), :, :slots]
             y[: len(kept), :, :slots] = kept

@@ -10,16 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.common.errors import require
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks import check_cell, check_grid, check_out, check_study, grafted_pair_of_no_recipe
+from hf_specx.measure.checks import check_out, check_runs
 from hf_specx.measure.contenders import way
-from hf_specx.measure.grafted import PREFIX, RECIPES
+from hf_specx.measure.grafted import PREFIX, check_grafted
 from hf_specx.measure.grid import results, run_grid
 from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.measure.plots import check_can_plot, plot
 from hf_specx.measure.points import Claim, claims
 
-from .console import errors_in_one_line, progress
+from .console import errors_in_one_line, figure, progress
 from .options import (
     LARGEST_SEED,
     PromptFile,
@@ -42,16 +43,6 @@ BENCH_LEGEND = (
     "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
 )
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
-QUICK: dict[str, Any] = {
-    "batch": (1, 8),
-    "prompt_tokens": 64,
-    "new_tokens": 64,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "repeats": 3,
-    "dtype": "auto",
-    "seed": 0,
-}
 HELP_CONTENDER = "plain, plain-compiled, stock, stock-5, block-auto, token-5, coupled-5-compiled, ..., once for each."
 
 
@@ -118,20 +109,35 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     Raises:
         ValueError: options contradict each other, or cannot be measured.
     """
-    grids = [name for name, chosen in (("--grid", grid), ("--full", full)) if chosen]
-    words = [f"--{name.replace('_', '-')}" for name in given]
-    check_grid(grids, [*words, *others], only, list(EXPERIMENTS)[1:], torch.cuda.is_available())
-    if grids:
+    if grid or full:
+        check_grid(grid, full, only, [*(f"--{name.replace('_', '-')}" for name in given), *others])
         return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
-    asked: dict[str, Any] = QUICK | given
+    require(not only, "--only chooses experiments of a grid; use it with --grid or --full.")
+    asked: dict[str, Any] = {"batch": (1, 8), "dtype": "auto"} | given
     batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
-    check_study(batches, asked["repeats"])
-    check_cell(*(asked[name] for name in ("prompt_tokens", "new_tokens", "temperature", "top_p")))
+    check_runs(batches)
     check_dtype(asked["dtype"])
-    grafted_pair_of_no_recipe(pair, PREFIX, list(RECIPES))
+    check_grafted(pair)
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)
+
+
+def check_grid(grid: bool, full: bool, only: list[str], given: list[str]) -> None:
+    """Whether it is clear which cells of a grid are meant, and whether this machine can run them.
+
+    Args:
+        grid, full, only: as in `choose_cells`.
+        given: other options, which a grid does not take.
+    """
+    require(not (grid and full), "--grid and --full are two grids; choose one.")
+    told = f"has its own pairs and sizes; leave {', '.join(given)} out, or choose with --only."
+    require(not given, f"{'--full' if full else '--grid'} {told}")
+    known = list(EXPERIMENTS)[1:]
+    unknown = next((name for name in only if name not in known), None)
+    require(unknown is None, f"--only {unknown} is unknown; choose among {', '.join(known)}.")
+    possible = not full or torch.cuda.is_available()
+    require(possible, "--full has models of 1B and 7B parameters and there is no GPU here; use --grid.")
 
 
 def show_cells(made: list[dict[str, Any]]) -> None:
@@ -167,14 +173,14 @@ def contenders_table(contenders: dict[str, Any]) -> Table:
         speedup, round_time = noted.get("speedup"), noted.get("seconds_per_round", {}).get("median")
         cells = (
             f"{noted['tokens_per_second']['median']:.0f}",
-            _number(speedup),
+            figure(speedup),
             "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}",
-            _number(noted.get("alpha")),
-            _number(noted.get("tokens_per_round")),
+            figure(noted.get("alpha")),
+            figure(noted.get("tokens_per_round")),
             "-" if round_time is None else f"{1000 * round_time:.1f}",
-            _number(noted.get("round_over_bare")),
-            _number(noted.get("forward_limited_speedup")),
-            _number(noted.get("expected_speedup")),
+            figure(noted.get("round_over_bare")),
+            figure(noted.get("forward_limited_speedup")),
+            figure(noted.get("expected_speedup")),
         )
         table.add_row(name, *cells)
     return table
@@ -185,7 +191,7 @@ def show_claims(found: list[Claim]) -> None:
     table = Table("point", "claim", "wanted", "found", "", "", show_edge=False)
     outcomes = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
     for each in found:
-        table.add_row(str(each.point), each.what, each.wanted, _number(each.found), outcomes[each.holds], each.note)
+        table.add_row(str(each.point), each.what, each.wanted, figure(each.found), outcomes[each.holds], each.note)
     Console().print(Text("\nWhat it must show", "bold"))
     Console().print(table)
 
@@ -195,8 +201,3 @@ def _probe(noted: dict[str, Any]) -> str:
         short, long = (1000 * noted[name]["median"] for name in ("outside_short", "outside_long"))
         return f"{short:.2f} ms a round outside of forwards, {long:.2f} after the long prompt"
     return f"{noted['beyond'] / 1e6:.2f} million floats beyond models and KV, {noted['limit'] / 1e6:.2f} allowed"
-
-
-def _number(value: Any) -> str:
-    value = value["median"] if isinstance(value, dict) else value
-    return "-" if value is None else f"{value:.2f}"

@@ -14,7 +14,8 @@ from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.equivalence.settings import CHECKED, Settings
-from hf_specx.measure.checks import check_out, check_store
+from hf_specx.measure.checks import check_out
+from hf_specx.measure.store import read_cells
 
 from .console import errors_in_one_line, progress
 from .options import (
@@ -71,7 +72,7 @@ def check(
         check_dtype(dtype)
         check_out(out)
         check_can_write(report)
-        check_store(resume, "check")
+        read_cells(resume, "check")  # raises for another file
         sampling = (temperature, top_p, top_k)
         names = tuple(verification or CHECKED)
         settings = Settings(

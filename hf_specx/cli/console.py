@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import typer
@@ -16,7 +17,13 @@ from hf_specx.engine.report import RoundRecord
 from hf_specx.strategy import SpeculativeDecoding
 
 
-OPTIONS = {"overwrite=True": "--overwrite", "trust_remote_code=True": "--trust-remote-code"}  # argument to option
+OPTIONS = {  # argument to option
+    "overwrite=True": "--overwrite",
+    "trust_remote_code=True": "--trust-remote-code",
+    "temperature=": "--temperature ",
+    "top_p=": "--top-p ",
+    "top_k=": "--top-k ",
+}
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
 
@@ -101,6 +108,12 @@ def legend() -> Text:
     return Text.assemble(
         accepted, ": drafted; ", recovered, ": the target's, after a rejection; ", bonus, ": the target's, else"
     )
+
+
+def figure(value: Any) -> str:
+    """A number, or the median of a `spread`, with two decimals; "-" where it is not known."""
+    value = value["median"] if isinstance(value, dict) else value
+    return "-" if value is None else f"{value:.2f}"
 
 
 @contextmanager

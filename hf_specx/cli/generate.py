@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_specx.common.errors import require
 from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.measure.store import provenance
 from hf_specx.measure.timer import Comparison, compare
@@ -69,8 +70,8 @@ def generate(
     """
     with errors_in_one_line():
         given = read_prompts(prompts or [], file, "as arguments, with --file, on standard input, or use --demo", demo)
-        if repeats < 1 or repeats % 2 == 0:
-            raise ValueError(f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
+        odd = repeats >= 1 and repeats % 2 == 1
+        require(odd, f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
@@ -90,8 +91,7 @@ def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[
         ValueError: the pair has no tokenizer.
     """
     pair = load_given_pair(name, dtype, **hub)
-    if pair.tokenizer is None:
-        raise ValueError(f"the pair {name!r} has no tokenizer, so it cannot read text.")
+    require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read text.")
     for option, value in options.items():
         setattr(pair.strategy, option, value)
     return pair
@@ -99,8 +99,7 @@ def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[
 
 def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
     """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
-    if not prompts:
-        raise ValueError(f"--demo: the pair {pair!r} has no prompts of its own; give some as arguments.")
+    require(bool(prompts), f"--demo: the pair {pair!r} has no prompts of its own; give some as arguments.")
     return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
 
 
@@ -153,7 +152,7 @@ class Session:
         """Time plain and speculative generation in turns, and print the comparison."""
         with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
             comparison = compare(
-                self.pair.target, self.pair.strategy, inputs, self.options, self.repeats, self.seed, advance
+                self.pair.target, self.pair.strategy, [inputs], self.options, self.repeats, self.seed, advance
             )
         self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
         return comparison

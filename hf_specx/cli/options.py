@@ -1,6 +1,5 @@
 """Options that several commands share, and their checks."""
 
-import math
 import shlex
 import sys
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from hf_specx.hub.cards import unknown_known_pair
-from hf_specx.hub.known_pairs import BY_NAME, NAMES, is_embedded, is_known
+from hf_specx.common.errors import require
+from hf_specx.hub.cards import check_known_name
+from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
-from hf_specx.measure.checks import looking_for
+from hf_specx.measure.checks import check_sampling, looking_for
 from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.options import check_choices
@@ -51,8 +51,8 @@ def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool 
     Raises:
         ValueError: there are no prompts, or they were given in several ways.
     """
-    if (bool(prompts) + demo + (file is not None)) > 1:
-        raise ValueError("prompts were given in more than one way; use arguments, --file or --demo.")
+    ways = bool(prompts) + demo + (file is not None)
+    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
     if prompts or demo:
         return prompts
     text = ""
@@ -61,8 +61,7 @@ def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool 
     elif not sys.stdin.isatty():
         text = sys.stdin.read()
     lines = [line for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"no prompts; give them {others}.")
+    require(bool(lines), f"no prompts; give them {others}.")
     return lines
 
 
@@ -76,18 +75,12 @@ def sampling_options(
     Raises:
         ValueError: a value is out of range, or contradicts --greedy.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
+    require(max_new_tokens >= 1, f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
     if greedy:
-        if temperature != 1 or top_p != 1 or top_k != 0:
-            raise ValueError("--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
+        untouched = (temperature, top_p, top_k) == (1, 1, 0)
+        require(untouched, "--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
         return {"do_sample": False, "max_new_tokens": max_new_tokens}
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"--temperature {temperature} is no number above 0; give one, or --greedy.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"--top-p {top_p} is not above 0 and at most 1; 1 keeps all tokens.")
-    if top_k < 0:
-        raise ValueError(f"--top-k {top_k} is below 0; 0 keeps all tokens.")
+    check_sampling(temperature, top_p, top_k)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
     return {"do_sample": True, **drawn, "max_new_tokens": max_new_tokens}
 
@@ -104,8 +97,7 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
 
 def check_dtype(dtype: str) -> None:
     """Raise a ValueError if --dtype is not in `DTYPES`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
+    require(dtype in DTYPES, f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
 
 
 def default_device_map() -> str | None:
@@ -143,7 +135,7 @@ def load_given_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
 def check_name(name: str) -> None:
     """Raise a ValueError if there cannot be a pair of this name: ids on the Hub have an owner."""
     if "/" not in name and not Path(name).is_dir():
-        unknown_known_pair(name, NAMES)
+        check_known_name(name)
 
 
 def saved_as(source: ModelSource, inside: bool) -> str:

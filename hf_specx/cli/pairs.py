@@ -8,12 +8,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_specx.common.errors import require
 from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.checks_saving import check_folder
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.known_pairs import BY_NAME, NAMES, embedded_folder, is_embedded, is_known
 from hf_specx.hub.publish import CODE, write_repository
-from hf_specx.hub.saving import INSIDE, REFERENCE
+from hf_specx.hub.saving import INSIDE, REFERENCE, check_folder
 from hf_specx.hub.vllm import vllm as export_vllm
 from hf_specx.measure.checks import looking_for
 from hf_specx.pair_files.fetch import get_files, get_pair
@@ -39,19 +39,16 @@ def card(
     """
     with errors_in_one_line():
         if every is not None:
-            if any(given is not None for given in (name, out, title, revision)):
-                raise ValueError(
-                    "--all writes the cards of all well-known pairs; leave out the name, --out, "
-                    "--title and --revision."
-                )
+            require(
+                all(given is None for given in (name, out, title, revision)),
+                "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision.",
+            )
             for path in write_cards(every):
                 typer.echo(path)
             return
         if name is None:
-            if any(given is not None for given in (out, title, revision)):
-                raise ValueError(
-                    "without a name there is no card; name a pair, or leave out --out, --title and --revision."
-                )
+            alone = out is title is revision is None
+            require(alone, "without a name there is no card; name a pair, or leave out --out, --title and --revision.")
             typer.echo("\n".join(NAMES))
             return
         text = card_of(name, title, hub_options(revision, token))
@@ -92,8 +89,8 @@ def has_code(name: str, hub: dict[str, Any]) -> bool:
 def check_known(name: str, **given: str | None) -> None:
     """Raise a ValueError for options that mean nothing for a well-known pair."""
     for option, value in given.items():
-        if value is not None:
-            raise ValueError(f"--{option} {value} means nothing for {name!r}, which is known here; leave it out.")
+        told = f"--{option} {value} means nothing for {name!r}, which is known here; leave it out."
+        require(value is None, told)
 
 
 def publish(
@@ -121,8 +118,8 @@ def publish(
     It gets the models, or their ids and commits, the model card, and the code in custom_generate/.
     """
     with errors_in_one_line():
-        if (repo_id is None) == (folder is None):
-            raise ValueError("give the repository's name, or --folder to write one without uploading it.")
+        one = (repo_id is None) != (folder is None)
+        require(one, "give the repository's name, or --folder to write one without uploading it.")
         if folder is None:
             check_left_out("--folder", "--overwrite" if overwrite else None)
         else:
@@ -147,8 +144,7 @@ def publish(
 def check_left_out(goal: str, *given: str | None) -> None:
     """Raise a ValueError for options that are for another way to publish."""
     for option in given:
-        if option is not None:
-            raise ValueError(f"{option} is for {goal}, which was not named; leave it out.")
+        require(option is None, f"{option} is for {goal}, which was not named; leave it out.")
 
 
 def publish_as(source: ModelSource, reference: bool | None) -> str:

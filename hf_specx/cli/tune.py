@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.hub.checks_saving import check_folder
+from hf_specx.common.errors import require
+from hf_specx.hub.saving import check_folder
 from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
 from hf_specx.measure.study import BATCHES, DraftTrial, Study
 from hf_specx.measure.tune import tune as try_drafts
 
-from .console import error_line, errors_in_one_line, progress
+from .console import error_line, errors_in_one_line, figure, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -80,8 +81,7 @@ def tune(
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        check_saved(out, overwrite, inside)
-        check_told_apart(out, drafts, no_measure)
+        check_saved(out, overwrite, inside, told_apart=len(drafts) <= 1 or not no_measure)
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else read_prompts([], file, ways)
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -95,34 +95,23 @@ def tune(
         recommend(found[0])
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
-        check_one_fits(found[0])
+        require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
             line = save_best(found[0], out, inside, overwrite)
             Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
 
 
-def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
-    """Raise a ValueError if the pair could not be saved in the end, before it is measured."""
+def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: bool) -> None:
+    """Raise a ValueError, before anything is measured, if no pair could be saved then, or it is not known which."""
     if out is None:
-        if overwrite or inside:
-            raise ValueError(f"{'--overwrite' if overwrite else '--inside'} is for saving; name a folder with --out.")
+        option = "--overwrite" if overwrite else "--inside"
+        require(not overwrite and not inside, f"{option} is for saving; name a folder with --out.")
         return
     check_folder(out, overwrite)
     near = next(folder for folder in out.resolve().parents if folder.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK | os.X_OK):
-        raise ValueError(f"--out {out}: nothing can be written in {near}; name another folder.")
-
-
-def check_told_apart(out: Path | None, drafts: list[str], no_measure: bool) -> None:
-    """Raise a ValueError if it will not be known which pair to save."""
-    if out is not None and no_measure and len(drafts) > 1:
-        raise ValueError("--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
-
-
-def check_one_fits(best: DraftTrial) -> None:
-    """Raise a ValueError if there is no draft to recommend."""
-    if best.error is not None:
-        raise ValueError(f"no draft can be used; of {best.name}: {best.error}")
+    writable = near.is_dir() and os.access(near, os.W_OK | os.X_OK)
+    require(writable, f"--out {out}: nothing can be written in {near}; name another folder.")
+    require(told_apart, "--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
 def show_drafts(target: str, trials: list[DraftTrial]) -> None:
@@ -161,8 +150,8 @@ def measured_table(trials: list[DraftTrial]) -> Table:
     for trial in trials:
         for m in trial.measurements:
             ratios = (m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup)
-            cells = (trial.name, m.batch, _ratio(m.alpha), _ratio(m.cost_coefficient), m.num_draft_tokens)
-            table.add_row(*(Text(str(cell)) for cell in cells), *map(_ratio, ratios))
+            cells = (trial.name, m.batch, figure(m.alpha), figure(m.cost_coefficient), m.num_draft_tokens)
+            table.add_row(*(Text(str(cell)) for cell in cells), *map(figure, ratios))
     return table
 
 
@@ -182,7 +171,3 @@ def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str
     target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
     return f"saved in {out}: target {target}, draft {draft}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"

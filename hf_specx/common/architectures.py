@@ -1,6 +1,6 @@
-"""In which layouts each architecture was shown to be exact: by tests/test_sweep.py, on transformers 5.23.
+"""In which layouts each architecture was shown to be exact on transformers 5.23, by tests/generate/test_sweep.py.
 
-Types of vision-language models were run with and without images by tests/test_vision.py or by hand. The names are
+Types of vision-language models were run with and without images, by tests/layouts/test_vision.py or by hand. Names are
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
 """
 
@@ -43,9 +43,9 @@ GROUPS = {
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
-UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: the host's own cache, cropped
+UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: transformers' own cache, cropped
 WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
-BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in stock's single steps
+BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps
 ASK_FOR_MASKS = ("big_bird", "gpt2", "megatron-bert", "rembert")  # say so where none is given and a pad is fed
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")
@@ -60,15 +60,15 @@ WITHOUT_ATTENTIONS = {
     "falcon": ("sdpa", "its text is another when its attentions are asked for; load it with 'eager'"),
     "minimax": (None, "its linear layers give a state instead; leave it out"),
 }
-_STEPS = "its forward of several tokens behind a cache gives other logits than single steps do (transformers 5.23)"
+_STEPS = "its forward of several tokens after cached ones gives other logits than single steps do (transformers 5.23)"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
-# As targets; as drafts they are as good as any, since their candidates are judged by the law that they gave
+# As targets; as drafts they are as good as any, since their candidates are judged by the distribution that they gave
 INEXACT = dict.fromkeys(["mamba", "falcon_mamba", "jamba", "zamba"], _STEPS) | {
     "cpmant": "it takes every token with id 0 for a pad, candidates among them",
-    "xlm": "its preparation puts a mask token behind the text, which several tokens cannot share",
+    "xlm": "its preparation puts a mask token after the text, which several tokens cannot share",
     "minimax_m3_vl_text": "its blocks of keys are aligned with padded columns",
 }
-# Exact on transformers 5.23, not shown to be so on 5.17: there the sweep finds another text, or another stock
+# Exact on transformers 5.23, not shown to be so on 5.17: there our text differs, or that of `generate` does
 SINCE = (5, 23)
 LATER = """
     big_bird doge encoder-decoder ernie4_5_moe fsmt led megatron-bert nllb-moe qwen4_exp qwen4_exp_text rembert

@@ -1,8 +1,8 @@
 """The text of a batch while it grows: prompts, emitted tokens, and which rows still decode.
 
-Laid out as stock `generate` lays it out (prompts left-padded, one new column a token), because logits processors and
-stopping criteria must see exactly that. Ends and lengths are kept as numbers, never read off token ids: the pad id may
-be the end id, and a model may emit either.
+Laid out as `generate` does (prompts padded on the left, one new column for each emitted token), because logits
+processors and stopping criteria must see exactly that. Ends and lengths are kept as numbers and never read from token
+ids: the pad id may be the end id, and a model may emit either.
 """
 
 import itertools
@@ -14,13 +14,13 @@ from .round import Draft, Judgement, Round
 
 
 class Stops(Protocol):
-    """What ends rows; see `sampling.stopping`."""
+    """What ends rows; see `sampling/stopping.py`."""
 
     def cut(self, batch: "Batch", tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many of tokens [R, n] each row emits, [R], and whether the last of these ends it, [R] bool."""
 
     def update(self, batch: "Batch", new: list[int], ended: list[int]) -> list[int]:
-        """Take in that rows have emitted `new` tokens; returns the rows that leave."""
+        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that leave."""
 
 
 class Batch:
@@ -28,14 +28,16 @@ class Batch:
 
     Attributes:
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
-        width: L, the columns of the left-padded prompt.
+        width: L, the columns of the left-padded prompts.
         starts: [B] int64, the first column of each row that holds a token.
-        counts: tokens emitted so far, per row.
-        rows: the rows that still decode.
-        together: tokens emitted so far, where no row has left and all have as many; else None.
-        lockstep: whether all rows advance by the least of the batch.
-        over: [R] bool, rows that have ended but stay in the batch and are fed pads, as stock does; None if there are
-            none.
+        counts: [B], tokens emitted so far.
+        rows: [R], the numbers of the rows that still decode, in ascending order.
+        index: [R] int64, the same as a tensor.
+        ends: [R] int64, the column of each decoding row's next token.
+        together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
+        lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
+        over: [R] bool, rows that have ended but stay in the batch and are fed pads, as in `generate`; None if there
+            are none.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Batch:
         Args:
             input_ids: [B, L] int64, left-padded.
             attention_mask: [B, L], 0 at the pads; None where there are none.
-            pad_token_id: what stands behind the end of a row.
+            pad_token_id: what stands after the end of a row.
         """
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
@@ -66,9 +68,9 @@ class Batch:
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
-        self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)  # [R]
+        self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
         counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
-        self.ends = self.width + counts  # [R], the column of the next token
+        self.ends = self.width + counts
         self._note_together()
 
     def _note_together(self) -> None:
@@ -76,7 +78,7 @@ class Batch:
         self.together = self.counts[0] if alike else None
 
     def reserve(self, columns: int) -> None:
-        """Make room for `columns` columns behind the longest row."""
+        """Make room for `columns` columns after the end of the longest row."""
         wanted = self.width + max(self.counts) + columns
         if wanted > self.ids.shape[1]:
             grown = self.ids.new_full((len(self.ids), max(wanted, 2 * self.ids.shape[1])), self.pad_token_id)
@@ -84,7 +86,7 @@ class Batch:
             self.ids = grown
 
     def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
-        """Write tokens [R, n] at `ahead` and up behind each row's end, without counting them as emitted."""
+        """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
         if self.together is not None:
             first = self.width + self.together + ahead
@@ -96,17 +98,23 @@ class Batch:
         else:
             self.ids[self.index[:, None], columns] = tokens
 
+    def take(self, draft: Draft) -> Draft:
+        """Write candidates after each row's end, where the target reads them; rows that are over get pads instead."""
+        tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
+        self.put(tokens)
+        return draft._replace(tokens=tokens)
+
     def padded(self, tokens: torch.Tensor) -> torch.Tensor:
         """The next tokens [R] of the rows, with pads for those that are over."""
         return tokens if self.over is None else tokens.masked_fill(self.over, self.pad_token_id)
 
     def prefix(self, emitted: int) -> torch.Tensor:
-        """Prompts and the first `emitted` columns behind them, as stock would show them: [B, L + emitted]."""
+        """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
         self.reserve(emitted - max(self.counts))
         return self.ids[:, : self.width + emitted]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The last `count` tokens of each decoding row, of which `ahead` are not emitted yet: [R, count]."""
+        """The `count` tokens of each decoding row that end `ahead` candidates after its end: [R, count]."""
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
         columns = self._columns(ahead - count, count).clamp_(min=0)
@@ -115,7 +123,7 @@ class Batch:
         return self.ids[self.index[:, None], columns]
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
-        """[R, count], the columns from `first` behind each decoding row's end."""
+        """[R, count], the columns from `first` after each decoding row's end on."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
     def append(self, draft: Draft, judgement: Judgement, stopping: Stops) -> Round:
@@ -132,7 +140,7 @@ class Batch:
             num_new = num_new.min().expand_as(num_new)
         kept, ended = stopping.cut(self, tokens, num_new)
         decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype)], 1)
-        (accepts, gained, keeps, ends), (survival, overlap, undefined) = _on_host(decided, figures)
+        (accepts, gained, keeps, ends), (survival, overlap, undefined) = _as_lists(decided, figures)
         self.emit(tokens, kept, keeps)
         leaving = stopping.update(self, keeps, ends)
         lengths = draft.lengths
@@ -148,14 +156,14 @@ class Batch:
             survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
-            finished=len(leaving) == len(rows),  # the last ones to end stay where they are
+            finished=len(leaving) == len(rows),  # the last rows to end stay in the batch
         )
         if not done.finished:
             done.stay = self.retire(leaving)
         return done
 
     def emit(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
-        """Take the first kept [R] of tokens [R, n] into the text; `kept_list` is the same on the host."""
+        """Emit the first `kept` [R] of tokens [R, n]; `kept_list` is the same as numbers."""
         if min(kept_list) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
             tokens = tokens.masked_fill(index >= kept[:, None], self.pad_token_id)
@@ -184,12 +192,12 @@ class Batch:
         self._note_together()
 
     def retire(self, rows: list[int]) -> torch.Tensor | None:
-        """Take rows out of the batch; returns the places [R'] of those that stay, None where all do."""
+        """Take rows out of the batch; returns the row indices [R'] of those that stay, None if all do."""
         gone = set(rows)
         if not gone:
             return None
-        stay = [place for place, row in enumerate(self.rows) if row not in gone]
-        self._select([self.rows[place] for place in stay])
+        stay = [index for index, row in enumerate(self.rows) if row not in gone]
+        self._select([self.rows[index] for index in stay])
         return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
 
     def revive(self) -> None:
@@ -197,12 +205,12 @@ class Batch:
         self._select(list(range(len(self.counts))))
 
     def output(self, columns: int) -> torch.Tensor:
-        """Prompts and the first `columns` emitted columns, padded behind each row's end: [B, L + columns]."""
+        """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
         return self.prefix(columns).clone()
 
 
-def _on_host(decided: torch.Tensor, figures: list[torch.Tensor]) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Integers [R, n] column by column, and figures [R, ...] row by row, by the round's one synchronisation."""
+def _as_lists(decided: torch.Tensor, figures: list[torch.Tensor]) -> tuple[list[list[int]], list[list[list[float]]]]:
+    """Integers [R, n] column by column, and figures [R, ...] row by row; the round waits for the device only here."""
     table = torch.cat([decided, *figures], 1).tolist()
     ends = list(itertools.accumulate(part.shape[1] for part in (decided, *figures)))
     numbers = [list(map(int, column)) for column in zip(*(row[: ends[0]] for row in table), strict=True)]

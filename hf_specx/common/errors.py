@@ -1,19 +1,51 @@
-"""What a check is: a small function that says what is wrong and what to do about it, or nothing."""
+"""How bad input is refused: plainly by `require`, and by a `refusal` where wrong text or foreign code would follow."""
 
+import numbers
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 
 P = ParamSpec("P")
-CHECKS: dict[str, Callable[..., str | None]] = {}  # by name, so that any one of them can be looked at or replaced
+CHECKS: dict[str, Callable[..., str | None]] = {}  # by name, so that a test can take any one of them away
+
+
+def require(ok: bool, message: str) -> None:
+    """Validate a plain value: its type, its range, or that it is one of a few choices.
+
+    Args:
+        ok: whether the value will do.
+        message: names the value and the remedy.
+
+    Raises:
+        ValueError: with the message, unless `ok`.
+    """
+    if not ok:
+        raise ValueError(message)
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is an int, also one of NumPy's; a bool is none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it, whatever it is and however large."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return "many levels deep"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def refusal(check: Callable[P, str | None]) -> Callable[P, None]:
-    """Register a check by its name. Called, it raises what it has to say as a ValueError.
+    """Register a check that keeps text exact or files harmless; tests show of each that nothing else would.
 
     Args:
         check: returns a message that names the value and the remedy, or None.
+
+    Returns:
+        The same check, which now raises its message as a ValueError.
     """
     name = check.__name__
     assert name not in CHECKS, f"two checks are called {name}"

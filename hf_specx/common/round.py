@@ -11,8 +11,8 @@ class Draft(NamedTuple):
 
     Attributes:
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
-        lengths: [R], candidates of each row, 0 to K.
-        probs: [R, K, V], the distribution q that each candidate was drawn from; None if candidates are no draws.
+        lengths: [R], the number of candidates of each row, 0 to K.
+        probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
         source: who proposed them.
     """
 
@@ -43,8 +43,7 @@ class Judgement(NamedTuple):
     Attributes:
         accepted: [R] int64, leading candidates that are kept, 0 to the row's length.
         next_token: [R] int64, the recovered token, or the bonus token where all candidates are kept.
-        survival: [R, K], the chance that the first i candidates are all kept, i = 1 to K, given the candidates. Its
-            mean is P(accepted >= i) whatever came of this round: nothing is censored by a rejection.
+        survival: [R, K], as in `Verdict` of `sampling/verify.py`.
         overlap: [R, K], sum_x min(p, q) at each candidate; under greedy 1 for a match.
         undefined: [R, K + 1] bool, positions without a distribution, where `generate` raises if a row gets there.
     """
@@ -58,7 +57,7 @@ class Judgement(NamedTuple):
 
 @dataclass
 class Round:
-    """What a round did, on the host; every listener gets it once the text has grown.
+    """What a round did; every listener gets it once the text has grown.
 
     Attributes:
         batch: the text after the round.
@@ -68,7 +67,7 @@ class Round:
         emitted: [R], tokens that entered the text, after any cut at a stop.
         accepted: [R], candidates that the rule kept, before a cut.
         judged: [R], candidates whose predecessors were all kept.
-        gained: [R], tokens by which the row went on, before a cut; in lockstep the least of the batch.
+        gained: [R], tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
         survival, overlap: of `Judgement`, for the candidates of each row.
         undefined: [R], the first position of each row without a distribution; K + 1 if there is none.
         stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.

@@ -1,4 +1,4 @@
-"""The drafters that there are: a draft model, sampled from, and any `CandidateGenerator` of transformers."""
+"""Drafters: one that samples from a draft model, and one for any `CandidateGenerator` of transformers."""
 
 import sys
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .drafter import Drafter, Reading
 
 
 def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
-    """What proposes in one call: a draft model or a `CandidateGenerator` in a drafter, or the drafter itself."""
+    """A drafter for one call: of a draft model, of a `CandidateGenerator`, or the drafter that was given."""
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
     return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft
@@ -35,16 +35,15 @@ def no_candidates(batch: Batch) -> Draft:
 class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """Drafts by sampling from the draft model's own processed distribution, with a cache of its own.
 
-    hf_specx drives it for whole batches, as a `Drafter`. It is also a complete `CandidateGenerator`: a model that
-    returns one from `_get_candidate_generator` runs it in stock's own assisted decoding, at batch 1.
+    hf_specx uses it for whole batches, as a `Drafter`. It is also a complete `CandidateGenerator`: transformers' own
+    assisted decoding uses it, at batch 1, for a model that returns one from `_get_candidate_generator`.
 
     Args:
         draft_model: the draft; its token ids mean what the target's mean.
         processors: the target's processors, applied to the draft's scores once, as to the target's.
         rule: draws a candidate from scores.
-        vocab_size: of the target; the draft's scores are cut, or filled up with -inf, to this size. By default the
-            draft's own.
-        num_draft_tokens: K where transformers asks through `get_candidates`.
+        vocab_size: of the target; the draft's logits are cut to this size, or filled up with -inf. None leaves them.
+        num_draft_tokens: K in `get_candidates`; in a call of hf_specx `propose` is told.
     """
 
     has_probs = True
@@ -76,7 +75,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """Draft for every decoding row, writing the candidates after the rows' ends.
 
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
-        then depends on those before it alone, and every verification stays exact.
+        then depends only on those before it, so every verification stays exact.
         """
         assert self.decoder is not None
         tokens: list[torch.Tensor] = []
@@ -93,7 +92,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             if self.threshold:
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
                 lengths = [
-                    min(length, ahead + 1) if chance < self.threshold else length
+                    length if chance >= self.threshold else min(length, ahead + 1)  # also at NaN
                     for length, chance in zip(lengths, chances, strict=True)
                 ]
         if not tokens:
@@ -101,14 +100,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, "model")
 
     def observe(self, done: Round) -> None:
-        """Let go of rows that have left; rejected candidates are taken back with the next step."""
+        """Drop rows that have left; rejected candidates are rolled back at the next step."""
         if self.decoder is not None and done.stay is not None:
             self.decoder.leave(done.rows, done.stay)
 
     def pause(self, batch: Batch) -> None:
-        """Take rejected candidates back, in one step, while it is still known which they are.
+        """Roll rejected candidates back, by one step: later, once the text is longer, nothing would tell them from it.
 
-        From then on the cache holds a prefix of each row's text. One forward feeds it what is missing later.
+        From then on the cache holds a prefix of each row's text, and one forward can feed what is missing later.
         """
         decoder = self.decoder
         if decoder is not None and any(decoder.held[row] >= batch.counts[row] for row in batch.rows):
@@ -124,7 +123,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """What transformers asks for, with unpadded batches of 1.
+        """The candidates of one row without pads, as transformers asks for them.
 
         Args:
             input_ids: [1, L], the text so far.
@@ -146,27 +145,31 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Nothing to do: the next text tells what was kept."""
+        """Nothing to do: the text of the next `get_candidates` tells what was kept."""
 
 
 class GeneratorDrafter(Drafter):
-    """Any `CandidateGenerator`, asked row by row for texts without pads, and told what was kept of each.
+    """Any `CandidateGenerator`: it is asked for each row, without pads, and told what was kept of each.
 
     Its candidates are taken as given, not as draws from a distribution.
 
     Args:
-        generator: as transformers has it; its own logits are not looked at.
+        generator: as in transformers; the logits that it returns are not used.
     """
 
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
 
     def read(self, reading: Reading) -> None:
-        """Note the target's vocabulary."""
+        """Take the size of the target's vocabulary."""
         self.vocab_size, self.asked = reading.vocab_size, [0] * len(reading.batch.rows)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the generator proposes for each row, cut to the row's length."""
+        """What the generator proposes for each row, cut to the row's length.
+
+        Raises:
+            ValueError: if an id is not in the target's vocabulary.
+        """
         found, self.asked = [], lengths
         for row, length in zip(batch.rows, lengths, strict=True):
             text = batch.row(row)[None]
@@ -178,9 +181,6 @@ class GeneratorDrafter(Drafter):
                 f"{type(self.generator).__name__} proposes ids outside of the target's vocabulary, 0 to "
                 f"{self.vocab_size - 1}; use a generator for this target."
             )
-        if batch.over is not None:
-            tokens = tokens.masked_fill(batch.over[:, None], batch.pad_token_id)
-        batch.put(tokens)
         return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
     def observe(self, done: Round) -> None:

@@ -1,4 +1,4 @@
-"""How long forwards and rounds take: a table that a strategy keeps, and how one call sees it."""
+"""How long forwards and rounds take: the table that a strategy keeps, and what one call makes of it."""
 
 import itertools
 import math
@@ -11,18 +11,18 @@ from typing import Any
 from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
 
 
-MEMORY = 100  # candidates that earlier calls count for when one more is taken in
-QUERY_LENGTHS = (1, 2, 3, 5, 9)  # target forwards that are timed
-TIMED_ROUNDS = 4  # times that each of them is timed
-DRAFT_STEPS = 2  # draft steps that are timed between two of them
-GRID = 2 ** (1 / 16)  # times are kept on a geometric grid, so that noise rarely changes a choice
-RECENT = 15  # rounds of a kind whose median counts
-ENOUGH = 3  # rounds of a kind that must have been seen before they count in the same call, and
+MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
+QUERY_LENGTHS = (1, 2, 3, 5, 9)  # of the target forwards that are timed
+TIMED_ROUNDS = 4  # how often each of them is timed
+DRAFT_STEPS = 2  # draft steps that are timed after each of them
+GRID = 2 ** (1 / 16)  # times are rounded to powers of this, so that noise rarely changes a choice
+RECENT = 15  # at most so many last rounds of a size count; their median is used
+ENOUGH = 3  # rounds of a size that must have been seen before they are used in the same call, and
 ENOUGH_TO_KEEP = 5  # in later ones
 
 
 class Costs:
-    """What choosing a number of drafts goes by; kept by a strategy as `strategy.costs`.
+    """What the choice of a number of candidates depends on; a strategy keeps it as `strategy.costs`.
 
     With the same costs and seed, two processes draft the same numbers under token and block verification.
 
@@ -31,8 +31,8 @@ class Costs:
         alpha: acceptance in the calls so far, by verification: the chance that a candidate is kept whose predecessors
             were.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
-        clock: seconds from any beginning; time is read nowhere else.
-        measured: rows of other tables, by batch size; `measure_once` takes one over instead of measuring it again.
+        clock: gives seconds; time is read nowhere else.
+        measured: rows of earlier tables, by batch size; `measure_once` takes one over instead of measuring it again.
     """
 
     def __init__(
@@ -55,14 +55,20 @@ class Costs:
         return f"Costs(batch sizes {sorted(self.table)}, acceptance {{{alpha}}})"
 
     def apart(self) -> "Costs":
-        """The same with one table of forwards for both, but memories of calls that go separate ways from here."""
+        """A copy that shares the table of forwards, but from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
         made = Costs(None, dict(self.alpha), rounds, self.clock)
         made.table = self.table  # also where it is still empty
         return made
 
     def remember(self, verification: str, alpha: float, judged: float) -> None:
-        """Take in the acceptance of a call, weighed by the candidates it judged; what is assumed counts little."""
+        """Add the acceptance of a call.
+
+        Args:
+            verification: of the call.
+            alpha: the chance that a candidate was kept whose predecessors were.
+            judged: the weight of that, in candidates.
+        """
         if not judged:
             return
         old = self.alpha.get(verification, PRIOR_ALPHA)
@@ -70,10 +76,10 @@ class Costs:
         self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
     def remember_rounds(self, seen: "RoundTimes") -> None:
-        """Take in how long the rounds of a call took.
+        """Add how long the rounds of a call took.
 
-        What is known of other numbers of candidates goes halfway to what these suggest, so that one that was slow by
-        chance is tried again.
+        Times of numbers of candidates that it did not use move halfway towards what its own suggest, so that a number
+        that was slow by chance is tried again.
         """
         found: dict[int, dict[int, float]] = {}
         for batch, drafted, seconds in seen.medians(ENOUGH_TO_KEEP):
@@ -87,30 +93,30 @@ class Costs:
             known.update(times)
 
     def target(self, batch: int, query_length: float) -> float:
-        """T_t(B, q), between measured lengths and batch sizes a straight line.
+        """T_t(B, q) in seconds, interpolated linearly between measured query lengths and batch sizes.
 
-        Beyond the measured batch sizes a forward is taken to take as long as another one with as many tokens in all.
+        Beyond the measured batch sizes it is that of a forward with equally many tokens in all.
         """
         if batch in self.table:
             return _on_line(sorted(self.table[batch]["target"].items()), query_length)
-        if (beside := self._between(batch)) is not None:
-            under, over, share = beside
+        if (between := self._between(batch)) is not None:
+            under, over, share = between
             return (1 - share) * self.target(under, query_length) + share * self.target(over, query_length)
         nearest = self._nearest(batch)
         return self.target(nearest, query_length * batch / nearest)
 
     def draft(self, batch: int) -> float:
-        """T_d(B, 1), elsewhere as the target's."""
+        """T_d(B, 1) in seconds; beyond the measured batch sizes it grows as the target's."""
         if batch in self.table:
             return self.table[batch]["draft"]
-        if (beside := self._between(batch)) is not None:
-            under, over, share = beside
+        if (between := self._between(batch)) is not None:
+            under, over, share = between
             return (1 - share) * self.draft(under) + share * self.draft(over)
         nearest = self._nearest(batch)
         return self.draft(nearest) * self.target(batch, 1) / self.target(nearest, 1)
 
     def _between(self, batch: int) -> tuple[int, int, float] | None:
-        """The measured batch sizes around one, and how far it is on the way from the first to the second."""
+        """The measured batch sizes below and above one, and its distance from the first as a share; None beyond."""
         known = sorted(self.table)
         pairs = [(low, high) for low, high in itertools.pairwise(known) if low < batch < high]
         return (*pairs[0], (batch - pairs[0][0]) / (pairs[0][1] - pairs[0][0])) if pairs else None
@@ -119,11 +125,11 @@ class Costs:
         return min(self.table, key=lambda size: abs(size - batch))
 
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
-        """T_t(B, γ+1) + γ T_d(B, 1): a round that is nothing but its forwards."""
+        """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""
         return self.target(batch, num_draft_tokens + 1) + num_draft_tokens * self.draft(batch)
 
     def cost_coefficient(self, batch: int) -> float:
-        """c, a draft step over a target step."""
+        """c, the time of a draft step over that of a target step."""
         return self.draft(batch) / self.target(batch, 1)
 
     def forward_limited_speedup(self, batch: int, tokens_per_round: float, num_draft_tokens: int) -> float:
@@ -133,7 +139,7 @@ class Costs:
     def best_num_draft_tokens(self, batch: int, verification: str) -> int:
         """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`; every one is tried.
 
-        For those who want one number for good; "auto" chooses anew for each round.
+        For a caller that wants one number for a whole call; "auto" chooses anew for each round.
         """
         alpha = self.alpha.get(verification, PRIOR_ALPHA)
         return max(
@@ -142,7 +148,7 @@ class Costs:
         )
 
     def measure_once(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """As `measure`, where there are no times for this batch size yet."""
+        """As `measure`, if there are no times for this batch size yet."""
         if batch not in self.table and batch in self.measured:
             self.table[batch] = self.measured[batch]
         if batch not in self.table:
@@ -150,14 +156,14 @@ class Costs:
             self.measured[batch] = self.table[batch]
 
     def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Fill the row of a batch size: medians over a few rounds in which the models take turns.
+        """Fill in the row of a batch size: medians over a few rounds in which the models take turns.
 
-        In turns, because on a processor with a small cache each model pushes the other's weights out of it. It takes
-        25 target forwards and 50 draft steps.
+        They do in a call as well, and on a processor with a small cache each pushes the other's weights out of it. It
+        takes 25 target forwards and 50 draft steps.
 
         Args:
             batch: B.
-            target: runs one target forward of that many tokens a row, and waits for it.
+            target: runs one target forward of so many tokens of each row, and waits for it.
             draft: the same for the draft.
         """
         times: dict[int, list[float]] = {q: [] for q in QUERY_LENGTHS}
@@ -175,7 +181,7 @@ class Costs:
         return self.clock() - started
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, with text keys as JSON wants them."""
+        """Plain values with strings as keys, as JSON has them."""
         table = {
             str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
             for batch, row in self.table.items()
@@ -198,14 +204,14 @@ class Costs:
 
 
 class RoundTimes:
-    """Seconds of a round by its number of candidates, as one call sees them.
+    """Seconds of a round by its number of candidates, as one call estimates them.
 
-    They are those of its forwards, times what rounds of that number were seen to take in relation to theirs; of other
-    numbers the same is assumed, between two that were seen a straight line.
+    An estimate is the time of the round's forwards, times the ratio of rounds to forwards that was seen with this
+    number of candidates, or interpolated between numbers that were seen.
 
     Args:
-        costs: with a row for at least one batch size; what others do to it meanwhile does not count here.
-        online: whether what is observed counts at once. If it must not change what is drawn, it is kept for later.
+        costs: with a row for at least one batch size; what other calls add to it meanwhile is not used.
+        online: whether observed times are used at once; if not, since they would change sampled text, they are kept.
         most: candidates of a round, at most.
     """
 
@@ -233,12 +239,12 @@ class RoundTimes:
         return self.bare[batch]
 
     def catch_up(self, batch: int, tokens: int) -> float:
-        """What a draft takes to read so many tokens a row; for each more it should slow down as the target does."""
+        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
         return self.costs.draft(batch) * self.costs.target(batch, tokens) / self.costs.target(batch, 1)
 
     def observe(self, batch: int, drafted: int) -> None:
-        """Note that a round has ended; the first of a call, and those in which a draft pauses or catches up, are
-        not typical."""
+        """Note that a round has ended. The first of a call, and those in which a draft pauses or catches up, do not
+        count."""
         now = self.costs.clock()
         if self.ended is not None and (drafted > 0) == (self.drafted > 0):
             seen = self.seen.setdefault((batch, drafted), deque(maxlen=RECENT))
@@ -248,26 +254,26 @@ class RoundTimes:
         self.ended, self.drafted = now, drafted
 
     def medians(self, enough: int) -> Iterable[tuple[int, int, float]]:
-        """Batch size, number of candidates and seconds, where as many rounds were seen."""
+        """Batch size, number of candidates and median seconds, where at least `enough` rounds were seen."""
         for (batch, drafted), seen in self.seen.items():
             if len(seen) >= enough:
                 yield batch, drafted, statistics.median(seen)
 
 
-def _on_line(known: list[tuple[int, float]], place: float) -> float:
-    """At a place between and beyond known ones; below the first, in proportion to the place at least."""
+def _on_line(known: list[tuple[int, float]], x: float) -> float:
+    """The value at x, linear between and beyond `known` points; below the first at least in proportion to x."""
     for (q0, t0), (q1, t1) in itertools.pairwise(known):
-        if place <= q1:
-            found = t0 + (t1 - t0) * (place - q0) / (q1 - q0)
-            return found if place >= q0 else min(t0, max(found, t0 * place / q0))
+        if x <= q1:
+            found = t0 + (t1 - t0) * (x - q0) / (q1 - q0)
+            return found if x >= q0 else min(t0, max(found, t0 * x / q0))
     (q0, t0), (q1, t1) = known[-2:]
-    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (place - q1)
+    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (x - q1)
 
 
-def _between_ends(known: list[tuple[int, float]], place: int) -> float:
-    """The same, but beyond the ends as at them."""
-    place = min(max(place, known[0][0]), known[-1][0])
-    return known[0][1] if len(known) == 1 else _on_line(known, place)
+def _between_ends(known: list[tuple[int, float]], x: int) -> float:
+    """The same, but constant beyond the first and the last point."""
+    x = min(max(x, known[0][0]), known[-1][0])
+    return known[0][1] if len(known) == 1 else _on_line(known, x)
 
 
 def _on_grid(seconds: float) -> float:

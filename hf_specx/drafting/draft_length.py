@@ -1,6 +1,6 @@
-"""How many tokens to draft next, and when not to: the theory of Leviathan et al. 2022, and what a call learns of it.
+"""How many tokens to draft next, and when to draft none: formulas of Leviathan et al. 2022, and estimates of a call.
 
-Arithmetic alone: it knows no model and no clock. How long rounds take is in `costs`.
+There is only arithmetic here, no model and no clock. How long rounds take is in `costs`.
 """
 
 import math
@@ -9,22 +9,22 @@ from typing import NamedTuple
 
 
 MAX_DRAFT_TOKENS = 8  # the largest number that "auto" considers
-FIXED_DRAFT_TOKENS = 5  # "auto" where costs are not known, or must not count
+FIXED_DRAFT_TOKENS = 5  # what "auto" drafts if costs are not known or must not be used
 PRIOR_ALPHA = 0.7  # acceptance assumed before any was seen
-PRIOR_WEIGHT, LEARNED_WEIGHT = 4.0, 6.0  # candidates that this counts for, and what earlier calls have seen
-DEPTH_WEIGHT = 4.0  # candidates that the mean of all depths counts for at each of them
-FORGET = 0.98  # what a round is worth one round later
-LEAST_WEIGHT = 6.0  # candidates' worth that are never forgotten
-OFF, ON = 0.95, 1.03  # how fast drafting must be beside not drafting to be kept up, and to be taken up again
-PATIENCE = 32  # rounds for which it may be the slower one at all
-EVIDENCE = 4.0  # candidates that are to be judged before a draft of which nothing was known can be let rest
-HASTE = 8  # rows count by their open tokens to this power, as the call ends with the last one
-FIRST_WAIT, LAST_WAIT = 32, 1024  # plain steps before the first probe, and before later ones at most
-PROBE_SHARE = 0.01  # of the time of plain steps that later probes may take
+PRIOR_WEIGHT, LEARNED_WEIGHT = 4.0, 6.0  # candidates that this, or what earlier calls have seen, is worth
+DEPTH_WEIGHT = 4.0  # how many candidates the mean of all depths is worth at each depth
+FORGET = 0.98  # factor on the weight of earlier rounds at each round
+LEAST_WEIGHT = 6.0  # in candidates: the weight of earlier rounds is not reduced below this
+OFF, ON = 0.95, 1.03  # speed compared with plain steps: below OFF drafting ends, above ON it resumes
+PATIENCE = 32  # rounds for which drafting may be slower than plain steps at all
+EVIDENCE = 4.0  # candidates to be judged before a draft of which nothing was known can pause
+HASTE = 8  # weight of a row: its open tokens to this power, since the call ends with the last row
+FIRST_WAIT, LAST_WAIT = 32, 1024  # plain steps before the first probe, and at most before later ones
+PROBE_SHARE = 0.01  # a later probe may take this share of the time of the plain steps before it
 
 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens a round, (1 - α^(γ+1)) / (1 - α); Equation 1."""
+    """Expected tokens of a round, (1 - α^(γ+1)) / (1 - α); Equation 1."""
     if alpha >= 1:
         return float(num_draft_tokens + 1)
     return (1 - alpha ** (num_draft_tokens + 1)) / (1 - alpha)
@@ -42,13 +42,12 @@ def expected_operations(alpha: float, num_draft_tokens: int, operations_coeffici
 
 
 class Outcome(NamedTuple):
-    """What came of a round, as far as the number of the next one goes by it.
+    """What a round did, as far as the number of candidates of the next one depends on it.
 
     Attributes:
         drafted: the most candidates of a row, K.
-        survival: for each row that took part, the chance that its first i candidates are all kept, i = 1 to K or as
-            far as it was judged, given what was drafted: `Verdict.survival`.
-        left: tokens that each of them may still have emitted before the round, at least 1.
+        survival: for each row that took part, `Verdict.survival` at its own candidates.
+        left: [R], how many tokens each row could still emit before the round, at least 1.
     """
 
     drafted: int
@@ -59,23 +58,23 @@ class Outcome(NamedTuple):
 class Survival:
     """The chance S_i that the first i candidates of a row are all kept, from the rounds so far.
 
-    Estimated by the ratios S_i / S_{i-1}, from the probabilities at all drafted positions, so that nothing is censored
-    where a round was rejected. A depth of which little was seen is taken for the mean of all. Rows are pooled, since
-    the sum of their tokens is that of as many mean rows; those that have fallen behind count more.
+    It is the product of estimated ratios S_i / S_{i-1}. They come from the probabilities at all candidates, also after
+    a rejection, so they have no bias. A depth i that was seldom seen is estimated by the mean of all. Rows are pooled;
+    those with more tokens to go count more.
 
     Args:
-        alpha: what all ratios are taken for at first.
-        weight: candidates that this counts for.
-        together: whether rows advance by the least of the batch; then it is the chance that all rows keep them.
+        alpha: the estimate of all ratios at first.
+        weight: how many candidates that is worth as evidence.
+        together: whether all rows advance as the slowest one; then S_i is the chance that all rows keep i candidates.
     """
 
     def __init__(self, alpha: float, weight: float, together: bool = False):
         self.together = together
         self.alpha = [alpha * weight, weight]  # kept and tried at all depths
-        self.depths = [[0.0, 0.0] for _ in range(MAX_DRAFT_TOKENS)]  # the same at each
+        self.depths = [[0.0, 0.0] for _ in range(MAX_DRAFT_TOKENS)]  # the same at each depth
 
     def take(self, outcome: Outcome) -> float:
-        """Take in a round; returns the tokens that a row could expect of it."""
+        """Count a round; returns the tokens that a row could expect from it."""
         worth = max(FORGET, min(1.0, LEAST_WEIGHT / self.alpha[1]))
         for counts in (self.alpha, *self.depths):
             counts[:] = [count * worth for count in counts]
@@ -104,22 +103,22 @@ class Survival:
 
 
 class Chooser:
-    """The number of candidates of the next round: the γ with the largest rate G(γ) = E(γ) / T(γ), every one tried.
+    """Chooses the number of candidates of each round: the γ with the largest rate G(γ) = E(γ) / T(γ), by trying all.
 
-    Drafting ends when its rate falls below `OFF` times that of not drafting, or stays below it for `PATIENCE` rounds,
-    and is taken up again above `ON` times. In between it is probed: after 32 plain steps, then 64 and so on, if
-    catching up with the text takes little beside them. A probe goes on while its rounds alone are better than plain
-    steps. Where acceptance was never seen, a call begins with candidates, whatever is assumed of them.
+    Drafting ends when its rate falls below `OFF` times that of plain steps, or is below that of plain steps for
+    `PATIENCE` rounds; it resumes above `ON` times. Meanwhile it is probed by single rounds: after 32 plain steps, then
+    after 64 and so on, if a probe takes little time compared with these steps. Probing goes on while its rounds are
+    faster than plain steps. If acceptance was never seen, a call begins with candidates, whatever the estimate says.
 
     Args:
-        survival: what E goes by.
-        known: whether it goes by anything that was seen.
+        survival: gives E.
+        known: whether acceptance was seen in earlier calls.
 
     Attributes:
-        on: whether the last choice was for drafting.
-        doubts: rounds since it last seemed the better one.
-        plain: plain steps since a round drafted.
-        wait: how many of them there are to be before a probe.
+        on: whether the last choice was to draft.
+        doubts: consecutive rounds in which drafting has seemed slower.
+        plain: plain steps since the last round with candidates.
+        wait: plain steps before the next probe.
     """
 
     def __init__(self, survival: Survival, known: bool):
@@ -129,11 +128,11 @@ class Chooser:
         self.probed = 0.0, 0.0  # tokens and seconds of a probe so far
 
     def first(self, times: Sequence[float], room: int) -> int:
-        """The number for the first round of a call; a probe if drafting does not seem worth it.
+        """The number for the first round of a call; if drafting seems slower, a probe or 0.
 
         Args:
             times: T(γ) for γ = 0 to `MAX_DRAFT_TOKENS`, in seconds.
-            room: tokens that may be emitted.
+            room: how many tokens a row may emit.
         """
         best, gain = self._best(times)
         self.on = gain >= 1 or self.unseen > 0
@@ -143,9 +142,9 @@ class Chooser:
         """The number for the next round.
 
         Args:
-            outcome: of the last one.
-            times: T(γ) at the present batch size.
-            catch_up: seconds that a draft takes to read so many tokens a row.
+            outcome: of the last round.
+            times: T(γ) for γ = 0 to `MAX_DRAFT_TOKENS`, in seconds, at the number of rows that still decode.
+            catch_up: seconds that the draft takes to read so many tokens of each row.
         """
         tokens = self.survival.take(outcome)
         best, gain = self._best(times)
@@ -173,7 +172,7 @@ class Chooser:
         self.plain, self.wait, self.probed = 0, wait, (0.0, 0.0)
 
     def _best(self, times: Sequence[float]) -> tuple[int, float]:
-        """The best γ from 1 on, and its rate over that of plain decoding."""
+        """The best γ from 1 on, and its rate compared with that of plain steps."""
         tokens = self.survival.expected_tokens()
         rates = [expected / seconds for expected, seconds in zip(tokens, times, strict=True)]
         best = max(range(1, len(rates)), key=rates.__getitem__)

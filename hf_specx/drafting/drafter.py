@@ -1,4 +1,4 @@
-"""Who proposes candidates: the one interface of all drafts, and what a call hands to it."""
+"""Who proposes candidates: the one interface of all drafts, and what a call gives to it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from .costs import Costs
 
 @dataclass
 class Reading:
-    """What a drafter may take from a call whose target has read its prompts.
+    """What a drafter is told of a call, once the target has read the prompts.
 
     Attributes:
-        batch: the prompts, as the target has them.
+        batch: the target's prompts.
         vocab_size: of the target; candidates are ids below it.
         rule: draws candidates from scores.
-        processors: of the call, for the draft's scores; those that keep state are left out.
+        processors: of the call, for the draft's logits; those that keep state are left out.
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
         prompt: prepared for the drafter's own model; None if it has none.
         layout: of that model.
@@ -69,7 +69,7 @@ class Drafter(Protocol):
         return
 
     def read(self, reading: Reading) -> None:
-        """A call begins."""
+        """Begin a call."""
         return
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -77,16 +77,16 @@ class Drafter(Protocol):
 
         Args:
             batch: the text so far; `batch.row(row)` for each of `batch.rows`.
-            lengths: [R], how many each row is to have at most, all 0 where nothing is wanted.
+            lengths: [R], how many each row may have at most; all 0 if none are wanted.
         """
         ...
 
     def observe(self, done: Round) -> None:
-        """A round is over: what was kept of the draft, and which rows go on."""
+        """Learn what was kept of the draft in a round, and which rows go on."""
         return
 
     def pause(self, batch: Batch) -> None:
-        """No candidates will be wanted for a while; what was rejected may still be known now, and not later."""
+        """Prepare for rounds without candidates: what was rejected in the last round may be known now only."""
         return
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:

@@ -27,8 +27,8 @@ from .draft_length import (
 )
 
 
-RESTING_MEMORY = 0.8  # what a row's earlier rounds weigh beside the last one
-WORTHLESS = 0.1  # candidates kept in a round, below which a row rests
+RESTING_MEMORY = 0.8  # weight of a row's earlier rounds compared with the last one
+WORTHLESS = 0.1  # a row that keeps fewer candidates in a round rests
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -40,7 +40,7 @@ class Drafting(NamedTuple):
     """What was asked for.
 
     Attributes:
-        number: candidates a round, at first; None is "auto".
+        number: candidates of a round, at first; None is "auto".
         schedule: "constant", or "heuristic": for each row 2 more after a round that kept all of its candidates, else
             1 less; "heuristic_transient" is the same, from `number` again in each call.
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
@@ -52,28 +52,28 @@ class Drafting(NamedTuple):
     threshold: float = 0.0
 
 
-def given_drafting(*places: Mapping[str, Any] | GenerationConfig | None) -> dict[str, Any]:
-    """Those of transformers' three arguments that a user has set, each from the first place that has it.
+def given_drafting(*sources: Mapping[str, Any] | GenerationConfig | None) -> dict[str, Any]:
+    """Those of transformers' three arguments that a user has set, each from the first source that has it.
 
     Args:
-        *places: the call's keyword arguments, and configs that nobody has filled up with defaults yet.
+        *sources: the call's keyword arguments, and configs that were not filled up with defaults yet.
     """
-    known = [vars(place) if isinstance(place, GenerationConfig) else place for place in places if place is not None]
-    found = {name: [place[name] for place in known if place.get(name) is not None] for name in UNSET}
+    known = [vars(x) if isinstance(x, GenerationConfig) else x for x in sources if x is not None]
+    found = {name: [x[name] for x in known if x.get(name) is not None] for name in UNSET}
     return {name: values[0] for name, values in found.items() if values}
 
 
 def choose_drafting(
     num_draft_tokens: int | str, given: Mapping[str, Any] | None, filled: GenerationConfig, draft_model: Any
 ) -> Drafting:
-    """What counts: the strategy's own number, then the call, then the draft's own file, then "auto".
+    """What is used: the strategy's own number, else what the call says, else the draft's own file, else "auto".
 
-    A number in `num_draft_tokens` is meant as it stands, so then the draft's own file is not asked for anything.
+    If `num_draft_tokens` is a number, the draft's own file is not read for schedule and threshold either.
 
     Args:
         num_draft_tokens: the strategy's option.
-        given: `given_drafting` of the call; None where `filled` is all that is known of it.
-        filled: the config that `generate` hands to a strategy; a value counts as set where it is not in `UNSET`.
+        given: `given_drafting` of the call; None if only `filled` is known.
+        filled: the config that `generate` hands to a strategy; a value that is not in `UNSET` counts as set.
         draft_model: its `generation_config` is its own file; other drafts have none.
     """
     if given is None:
@@ -92,8 +92,8 @@ class Schedule:
     Args:
         drafting: what was asked for.
         number: candidates of a round, at first.
-        room: tokens that a row may have emitted at most. A row that is nearly done drafts no more than it can emit
-            with the token that follows; None where all rows and ranks must draft alike.
+        room: the most tokens that a row may emit. A row that is nearly done drafts no more than it can emit together
+            with the token that follows; None if all rows and ranks must draft alike.
 
     Attributes:
         next_call: the number that a call with the same drafting goes on with.
@@ -112,24 +112,19 @@ class Schedule:
             wanted.append(number if room is None else min(number, room))
         return wanted
 
-    @property
-    def rests(self) -> bool:
-        """Whether no row is to draft for a while."""
-        return False
-
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.next_call
 
     def observe(self, done: Round) -> None:
-        """Take in a round."""
+        """Count a round."""
 
     def end(self) -> None:
         """The call is over."""
 
 
 class Heuristic(Schedule):
-    """As transformers does it, for each row: 2 more after a round that kept all of its candidates, else 1 less."""
+    """As transformers does, but for each row: 2 more after a round that kept all of its candidates, else 1 less."""
 
     def __init__(self, drafting: Drafting, number: int, room: int | None):
         super().__init__(drafting, number, room)
@@ -150,18 +145,18 @@ class Heuristic(Schedule):
 
 
 class Auto(Schedule):
-    """What "auto" drafts: the number with the most tokens a second, or none, chosen anew for each round of one call.
+    """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
-    A forward costs what the longest draft of the batch makes it cost, so all rows get the same number. A row whose
-    candidates come to nothing rests while others go on.
+    The longest draft of the batch decides what a forward costs, so all rows get the same number. Only a row whose
+    candidates are nearly all rejected rests while others go on.
 
     Args:
-        costs: with times for some batch size; what is learned here is put there by `end`.
-        verification: of the call. Under "token" and "block" the number changes what is drawn, so there it goes by what
-            was known of times before the call.
+        costs: with times for at least one batch size; `end` adds those of this call.
+        verification: of the call. Under "token" and "block" the number changes what is drawn, so only times known
+            before the call are used there.
         rows: B.
-        room: tokens that each of them may have emitted.
-        together: whether they advance by the least of the batch.
+        room: the most tokens that a row may emit.
+        together: whether all rows advance by as many tokens as the slowest.
     """
 
     def __init__(self, costs: Costs, verification: str, rows: int, room: int, together: bool):
@@ -173,10 +168,6 @@ class Auto(Schedule):
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
         self.wanted = self.chooser.first(self.times(rows), room)
         self.resting = None if together else Resting()
-
-    @property
-    def rests(self) -> bool:
-        return not self.wanted
 
     def number(self, row: int) -> int:
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
@@ -200,7 +191,7 @@ class Auto(Schedule):
 
 
 class Resting:
-    """Rows whose candidates come to nothing: they rest for 8 rounds, then 16 and so on, if a probe changes nothing."""
+    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, until a probe helps."""
 
     def __init__(self) -> None:
         self.kept: dict[int, float] = {}  # candidates that a round of the row was expected to keep, a moving mean
@@ -211,7 +202,7 @@ class Resting:
         return self.left.get(row, 0) > 0
 
     def observe(self, done: Round) -> None:
-        """Take in a round."""
+        """Count a round."""
         for row, chances in zip(done.rows, done.survival, strict=True):
             if not chances:
                 self.left[row] = max(0, self.left.get(row, 0) - 1)
@@ -231,15 +222,15 @@ def make_schedule(
     earlier: Schedule | None,
     most: int | None = None,
 ) -> Schedule:
-    """What says how many candidates the rounds of a call draft.
+    """The schedule of a call: how many candidates its rounds draft.
 
     Args:
         drafting: what was asked for.
-        costs: with times for this batch size; None where "auto" must not go by any.
+        costs: with times for this batch size; None if "auto" must not use any.
         verification: of the call.
         batch: its prompts.
         room: as for `Schedule`.
-        earlier: of the call before, where "heuristic" goes on.
+        earlier: that of the call before, from which "heuristic" goes on.
         most: what "auto" means for a draft that finds its own number up to this one.
     """
     rows = len(batch.rows)

@@ -80,9 +80,6 @@ class SuffixDraft(Drafter):
         if not width:
             return no_candidates(batch)
         tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
-        if batch.over is not None:
-            tokens = tokens.masked_fill(batch.over[:, None], batch.pad_token_id)
-        batch.put(tokens)
         return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
 
     def observe(self, done: Round) -> None:

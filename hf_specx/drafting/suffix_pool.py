@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from hf_specx.common.errors import is_int, require
+
 from .suffix_index import SuffixIndex
 
 
@@ -133,8 +135,7 @@ def check_number(name: str, number: Any, least: int) -> None:
     Raises:
         ValueError: for anything else.
     """
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ValueError(f"{name}={number!r} is not an int of {least} or more; give one.")
+    require(is_int(number) and number >= least, f"{name}={number!r} is not an int of {least} or more; give one.")
 
 
 def _token_ids(text: Iterable[int] | torch.Tensor) -> array:

@@ -1,4 +1,4 @@
-"""Rows with no token to choose: `generate` raises an error there, and so does this once a text surely gets there."""
+"""Rows with no token to choose: `generate` raises an error, and so does this once such a row is part of the text."""
 
 from operator import itemgetter
 
@@ -9,22 +9,22 @@ from hf_specx.sampling.stopping import Stopping
 
 
 class DeadEnds:
-    """Watches the rounds of one call.
+    """Looks for them in the rounds of one call.
 
-    A candidate that is rejected may lie after such a position, and without an end token a row may run ahead of the
-    text; neither is an error.
+    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
+    neither is an error.
 
     Args:
-        processors: the target's; they know of prefixes after which the user's function allows nothing.
-        stopping: says how much of each row is in the text for sure.
+        processors: the target's; they know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
+        stopping: says how many tokens of each row will surely be in the text.
     """
 
     def __init__(self, processors: Processors, stopping: Stopping):
         self.processors, self.stopping = processors, stopping
-        self.found: dict[int, tuple[int, Exception]] = {}  # row: tokens that it has emitted there, and the error
+        self.found: dict[int, tuple[int, Exception]] = {}  # by row: tokens emitted before, and the error
 
     def observe(self, done: Round) -> None:
-        """Raise the error of a row that has emitted a token where there is none to choose."""
+        """Raise the error of a row in which the text now has a token where there was none to choose."""
         self.found = self._look(done.rows, done.before, done.emitted, done.undefined) | self.found
         if self.found:
             settled = self.stopping.settled(done.batch)
@@ -33,7 +33,7 @@ class DeadEnds:
                     raise error
 
     def refuse(self, batch: Batch, undefined: list[bool], over: list[bool]) -> None:
-        """Raise the error of a row that is about to emit a token where there is none.
+        """Raise the error of a row that is about to emit a token where there is none to choose.
 
         Args:
             batch: all B rows, with equally many tokens.

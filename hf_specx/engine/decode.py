@@ -8,13 +8,13 @@ from .run import Run
 def decode(run: Run) -> torch.Tensor:
     """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it.
 
-    After a round the target's cache holds exactly each row's prompt and emitted tokens but the last; the draft's holds
-    a prefix of the same tokens, and is fed what is missing at its next step. Nothing else is visible to attention.
+    After a round the target's cache holds exactly each row's prompt and emitted tokens except the last. The draft's
+    holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention.
     """
     run.admit()  # read the prompts
     while run.active():  # here or on another rank
         lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
-        draft = run.drafter.propose(run.batch, lengths)
+        draft = run.batch.take(run.drafter.propose(run.batch, lengths))
         run.lap("draft")
         forward = run.target(run.batch, draft)
         run.lap("target")

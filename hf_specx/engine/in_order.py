@@ -1,7 +1,7 @@
 """The loop for processors and criteria that keep state: each emitted token is shown to them once, in order.
 
-`generate` shows them one column of all rows at a time. So all rows stay together to the end, those that are finished
-with pads, and the candidates of a round are judged position by position.
+`generate` shows them one column of all rows at a time. So all rows stay in the batch to the end, finished ones with
+pads, and the candidates of a round are judged position by position.
 """
 
 import torch
@@ -16,7 +16,7 @@ def decode_in_order(run: Run) -> torch.Tensor:
     """As `decode`, with the positions of a round judged one by one."""
     run.admit()
     while run.active():
-        draft = run.drafter.propose(run.batch, run.schedule(run.batch))
+        draft = run.batch.take(run.drafter.propose(run.batch, run.schedule(run.batch)))
         run.lap("draft")
         forward = run.target(run.batch, draft)
         run.lap("target")
@@ -29,14 +29,14 @@ def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, For
     """Judge and emit position by position, until a row emits another token than the target was fed, or stops.
 
     Returns:
-        The round of all B rows, the forward, and scores [B, n, V] of the n positions. A row that was finished before
-        drafts, judges and gains nothing in it.
+        The round of all B rows, the forward, and scores [B, n, V] of the n positions that were judged. In it a row
+        that was finished before has no candidates and gains nothing.
     """
     batch, most, first = run.batch, draft.tokens.shape[1], run.batch.counts[0]
-    early = run.processors(batch, draft, forward.logits)  # by those before the first that has to wait
+    early = run.processors(batch, draft, forward.logits)  # by the processors before the first that goes in order
     over, live = _over(run), ~_over(run)
     shown: list[torch.Tensor] = []
-    kept: list[torch.Tensor] = []  # [B, 2] a candidate: whether it is what the row emits, and its overlap
+    kept: list[torch.Tensor] = []  # of each candidate [B, 2]: whether the row emits it, and its overlap
     alike, finished = True, False
     while alike and not finished and len(shown) <= most:
         length, one = len(shown), draft.at(len(shown))
@@ -63,12 +63,12 @@ def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, For
 def _round(
     run: Run, draft: Draft, live: list[bool], kept: list[list[list[float]]], gained: int, finished: bool
 ) -> Round:
-    """The record of a round in which rows were judged up to where the first of them was rejected.
+    """The record of a round in which all rows were judged up to the first rejection in any of them.
 
     Args:
         draft: what was judged.
-        live: [B], whether each row was going on.
-        kept: [B, n, 2], for each position whether the row emitted what was drafted, and the overlap.
+        live: [B], whether each row was not finished before.
+        kept: [B, n, 2], for each position whether the row emitted its candidate, and the overlap.
         gained: tokens by which each row went on.
         finished: whether all rows have stopped by now.
     """
@@ -87,7 +87,7 @@ def _round(
         gained=tokens,
         survival=[[float(i < count) for i in range(number)] for count, number in zip(accepted, judged, strict=True)],
         overlap=[[overlap for _, overlap in row[:number]] for row, number in zip(kept, judged, strict=True)],
-        undefined=[gained] * len(live),  # refused one by one
+        undefined=[gained] * len(live),  # an undefined position was refused at once
         finished=finished,
     )
 

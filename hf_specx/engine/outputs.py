@@ -1,7 +1,7 @@
-"""Scores, logits, hidden states and attentions of a call, one entry an emitted column, as stock returns them.
+"""Scores, logits, hidden states and attentions of a call, one entry for each emitted column, as in `generate`.
 
-Up to the end of a row its values are stock's. Behind it stock has those of pads that it feeds to the row, and here are
-zeros of the same shape.
+Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it feeds to
+the row; here are zeros of the same shape.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from hf_specx.layouts.forward_outputs import Extras, Layers, Notes, copies_first
 
 
 class Outputs:
-    """What a call wants to know of each emitted token besides the token.
+    """Collects what a call returns for each emitted token besides the token.
 
     Args:
         generation_config: of the call; without `return_dict_in_generate` nothing is kept.
@@ -36,20 +36,20 @@ class Outputs:
         """Keep what belongs to the tokens that a round emitted."""
         if self.scores is None and self.logits is None and self.layers is None:
             return
-        cells = [(place, n) for place, number in enumerate(done.emitted) for n in range(number)]
+        cells = [(index, n) for index, number in enumerate(done.emitted) for n in range(number)]
         if not cells:
             return
-        place, position = torch.tensor(cells).unbind(1)  # [N]
-        row = [done.rows[p] for p, _ in cells]
-        step = [done.before[p] + n for p, n in cells]
+        index, position = torch.tensor(cells).unbind(1)  # [N]
+        row = [done.rows[i] for i, _ in cells]
+        step = [done.before[i] + n for i, n in cells]
         for steps, values in ((self.scores, done.scores), (self.logits, done.forward.logits)):
             if steps is not None:
-                steps.put(row, step, values[place, position].float())
+                steps.put(row, step, values[index, position].float())
         if self.layers is not None:
-            self.layers.put(row, step, place, position)
+            self.layers.put(row, step, index, position)
 
     def shown_in_order(self, scores: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """What stock shows to criteria after a column: scores [B, V] of each so far, pads' too; None if not wanted."""
+        """What criteria see after a column: scores [B, V] of each column so far; None if the call wants none."""
         if self.scores is None:
             return None
         self.shown.append(scores)
@@ -64,15 +64,15 @@ class Outputs:
         is_encoder_decoder: bool,
         report: Any,
     ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """Stock's output.
+        """The output of `generate`.
 
         Args:
             sequences: [B, L + columns] int64.
-            columns: emitted columns; what rows emitted behind these does not count.
+            columns: emitted columns to return; rows may have emitted more.
             past: the cache to return.
             kwargs: inputs of the model, with `encoder_outputs` where it has an encoder.
             is_encoder_decoder: of the model.
-            report: becomes the attribute `speculation_report`; no item, as Whisper takes each of these apart by row.
+            report: becomes the attribute `speculation_report`, but no item, since Whisper splits every item by row.
         """
         hidden, attentions, crossed = (self._of_layers(kind, columns) for kind in Extras._fields)
         common: dict[str, Any] = {
@@ -103,10 +103,10 @@ class Outputs:
 
 
 class Steps:
-    """Values [V] of rows at their steps, put together at once.
+    """Values [V] of rows at their steps. A step is the number of tokens that a row has emitted before.
 
     Attributes:
-        entries: [B, V] a step, zeros where a row had none.
+        entries: of each step [B, V], zeros in rows that had none.
     """
 
     def __init__(self, rows: int):
@@ -114,7 +114,7 @@ class Steps:
         self.entries: list[torch.Tensor] = []
 
     def put(self, rows: list[int], steps: list[int], values: torch.Tensor) -> None:
-        """Note values [N, V] of rows [N] at steps [N]."""
+        """Keep values [N, V] of rows [N] at steps [N]."""
         while len(self.entries) <= max(steps):
             self.entries.append(values.new_zeros(self.rows, values.shape[1]))
         for step in set(steps):
@@ -123,17 +123,17 @@ class Steps:
 
 
 class LayerOutputs:
-    """Values of each layer, put together at the end, since layers are many."""
+    """Hidden states and attentions of each layer at each step, put together at the end of the call."""
 
     first: Extras
 
     def __init__(self, rows: int, notes: Notes):
         self.rows, self.notes = rows, notes
         self.cells: list[tuple[int, int]] = []  # (step, row)
-        self.parts: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and layer; joined, one value a cell
+        self.parts: dict[tuple[str, int], list[torch.Tensor]] = {}  # by kind and layer, in the order of cells
 
-    def put(self, rows: list[int], steps: list[int], place: torch.Tensor, position: torch.Tensor) -> None:
-        """Note what the last forward gave at positions [N] of the rows at indices [N], which are `rows` at `steps`."""
+    def put(self, rows: list[int], steps: list[int], index: torch.Tensor, position: torch.Tensor) -> None:
+        """Keep what the last forward gave for N tokens of `rows` at `steps`; see `Seen.states`."""
         if steps[0] == 0:  # the first tokens, of all rows at once
             assert self.notes.first is not None
             self.first = self.notes.first
@@ -147,14 +147,14 @@ class LayerOutputs:
                     continue
                 shape = self._shape(kind, number, max(steps))
                 if kind == "hidden_states":
-                    found = seen.states(layer, place, position, shape[1])
+                    found = seen.states(layer, index, position, shape[1])
                 else:
                     columns = shape[3] if self._columns(kind, number, 1) else None
-                    found = seen.weights(layer, place, position, shape[2], columns)
+                    found = seen.weights(layer, index, position, shape[2], columns)
                 self.parts.setdefault((kind, number), []).append(found)
 
     def entries(self, kind: str, columns: int) -> tuple[Layers, ...]:
-        """What stock returns of a kind: for each column its layers [B, ...]."""
+        """What `generate` returns of a kind: for each column its layers [B, ...]."""
         layers = getattr(self.first, kind)
         if layers is None:
             return (None,) * columns
@@ -182,14 +182,14 @@ class LayerOutputs:
         return found
 
     def _shape(self, kind: str, number: int, step: int) -> list[int]:
-        """[B, ...] of a layer's entry at a step behind the first, by that of its first."""
+        """The shape [B, ...] of a layer's entry at a step after the first."""
         shape = list(getattr(self.first, kind)[number].shape)
         query = 1 if kind == "hidden_states" else 2
         shape[query] = shape[query] + step if self.notes.reads_all else 1
         return [*shape[:3], self._columns(kind, number, step) or shape[3]] if query == 2 else shape
 
     def _columns(self, kind: str, number: int, step: int) -> int:
-        """Columns of the text that a layer sees; 0 where it sees something else."""
+        """Columns of the text that a layer attends to; 0 if it attends to something else."""
         if kind != "attentions":
             return 0
         layers: Any = self.first.attentions
@@ -197,7 +197,7 @@ class LayerOutputs:
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Values [n, ...] below each other; those that are shorter in a dimension lie at its end."""
+    """Values [n, ...] joined along n; those that are shorter in another dimension get zeros before them."""
     shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     padding = [
         [x for size, own in zip(shape[::-1], part.shape[:0:-1], strict=True) for x in (size - own, 0)]
@@ -207,5 +207,5 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _cut(values: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """The end of values in every dimension."""
+    """The last entries of values in every dimension, so that they have a shape."""
     return values[tuple(slice(have - size, None) for have, size in zip(values.shape, shape, strict=True))].contiguous()

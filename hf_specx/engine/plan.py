@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
+from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting
@@ -18,10 +19,10 @@ from hf_specx.validation.rows import check_fixed, check_in_order, check_seeds, c
 
 
 class Listener(Protocol):
-    """Whoever wants to know what became of each round."""
+    """An object that wants to know what became of each round."""
 
     def observe(self, done: Round) -> None:
-        """A round is over, and the text has grown."""
+        """Called after each round, once the text has grown."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Call:
 
     Attributes:
         verification, layout, compile, streamer, stream_by: options of `SpeculativeDecoding`.
-        drafting: how many candidates a round.
+        drafting: how many candidates to draft in a round.
         seeds: one for each row; None for the default generator.
         synced: whether other ranks have to run the same forwards.
         listeners: told of each round.
@@ -54,7 +55,7 @@ class Withheld:
     Attributes:
         drafting: arguments of the call that say how many candidates to draft; None if that is not known.
         synced_gpus: as it was given.
-        adds_reports: whether reports of earlier calls count, since Whisper decodes in windows.
+        adds_reports: whether the report goes on from that of the last call, as Whisper calls once for each window.
     """
 
     drafting: dict[str, Any] | None = None
@@ -67,11 +68,11 @@ class Plan(NamedTuple):
 
     Attributes:
         verification: "greedy", "token", "block" or "coupled".
-        layout: the target's, and `reason` says why.
+        layout: the target's; `reason` says why.
         draft_layout: the draft's.
         stateful: names of processors and criteria that must be shown each emitted token once, in order.
-        states: whether a model takes no layout but lockstep, where what cannot be cropped is put back and fed again.
-        compiled: whether forwards behind the prompts are compiled.
+        states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
+        compiled: whether forwards after the prompts are compiled.
     """
 
     verification: str
@@ -94,15 +95,16 @@ class Plan(NamedTuple):
 
 
 def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str]) -> Plan:
-    """
+    """Choose how a call is decoded.
+
     Args:
         call: what was asked for.
         prompt: the target's.
         drafter: who proposes.
-        stateful: names of processors and criteria that cannot look ahead.
+        stateful: names of processors and criteria that must be shown each emitted token once, in order.
 
     Raises:
-        ValueError: for what was asked for and cannot be done exactly.
+        ValueError: if what was asked for cannot be done exactly.
     """
     able, sampled = layouts_of(prompt.model), prompt.generation_config.do_sample
     if stateful:
@@ -120,6 +122,8 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
     if call.compile:
+        told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
+        require(not drafter.needs_hidden, told)
         check_compile(prompt.model, chosen, reason, prompt.generation_config, call.synced)
         if drafter.model is not None:
             why = "its best for a draft"
@@ -139,7 +143,7 @@ def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
 
 
 def _check(plan: Plan, call: Call, rows: int) -> None:
-    """Whether what else a call asks for goes with its plan."""
+    """Raise a `ValueError` if a call asks for something that does not go with its plan."""
     drafting = call.drafting
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
     if call.seeds is not None:

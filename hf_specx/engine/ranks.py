@@ -1,7 +1,7 @@
 """Processes that hold parts of the same models (FSDP, ZeRO-3): each must run the same forwards, in the same order.
 
-A forward of such a model gathers its weights from all ranks, so one that runs fewer leaves the others waiting. As in
-stock, a rank whose text is finished goes on with forwards that mean nothing until all are.
+A forward of such a model gathers its weights from all ranks, so a rank that runs fewer leaves the others waiting. As
+in `generate`, a rank whose text is finished goes on with forwards that are not used until all ranks are finished.
 """
 
 import copy
@@ -20,20 +20,20 @@ from hf_specx.sampling.processors import Processors
 
 
 class Ranks:
-    """The ranks that a call of `generate` keeps step with.
+    """The ranks of one call, which keep step with each other.
 
     All of them must draft the same number of candidates each round and use the same kind of draft.
 
     Args:
         synced: whether there are others to keep step with.
-        device: of `input_ids`, where a flag is reduced.
+        device: of `input_ids`; flags are exchanged on it.
     """
 
     def __init__(self, synced: bool, device: torch.device):
         self.synced, self.device = synced, device
 
     def all_finished(self, finished: bool) -> bool:
-        """Whether every rank is finished; each must ask equally often."""
+        """Whether every rank is finished; each rank must ask equally often."""
         if not self.synced:
             return finished
         going = torch.tensor(float(not finished), device=self.device)
@@ -43,23 +43,23 @@ class Ranks:
     def idle(
         self, target: Decoder, drafter: Drafter, processors: Processors, batch: Batch, schedule: Schedule
     ) -> None:
-        """The forwards of a round, on a copy of a finished text whose last rows are still in the caches."""
+        """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
         idle = copy.copy(batch)
         idle.ids, counts = batch.ids.clone(), [batch.counts[row] for row in batch.rows]
         idle.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
-        draft = drafter.propose(idle, [schedule.number(row) for row in idle.rows])
+        draft = idle.take(drafter.propose(idle, [schedule.number(row) for row in idle.rows]))
         processors(idle, draft, target(idle, draft).logits)  # guidance has a forward as well
 
 
 def is_synced(asked: bool | None, *models: PreTrainedModel) -> bool:
-    """Whether the ranks of this process's group keep step, where `synced_gpus` was asked for or not given (None)."""
+    """Whether ranks keep step in a call; `asked` is its `synced_gpus`, None if it was not given."""
     return world_size() > 1 and (synced_by_default(*models) if asked is None else asked)
 
 
 def synced_by_default(*models: PreTrainedModel) -> bool:
-    """Whether models are spread over ranks, where `synced_gpus` is not given.
+    """Whether any part of the models is spread over ranks, which counts if `synced_gpus` is not given.
 
-    Stock asks the target only; here it may be any part of either model.
+    `generate` looks at the target only.
     """
     if world_size() == 1:
         return False
@@ -73,5 +73,5 @@ def world_size() -> int:
 
 
 def in_group() -> bool:
-    """Whether this process is in a process group, whoever started it."""
+    """Whether this process is in a process group."""
     return distributed.is_available() and distributed.is_initialized()

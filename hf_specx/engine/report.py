@@ -1,4 +1,4 @@
-"""What a call did: counters kept round by round, ratios computed when read."""
+"""What a call did: counters kept round by round, and ratios computed when they are read."""
 
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -24,7 +24,7 @@ class RoundRecord(NamedTuple):
         accepted: candidates that the verifier kept, before any cut at a stop.
         emitted: tokens that entered the text, after such a cut.
         judged: candidates whose predecessors were all kept, as far as the round went.
-        gained: tokens by which the row went on, before a cut at a stop; in lockstep the least of the batch.
+        gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
     """
 
     drafted: int
@@ -41,16 +41,16 @@ class SpeculationReport:
     Attributes:
         verification: "greedy", "token", "block" or "coupled".
         layout: how rows shared the batch; `layout_reason` says why.
-        history: for each row its rounds in order. A record with drafted == 0 is a plain step; the prompt's is one.
-        overlap: sum over judged positions of sum_x min(p, q); under greedy, of the matches.
-        seconds: wall time, in all and in the phases; on an accelerator the phases are the host's.
-        laps: those of each phase, round by round, in the last call; the first is of the prompts' own step.
-        costs: the strategy's cost table, if it has a row for this batch.
-        plain_steps: other target forwards, the one that read the prompts among them.
+        history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
+        overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
+        seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
+        laps: seconds of each phase, round by round, in the last call; the first is that of the step after the prompts.
+        costs: the strategy's cost table.
+        plain_steps: target forwards without candidates, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
-        survival: sums over rows, rounds and depths i of the chances that the first i candidates are all kept, and that
-            those before them are; see `survival_rate`.
-        compilations: forwards that torch compiled for this call, since there were none yet for such sizes.
+        survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
+            chance that the first i - 1 are; see `survival_rate`.
+        compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
     """
 
     verification: str
@@ -72,12 +72,12 @@ class SpeculationReport:
         self.history = [[] for _ in range(self.rows)]
 
     def note_time(self, phase: str, seconds: float) -> None:
-        """Note that a phase of a round took so long."""
+        """Add the seconds that a phase of a round took."""
         self.laps.setdefault(phase, []).append(seconds)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def observe(self, done: Round) -> None:
-        """Count a round; a row that was finished before gained nothing, and has no part in it."""
+        """Count a round; a row that gained nothing was finished before, and has no part in it."""
         drafted = max(done.draft.lengths)
         self.rounds += drafted > 0
         self.plain_steps += drafted == 0
@@ -93,9 +93,11 @@ class SpeculationReport:
                 self.history[row].append(RoundRecord(*record))
 
     def finish(self, seconds: float, columns: int) -> None:
-        """Close the counters after `seconds` in all.
+        """Complete the counters.
 
-        A row may have run ahead of the last one to stop; of its tokens the first `columns` are in the text.
+        Args:
+            seconds: time of the whole call.
+            columns: emitted columns; a row may have run ahead of the text, and what it emitted after these is cut.
         """
         self.seconds["total"] = seconds
         for row, records in enumerate(self.history):
@@ -105,7 +107,7 @@ class SpeculationReport:
                 room -= self.history[row][i].emitted
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
-        """Two calls as one: the rounds of each row, by its place in the batch, one after another."""
+        """Two calls as one: for each row number the rounds of both, one after another."""
         both = replace(self, rows=max(self.rows, other.rows), overlap=self.overlap + other.overlap)
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
@@ -129,7 +131,7 @@ class SpeculationReport:
 
     @property
     def mean_draft_tokens(self) -> float:
-        """Candidates a row and round, of the rounds that had any."""
+        """Candidates of a row in a round, over the rounds that had any."""
         rounds = self._judged_rounds
         return self.drafted / len(rounds) if rounds else 0.0
 
@@ -184,7 +186,7 @@ class SpeculationReport:
 
     @property
     def accepted_per_position(self) -> list[int]:
-        """How often the candidates 0 to i were all kept, for each position i."""
+        """For each position how often its candidate and all before it were kept."""
         return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
 
     @property
@@ -194,38 +196,38 @@ class SpeculationReport:
 
     @property
     def alpha(self) -> float:
-        """α of the paper: the mean of sum_x min(p, q) over judged positions."""
+        """α of the paper: the mean of sum_x min(p, q) over judged candidates."""
         return self.overlap / self.judged if self.judged else 0.0
 
     @property
     def survival_rate(self) -> float:
-        """The chance that a candidate is kept whose predecessors are, estimated at all drafted positions."""
+        """The chance that a candidate is kept if those before it are, estimated at all candidates of all rounds."""
         kept, tried = self.survival
         return kept / tried if tried else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds per row: tokens that a row could gain in a round, before any cut."""
+        """1 + accepted / rounds of rows: tokens that a row could gain in a round, before any cut."""
         rounds = len(self._judged_rounds)
         return 1 + self.accepted / rounds if rounds else 1.0
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens that a row gains in a round, before a cut at a stop; in lockstep the least row counts for all."""
+        """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
         rounds = self._judged_rounds
         return sum(r.gained for r in rounds) / len(rounds) if rounds else 1.0
 
     @property
     def cost_coefficient(self) -> float | None:
-        """c, a draft step over a target step at this batch; None where it was not measured."""
+        """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
 
     @property
     def expected_speedup(self) -> float | None:
-        """Theorem 3.8 at this α and c; None where c was not measured.
+        """Theorem 3.8 at this α and c; None if c was not measured.
 
-        Where γ varies, it is what all steps behind the prompt are expected to emit over the target steps that they
-        should cost, plain steps with γ = 0 among them.
+        If γ varies, it is the number of tokens that all steps after the prompt are expected to emit, over the number
+        of target steps that they should cost. Plain steps count with γ = 0.
         """
         c, steps = self.cost_coefficient, self._steps
         if c is None or not steps:
@@ -234,9 +236,9 @@ class SpeculationReport:
 
     @property
     def forward_limited_speedup(self) -> float | None:
-        """What the measured tokens would bring if all steps behind the prompt were nothing but their forwards.
+        """The speed-up if all steps after the prompt took no more time than their forwards; None if not measured.
 
-        That is the tokens which rows gained in them over the plain steps that their forwards cost, at this batch.
+        That is the number of tokens that rows gained in them, over the number of plain steps that take as long.
         """
         costs, steps = self._costs, self._steps
         if costs is None or not steps:
@@ -249,7 +251,7 @@ class SpeculationReport:
         return self.costs if self.costs is not None and self.rows in self.costs.table else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Counters and ratios as plain values."""
+        """Counters and ratios as plain values, by the names in `REPORTED`."""
         return {name: getattr(self, name) for name in REPORTED}
 
     def __str__(self) -> str:

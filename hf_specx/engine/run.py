@@ -26,16 +26,17 @@ from .streaming import Stream
 
 @dataclass
 class Run:
-    """One call; `admit` reads the prompts, and what the models give is known from then on.
+    """One call; nothing is read before `admit`.
 
     Attributes:
-        target, drafter, rule, processors, stopping, batch: see their rooms.
+        target, drafter, rule, processors, stopping, batch: see their classes.
         report, outputs, stream: what the caller gets.
         ranks: processes that hold parts of the models.
         dead_ends: raises the error of a row that has no token to choose.
-        reading: what the drafter is told of the call; its vocabulary is that of the logits, once there are any.
-        make_schedule: the schedule of the call, when both models have read; it may time their forwards.
-        listeners: others who are told of each round.
+        reading: what the drafter is told of the call; `vocab_size` is that of the target's logits once there are some.
+        make_schedule: makes the schedule once both models have read the prompts; it may time their forwards.
+        listeners: other objects that are told of each round.
+        finished: whether all rows have ended.
     """
 
     target: Decoder
@@ -60,14 +61,14 @@ class Run:
         """Read the prompts with both models."""
         self.stream.prompt(self.batch)
         self.target.read()
-        self.rule.begin()  # noise is taken up where `generate` has it here
+        self.rule.begin()  # `generate` draws its first random number after this forward
         self.reading.vocab_size = self.target.after_prompt.shape[-1]
         self.drafter.read(self.reading)
         self.schedule = self.make_schedule(self)
         self.lapped = time.perf_counter()
 
     def active(self) -> bool:
-        """Whether some row goes on; while that is so on other ranks alone, their forwards are run here as well."""
+        """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
         while not self.ranks.all_finished(self.finished):
             if not self.finished:
                 return True
@@ -75,27 +76,28 @@ class Run:
         return False
 
     def publish(self, done: Round, forward: Forward, scores: torch.Tensor) -> None:
-        """Tell everyone of a round; the models come last, since rows leave them.
+        """Tell all listeners of a round; the models come last, since rows leave them.
 
         Args:
             done: the round.
-            forward: the target's, and `scores` [R, P, V] after all processors.
+            forward: the target's.
+            scores: [R, P, V], after all processors.
         """
         done.forward, done.scores, self.finished = forward, scores, done.finished
         told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
-        if self.schedule.rests and not done.finished:
+        if not (done.finished or any(map(self.schedule.number, self.batch.rows))):
             self.drafter.pause(self.batch)
 
     def lap(self, phase: str) -> None:
-        """Note the time since the last lap in the report."""
+        """Add the time since the last lap to a phase of the report."""
         now = time.perf_counter()
         self.report.note_time(phase, now - self.lapped)
         self.lapped = now
 
     def finish(self) -> torch.Tensor:
-        """Close all books; returns the text, [B, L + N]."""
+        """End the call; returns the text, [B, L + N]."""
         columns = self.stopping.columns
         self.rule.finish(columns)
         self.schedule.end()

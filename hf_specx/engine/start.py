@@ -1,4 +1,4 @@
-"""Put together what the loop works with; nothing is read yet, so that refusals come before any forward."""
+"""Put a `Run` together; nothing is read yet, so that what cannot be done is refused before any forward."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +28,7 @@ from .run import Run
 from .streaming import Stream
 
 
-NOISE_WINDOW = 8  # rounds for which the shared noise of a row is held
+NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
 def start(
@@ -47,9 +47,9 @@ def start(
     Args:
         call, plan: what was asked for, and how it is decoded.
         prompt: the target's.
-        inputs_tensor: what the target's encoder has read, before rows were repeated.
+        inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as `generate` prepared them.
-        costs: what "auto" goes by, measured if there are none for this batch size; `earlier`: of the call before.
+        costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
@@ -89,12 +89,12 @@ def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
 
 
 def stateful_processors(processors: Sequence[LogitsProcessor], prompt: Prompt) -> list[LogitsProcessor]:
-    """Those that have to be called in order."""
+    """Those that must be shown each emitted token once, in order."""
     return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
 
 
 def _target_processors(processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str) -> list[Processor]:
-    """All of them, guidance by our own unless one before it has to be called in order."""
+    """All of them, with guidance replaced by our own unless a stateful one comes before it."""
     waiting = stateful_processors(processors, prompt)
     first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
     early = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in processors[:first]]
@@ -112,7 +112,7 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
 
 
 def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
-    """The schedule of a call; the costs are measured first if it needs them."""
+    """The schedule of a call; costs that it needs are measured first."""
     varies = not call.synced and not (call.seeds is not None and plan.verification in ("token", "block"))
     known = None
     if call.drafting.number is None and varies and run.stopping.max_new_tokens > 2:

@@ -1,4 +1,4 @@
-"""Text while it is written: what a streamer gets of one row, token by token or by run, and of many rows."""
+"""Text while it is generated: what a streamer gets, of one row or of many."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +15,15 @@ from hf_specx.sampling.stopping import Stopping
 
 
 class Stream:
-    """Hands the text of one call to a streamer, never more than is sure to stay.
+    """Hands the text of one call to a streamer, never a token that may be taken back.
 
-    A streamer with `put_row` and `end_row` is told of which row each part is, as `BatchStreamer`; any other serves one
-    row and gets what stock gives it.
+    A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
+    and gets what `generate` gives it.
 
     Args:
-        streamer: None if nobody listens.
-        by: "token" hands over one token at a time, as stock does; "run" all that a round has emitted.
-        stopping: says how much of the text is sure.
+        streamer: None if there is none.
+        by: "token" hands over one token at a time, as `generate` does; "run" all that a round has emitted.
+        stopping: says how many tokens of each row will surely be in the text.
     """
 
     def __init__(self, streamer: BaseStreamer | None, by: str, stopping: Stopping):
@@ -34,7 +34,7 @@ class Stream:
         self.ended: set[int] = set()
 
     def prompt(self, batch: Batch) -> None:
-        """Hand over the prompts: [1, L] with its pads, as stock does, or each row [l] without them."""
+        """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
         if self.streamer is None:
             return
         self.given = [0] * len(batch.counts)
@@ -68,7 +68,7 @@ class Stream:
 
 @contextmanager
 def ended(streamer: BaseStreamer | None) -> Iterator[None]:
-    """Tell a streamer at the end, whatever has happened, that nothing follows."""
+    """End a streamer at the end of this context, also after an error."""
     try:
         yield
     finally:
@@ -110,22 +110,22 @@ class BatchStreamer(BaseStreamer):
         self.rows: dict[int, TextStreamer] = {}
 
     def put(self, value: torch.Tensor) -> None:
-        """Take prompts [B, L], or then one token [B] of each row, as stock hands them over."""
+        """Take the prompts [B, L], and after them one token of each row [B], as `generate` hands them over."""
         for row, tokens in enumerate(value):
             self.put_row(row, tokens.reshape(-1))
 
     def put_row(self, row: int, tokens: torch.Tensor) -> None:
-        """Take the prompt [l] of a row, without pads and perhaps empty, or then its next tokens [n]."""
+        """Take the prompt [l] of a row, without pads and perhaps empty, and after it the row's next tokens [n]."""
         if row not in self.rows:
             self.rows[row] = _RowStreamer(self, row)
         self.rows[row].put(tokens)
 
     def end_row(self, row: int) -> None:
-        """Let go of what is left of a row: no tokens of it follow."""
+        """Pass on the rest of a row's text: no tokens of it follow."""
         self.rows.pop(row).end()
 
     def end(self) -> None:
-        """Let go of what is left of all rows: nothing follows. The streamer can then serve another call."""
+        """Pass on the rest of all rows: nothing follows. The streamer can then serve another call."""
         try:
             for row in list(self.rows):
                 self.end_row(row)
@@ -133,7 +133,7 @@ class BatchStreamer(BaseStreamer):
             self.queue.put(None)
 
     def on_finalized_text(self, row: int, text: str, stream_end: bool = False) -> None:
-        """Pass on a part of a row, its last one if `stream_end`; to be overridden for another use than a queue."""
+        """Queue a part of a row's text, its last one if `stream_end`; override this to do something else with it."""
         if text:
             self.queue.put((row, text))
 

@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import tqdm
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.measure.store import StepCounter, Store, code_digest, digest_of, provenance, weights_digest
@@ -28,7 +29,6 @@ from .cells import (
     judge_texts,
     trace_one,
 )
-from .checks import check_subject
 from .page import check_can_write, write_report
 from .power import power_of
 from .result import CheckResult, lines_of
@@ -127,7 +127,18 @@ def run_check(
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
     lacking = [name for name in PACKAGES if find_spec(name) is None]
-    check_subject(lacking, pair.target.config.is_encoder_decoder, prompts, pair.tokenizer)
+    require(not lacking, f"a check needs {', '.join(lacking)}: pip install 'hf_specx[quality]'.")
+    require(
+        not pair.target.config.is_encoder_decoder,
+        "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself.",
+    )
+    require(
+        pair.tokenizer is not None,
+        "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one.",
+    )
+    listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
+    own = "" if prompts else "none "
+    require(bool(listed), f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {own}of its own.")
     subject = Subject(pair, prompts, settings)
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
     ask_first(subject)

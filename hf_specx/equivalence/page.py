@@ -4,16 +4,20 @@ import base64
 import datetime
 import hashlib
 import json
+import os
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from .checks import check_report
+from hf_specx.common.errors import require
+from hf_specx.measure.checks import check_out
+
 from .plots import PNG_SIZE, Plot, plots
 from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 
 
+PAGES = (".html", ".htm")
 REPORT_PACKAGES = ("jinja2", "matplotlib")
 SIGNS = {PASSED: "✓", FAILED: "✗", UNTOLD: "?"}
 DASH = "-"
@@ -36,9 +40,18 @@ HOW_KEPT = {  # by verification, what the chance of a candidate is
 
 def check_can_write(path: str | Path | None) -> None:
     """Raise a ValueError if there could be no report at a path; None is none."""
-    if path is not None:
-        missing = [name for name in REPORT_PACKAGES if find_spec(name) is None]
-        check_report(Path(path), figures_of(Path(path)), missing)
+    if path is None:
+        return
+    path, figures = Path(path), figures_of(Path(path))
+    require(path.suffix.lower() in PAGES, f"the report {path} does not end in .html, which it is; name it so.")
+    check_out(path)
+    told = f"the figures of the report go into {figures}, which is a file; move it, or name another report."
+    require(figures.is_dir() or not figures.exists(), told)
+    for each in (path, figures):
+        writable = os.access(each if each.exists() else each.parent, os.W_OK)
+        require(writable, f"the report cannot be written: {each} is not yours to write; name another file.")
+    missing = [name for name in REPORT_PACKAGES if find_spec(name) is None]
+    require(not missing, f'a report needs {" and ".join(missing)}: pip install "hf_specx[plots]".')
 
 
 def figures_of(path: Path) -> Path:

@@ -74,20 +74,7 @@ class CheckResult:
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, which JSON takes."""
-        return {
-            "passed": self.passed,
-            "level": self.level,
-            "comparisons": self.comparisons,
-            "lines": [line._asdict() for line in self.lines],
-            "settings": self.settings,
-            "provenance": self.provenance,
-            "prompts": self.prompts,
-            "cells": self.cells,
-            "texts": self.texts,
-            "trace": self.trace,
-            "speed": self.speed,
-            "power": self.power,
-        }
+        return {"passed": self.passed} | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
         """Write JSON by `evaluate.save`, which adds the time, its version and the commit of the working folder.

@@ -1,16 +1,18 @@
 """How a check is made: what is generated, in how many rows, from which seeds, and the level of each test."""
 
+import json
 import math
 import random
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hf_specx.common.errors import is_int, require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
-
-from .checks import check_settings
+from hf_specx.measure.checks import check_runs, check_sampling
 
 
 CHECKED = ("greedy", "coupled", "token", "block")
+OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
@@ -52,7 +54,30 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_settings(asdict(self), CHECKED)
+        check_runs(self.batch_sizes)
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        names, number = self.verifications, self.num_draft_tokens
+        known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)
+        require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
+        require(
+            self.new_tokens >= 2 and (self.samples is None or self.samples >= 2),
+            f"new_tokens={self.new_tokens} and samples={self.samples} leave nothing to compare; give 2 or more of "
+            "each.",
+        )
+        require(
+            is_int(number) and number >= 1,
+            f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, and a check is the "
+            "same each time.",
+        )
+        told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
+        require(0 < self.level < 1, told)
+        own = next((name for name in self.options if name in OWN), None)
+        require(own is None, f"{own}= is set by the check itself; leave it out.")
+        try:
+            json.dumps(self.options)
+        except (TypeError, ValueError) as error:
+            told = "give plain values (numbers, texts, lists), since results say what they are"
+            raise ValueError(f"{', '.join(self.options)}: {told}.") from error
 
     @property
     def in_distribution(self) -> list[str]:

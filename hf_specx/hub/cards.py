@@ -4,13 +4,12 @@ The sections are those of the Hub's own repositories with a `custom_generate` fo
 code spans and fenced blocks that it cannot end, except for `notes`, which are the author's own markdown.
 """
 
-from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, embedded_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig, TokenizerFacts
 from hf_specx.validation.options import similar
@@ -33,12 +32,10 @@ HEADER = (
 )
 
 
-@refusal
-def unknown_known_pair(name: str, known: Iterable[str]) -> str | None:
-    names = list(known)
-    if name in names:
-        return None
-    return f"no well-known pair is called {name!r}; {similar(name, names)}known: {', '.join(names)}."
+def check_known_name(name: str) -> None:
+    """Whether a well-known pair has this name."""
+    known = ", ".join(NAMES)
+    require(name in NAMES, f"no well-known pair is called {name!r}; {similar(name, NAMES)}known: {known}.")
 
 
 def render(config: PairConfig, name: str, published: bool = False) -> str:
@@ -76,7 +73,7 @@ def known_card(name: str) -> str:
     """
     if name == EMBEDDED:
         return render(PairConfig.from_file(embedded_folder() / CONFIG_NAME), EMBEDDED)
-    unknown_known_pair(name, NAMES)
+    check_known_name(name)
     return render(BY_NAME[name].config(), BY_NAME[name].title)
 
 

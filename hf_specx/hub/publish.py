@@ -8,11 +8,12 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.utils import CHAT_TEMPLATE_DIR
 
+from hf_specx.common.errors import require
 from hf_specx.pair_files import pair_source
 from hf_specx.pair_files.pair_config import PairConfig
+from hf_specx.pair_files.schema import HUB_ID
 
 from .cards import render
-from .checks_saving import check_repository
 from .flatten import SOURCE, published_code
 from .saving import INSIDE, save
 
@@ -99,7 +100,8 @@ def publish(
     Raises:
         ValueError: as `save`, and if `repo_id` cannot be the name of a repository.
     """
-    check_repository(repo_id)
+    named = HUB_ID.fullmatch(repo_id) and "/" in repo_id
+    require(bool(named), f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
     api = HfApi(token=token)
     with tempfile.TemporaryDirectory() as work:
         folder = Path(work) / "pair"

@@ -9,11 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_specx.common.errors import require
 from hf_specx.pair_files.facts import model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
-
-from .checks_saving import check_choice, check_folder, check_reference_known
 
 
 INSIDE, REFERENCE = "inside", "reference"
@@ -64,16 +63,29 @@ def save(
     return config
 
 
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Whether a pair may be written there."""
+    free = not folder.exists() or (folder.is_dir() and (overwrite or not any(folder.iterdir())))
+    told = f"{folder} is there already; name another folder, or pass overwrite=True to replace all that is in it."
+    require(free, told)
+
+
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     """A reference to a model; None if it is to be saved inside the pair."""
-    check_choice(role, where, (INSIDE, REFERENCE))
+    known = where in (INSIDE, REFERENCE)
+    require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
     if where == INSIDE:
         return None
     model: PreTrainedModel = getattr(pair, role)
-    found, known = model_facts(model), pair.sources[role]
-    if known is not None and known.name is not None:
-        found = replace(found, **{name: getattr(known, name) for name in OF_FILES})
-    check_reference_known(role, found.name, str(model.name_or_path))
+    found, source = model_facts(model), pair.sources[role]
+    if source is not None and source.name is not None:
+        found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
+    origin = f"loaded from {str(model.name_or_path)!r}" if model.name_or_path else "made here"
+    require(
+        found.name is not None,
+        f"the {role} was {origin}, which is no repository on the Hub or not known at which commit; save it with "
+        f"{role}='inside', or load the pair with DraftTargetPair.from_pretrained, which notes the commit.",
+    )
     return found
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.known_pairs import SEQ2SEQ, embedded_folder, is_embedded
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
@@ -57,48 +57,6 @@ class Export:
         return "\n".join([*(f"# {' '.join(remark.split())}" for remark in self.remarks), self.command])
 
 
-@refusal
-def server_without_subfolders(model: ModelSource, role: str, name: str) -> str | None:
-    repository, subfolder = model.name or name, model.subfolder
-    if not subfolder:
-        return None
-    if model.name is not None:
-        return (
-            f"the {role} is in the subfolder {subfolder!r} of {repository!r}, and vLLM loads roots only; save the "
-            f"pair with its {role} inside, and export that folder."
-        )
-    return (
-        f"the {role} is in the subfolder {subfolder!r} of {repository!r}, and vLLM loads no subfolder of a "
-        f"repository; download it (hf download {shlex.quote(repository)} --local-dir FOLDER) and export FOLDER."
-    )
-
-
-@refusal
-def server_without_encoder_decoders(model: ModelSource, role: str) -> str | None:
-    kind = auto_class_of(model)
-    if kind not in (SEQ2SEQ, SPEECH):
-        return None
-    return f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; stay here."
-
-
-@refusal
-def draft_called_like_another_method(location: str) -> str | None:
-    word = next((word for word in OTHER_METHODS if word in location.lower()), None)
-    if word is None:
-        return None
-    return f"the draft {location!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
-
-
-@refusal
-def padded_vocabulary_inside(config: PairConfig) -> str | None:
-    if config.draft.name is not None or not _differ_in_size(config):
-        return None
-    return (
-        f"the target scores {config.target.vocab_size} tokens and the draft {config.draft.vocab_size}; vLLM then "
-        "needs the draft's own tokenizer, which a draft inside does not have: save the pair with draft='reference'."
-    )
-
-
 def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draft_tokens: int | None = None) -> Export:
     """The `vllm serve` command of a pair, and its `--speculative-config`.
 
@@ -115,12 +73,16 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
     folder = _folder(name)
     for role, model in (("target", config.target), ("draft", config.draft)):
-        server_without_encoder_decoders(model, role)
-        if folder is None or model.name is not None:
-            server_without_subfolders(model, role, name)
+        _check_served(model, role, name, folder)
     target, draft = (_location(model, name, folder) for model in (config.target, config.draft))
-    draft_called_like_another_method(draft)
-    padded_vocabulary_inside(config)
+    word = next((word for word in OTHER_METHODS if word in draft.lower()), None)
+    told = f"the draft {draft!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
+    require(word is None, told)
+    require(
+        config.draft.name is not None or not _differ_in_size(config),
+        f"the target scores {config.target.vocab_size} tokens and the draft {config.draft.vocab_size}; vLLM then "
+        "needs the draft's own tokenizer, which a draft inside does not have: save the pair with draft='reference'.",
+    )
     number, reason = _number(config, num_draft_tokens)
     speculative = {"method": "draft_model", "model": draft, "num_speculative_tokens": number}
     speculative |= _revision(config.draft, revision, folder) | _judging(config)
@@ -129,6 +91,21 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         arguments += [f"--{key}", value]
     arguments += ["--speculative-config", json.dumps(speculative)]
     return Export(speculative, arguments, [reason, *_remarks(config), *DIFFERENCES])
+
+
+def _check_served(model: ModelSource, role: str, name: str, folder: Path | None) -> None:
+    """Whether vLLM can load a model of a pair, which is by this name, and in this folder if it is a local one."""
+    kind = auto_class_of(model)
+    told = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; stay here."
+    require(kind not in (SEQ2SEQ, SPEECH), told)
+    inside, repository = model.name is None, model.name or name
+    remedy = f"save the pair with its {role} inside, and export that folder"
+    if inside:
+        remedy = f"download it (hf download {shlex.quote(repository)} --local-dir FOLDER) and export FOLDER"
+    require(
+        not model.subfolder or (inside and folder is not None),
+        f"the {role} is in the subfolder {model.subfolder!r} of {repository!r}, and vLLM loads roots only; {remedy}.",
+    )
 
 
 def _folder(name: str) -> Path | None:

@@ -1,9 +1,9 @@
-"""Attention of several new tokens a row over keys that query heads share, without a copy of the keys for each head.
+"""Attention of several new tokens of a row to keys that query heads share, without a copy of the keys for each head.
 
-Under a mask the host's `sdpa` function repeats keys and values for every query head of a group (`repeat_kv`), in each
-layer of each forward. Heads that share keys are more queries to the same keys, so here they are folded into the query
-length, as the host does itself for a single token. A bool mask is made additive once a forward, where torch does it in
-each layer.
+Under a mask the `sdpa` function of transformers repeats keys and values for every query head of a group (`repeat_kv`),
+in each layer of each forward. Heads that share keys are just more queries to these keys, so here they are folded into
+the query length, as transformers does itself for a single token. A bool mask is made additive once for each forward,
+where torch does it in each layer.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from hf_specx.common.patching import Overriding, beneath, patch_function
 
 
-IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by the host's function as well
+IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by transformers' function as well
 
 
 class GroupedAttention:
-    """An attention function with the host's interface; every call that it does not know goes to the host's own."""
+    """An attention function for transformers; a call that it cannot serve goes to transformers' own `sdpa`."""
 
     def __init__(self) -> None:
-        # by mask and number of heads a group: the mask of one forward serves all its layers
+        # by mask, then group size and dtype: the mask of one forward serves all its layers
         self.tiles: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __call__(
@@ -74,7 +74,7 @@ class GroupedAttention:
 
     def _tiled(self, mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
         """[R or 1, 1, n * q, S], additive as torch would make it in every layer."""
-        if torch.compiler.is_dynamo_compiling():  # torch finds by itself that all layers need the same
+        if torch.compiler.is_dynamo_compiling():  # the compiler finds that all layers need the same
             return tiled(mask, group, dtype)
         tiles = self.tiles.setdefault(mask, {})
         if (group, dtype) not in tiles:
@@ -83,7 +83,7 @@ class GroupedAttention:
 
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask [R or 1, 1, q, S] for folded queries: [R or 1, 1, n * q, S], additive."""
+    """A mask [R or 1, 1, q, S], additive and repeated for folded queries: [R or 1, 1, n * q, S]."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
     return mask if group == 1 else mask.repeat(1, 1, group, 1)
@@ -93,12 +93,11 @@ TRACED = GroupedAttention()
 
 
 def grouped_queries(traced: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Let `sdpa` fold groups of query heads in this context's forwards inside.
-
-    Where `sdpa` is no longer the function of transformers, nothing is changed.
+    """A context in which `sdpa` folds groups of query heads; if a user has replaced `sdpa`, nothing is changed.
 
     Args:
-        traced: whether torch may compile it into these forwards; what a user compiles serves plain `generate` as well.
+        traced: whether torch may compile this into the forwards, as it must not into those that a user compiles, since
+            plain `generate` runs them too.
     """
     if beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])[-1] is not sdpa_attention_forward:
         return contextlib.nullcontext()

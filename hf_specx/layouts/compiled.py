@@ -1,4 +1,4 @@
-"""The ragged layout in compiled forwards: places and slots of fixed number, lengths as tensors."""
+"""The ragged layout in compiled forwards: buffers of fixed size, whose rows and lengths are told by tensors."""
 
 import inspect
 from functools import cache
@@ -24,8 +24,8 @@ from .ragged import RaggedDecoder
 from .regions import regions_of
 
 
-ROOM = 512  # new tokens that there is room for at first; behind them the buffers grow
-LENGTHENING = ("dynamic", "longrope")  # frequencies that follow the length of the text, which a forward then asks for
+ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
+LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
 
 @refusal
@@ -71,7 +71,7 @@ def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str |
 @refusal
 def compiled_without_compiler(device: torch.device) -> str | None:
     needed = "Triton" if device.type == "cuda" else "a C++ compiler"
-    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the host's forwards
+    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the forwards of transformers
         needed = "torch 2.9 or later"
     elif has_compiler(device.type):
         return None
@@ -85,7 +85,7 @@ def compiled_with_outputs(config: GenerationConfig) -> str | None:
 
 
 def check_compile(model: PreTrainedModel, layout: str, reason: str, config: GenerationConfig, synced: bool) -> None:
-    """Whether a model can be decoded by compiled forwards."""
+    """Raise a `ValueError` unless a model can be decoded by compiled forwards."""
     compiled_in_another_layout(model, layout, reason)
     forward_that_cannot_be_compiled(model)
     compiled_over_several_devices(model, synced)
@@ -106,17 +106,18 @@ def has_compiler(device_type: str) -> bool:
 
 
 class CompiledDecoder(RaggedDecoder):
-    """A `RaggedDecoder` whose forwards behind the prompts are compiled; the prompts are read as ever.
+    """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`.
 
-    The R decoding rows have places among a power of two of them. Idle places are fed token 0 into their first slots,
-    and nobody looks at what comes out. Once half of the places are idle, the rows move together.
+    Each of the R decoding rows has a row in the buffers, whose number is a power of two. The others are idle: token 0
+    is fed into their first slots, and what comes of it is not used. Once half are idle, the rows move to smaller
+    buffers.
     """
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.regions = regions_of(self.model, self.device)
         self.compiled_before = self.regions.compilations
-        self.usual = 1  # tokens of a row in the last round that the end of the text did not cut short
+        self.usual = 1  # query length of the last round that the end of the text did not cut short
 
     @property
     def compilations(self) -> int:
@@ -127,20 +128,20 @@ class CompiledDecoder(RaggedDecoder):
         super().read()
         self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
         del self.cache
-        self.index = torch.arange(self.rows, device=self.pads.device)  # [R], numbers in the whole batch
-        self.places: torch.Tensor | None = None  # [R], None for the first R
+        self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
+        self.buffer_rows: torch.Tensor | None = None  # [R], the buffer row of each; None for the first R
         slots = self.width + min(self.prompt.max_new_tokens, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
     def _resize(self, rows: int, capacity: int) -> None:
         """Move to buffers of another size, where the decoding rows come first."""
         buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
-        move(self.buffers, buffers, self.places)
-        self.buffers, self.places = buffers, None
+        move(self.buffers, buffers, self.buffer_rows)
+        self.buffers, self.buffer_rows = buffers, None
         self._note_rows()
 
     def _note_rows(self) -> None:
-        """What the forwards are given of each place."""
+        """Prepare what the forwards are given for each buffer row."""
         assert self.first_position is not None
         offsets = self.first_position.index_select(-2, self.index) - self.width
         last = torch.full_like(offsets, self.width + self.prompt.max_new_tokens - 2)
@@ -155,13 +156,13 @@ class CompiledDecoder(RaggedDecoder):
             )
 
     def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Values of the R rows along a dimension, with zeros in idle places."""
+        """Values of the R rows along a dimension, in their buffer rows, with zeros in idle ones."""
         values, shape = values.to(self.device), list(values.shape)
         if shape[dim] == len(self.buffers[0][0]):
             return values.contiguous()
-        places = torch.arange(shape[dim], device=self.device) if self.places is None else self.places
+        index = torch.arange(shape[dim], device=self.device) if self.buffer_rows is None else self.buffer_rows
         shape[dim] = len(self.buffers[0][0])
-        return values.new_zeros(shape).index_copy_(dim, places, values)
+        return values.new_zeros(shape).index_copy_(dim, index, values)
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
@@ -188,13 +189,13 @@ class CompiledDecoder(RaggedDecoder):
             **given,
         )
         if rows > len(counts):
-            logits = logits[: len(counts)] if self.places is None else logits[self.places]
+            logits = logits[: len(counts)] if self.buffer_rows is None else logits[self.buffer_rows]
         return logits if length == count else logits[:, count - keep : count]
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
-        """Tokens to feed a row, where `count` are needed; those behind mean nothing, and nothing before sees them.
+        """The query length to use where `count` tokens are needed; fillers come last, where no other token sees them.
 
-        A round that the end of the text cuts short is filled up to the usual length, so that it is not compiled anew.
+        A round that the end of the text cuts short is filled up to the usual length, so that it needs no compilation.
         """
         if ahead != count - 1:
             return length_bucket(count)
@@ -203,24 +204,24 @@ class CompiledDecoder(RaggedDecoder):
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 
-    def select(self, places: torch.Tensor) -> None:
-        self._select_inputs(places)
-        self.index = self.index[places.to(self.index.device)]
-        places = places.to(self.device)
-        self.places = places if self.places is None else self.places[places]
+    def select(self, stay: torch.Tensor) -> None:
+        self._select_inputs(stay)
+        self.index = self.index[stay.to(self.index.device)]
+        stay = stay.to(self.device)
+        self.buffer_rows = stay if self.buffer_rows is None else self.buffer_rows[stay]
         rows, _, capacity, _ = self.buffers[0][0].shape
-        if row_bucket(len(places)) < rows:
-            self._resize(row_bucket(len(places)), capacity)
+        if row_bucket(len(stay)) < rows:
+            self._resize(row_bucket(len(stay)), capacity)
         else:
             self._note_rows()
 
-    def columns(self, place: int, row: int) -> Columns:
-        at = place if self.places is None else int(self.places[place])
+    def columns(self, index: int, row: int) -> Columns:
+        n = index if self.buffer_rows is None else int(self.buffer_rows[index])
         end = self.width + self.held[row]
-        return [(keys[at, :, :end].clone(), values[at, :, :end].clone()) for keys, values in self.buffers]
+        return [(keys[n, :, :end].clone(), values[n, :, :end].clone()) for keys, values in self.buffers]
 
 
 def compilations(*decoders: Decoder | None) -> int:
-    """Forwards that were compiled for a call, whose draft may be its target."""
+    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
     found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
     return sum(found.values())

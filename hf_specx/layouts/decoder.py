@@ -1,4 +1,4 @@
-"""What all layouts share: a model with its cache reads the prompts as stock does, then is fed the tails of rows."""
+"""What all layouts share: a model with its cache reads the prompts as in `generate`, then is fed what rows add."""
 
 import inspect
 from functools import cached_property
@@ -22,7 +22,7 @@ from .position_tables import PositionTables
 from .prompts import Prompt
 
 
-DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # stock feeds these with the prompt
+DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -30,9 +30,9 @@ class Decoder:
     """A model with its cache, fed the last tokens of each row of a `Batch`.
 
     Attributes:
-        width: slots that the prompt takes in the cache, pads among them; known once it is read.
+        width: slots that the prompts take in the cache, pads among them; known once they are read.
         after_prompt: logits [B, 1, V] after the last tokens of the prompts.
-        held: emitted tokens of each of the B rows that were fed so far, candidates among them.
+        held: [B], how many tokens after its prompt each row was fed so far, candidates among them.
         notes: what the forwards gave besides logits, where the call wants it.
     """
 
@@ -42,7 +42,7 @@ class Decoder:
         """
         Args:
             prompt: the model and its inputs.
-            known_ids: ids from here on are fed as the last one below; a draft may lack what its target emits.
+            known_ids: V of a draft that knows fewer ids than its target; an id beyond is fed as V - 1. None for all.
         """
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x != "labels"}
@@ -56,7 +56,7 @@ class Decoder:
         self.left: dict[int, Columns] = {}
         self.every: dict[str, Any] = {}
         self.per_row: set[str] = set()
-        self.holes: torch.Tensor | None = None  # [B, width] bool, slots that are hidden behind pads, if there are any
+        self.holes: torch.Tensor | None = None  # [B, width] bool, hidden slots after the pads, if there are any
         self.crossed: Columns = []
         self.width = 0
         decodes = self.model.config.is_encoder_decoder
@@ -97,7 +97,7 @@ class Decoder:
             self.crossed = columns_of(self.cache.cross_attention_cache)
 
     def _first(self) -> torch.Tensor:
-        """Stock's own first forward: logits [B, 1, V] after the last tokens."""
+        """The first forward of `generate`: logits [B, 1, V] after the last tokens."""
         given = self.kwargs | self.notes.asked | {self.cache_name: self.cache}
         ids = self._known(self.prompt.input_ids)
         output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
@@ -108,18 +108,18 @@ class Decoder:
 
     def _unmasked_width(self) -> int:
         """Slots that prompts without a mask take."""
-        if self.model.config.is_encoder_decoder and self.cache is not None:  # stock reads all ids behind what it holds
+        if self.model.config.is_encoder_decoder and self.cache is not None:  # all ids were fed after what it held
             return self_attention(self.cache).get_seq_length()
         return getattr(self.prompt.generation_config, "_mask_length", self.prompt.input_ids.shape[1])
 
     def _note_width(self, width: int) -> None:
-        """The prompts are read, and take so many slots."""
+        """The prompts were read, and take `width` slots."""
         self.width = width
 
     def __call__(self, batch: Batch, draft: Draft) -> Forward:
         """The forward of a round: logits after the last emitted token and after each candidate.
 
-        The very first one has been made when the prompts were read.
+        Before any token is emitted and without candidates it needs no forward: reading the prompts has given these.
         """
         most = draft.tokens.shape[1]
         if not most and not any(batch.counts):
@@ -130,23 +130,23 @@ class Decoder:
         """Feed the last tokens of each row.
 
         Args:
-            batch: the text, with candidates behind the ends of its R decoding rows.
-            count: q, tokens fed a row; a token that was fed before is fed again in its place.
-            ahead: how many of them are candidates.
-            keep: logits wanted for this many last tokens.
+            batch: the text, with candidates after the ends of its R decoding rows.
+            count: q, tokens fed for each row; one that was fed before is fed again in the same slot.
+            ahead: candidates of each row; the last of them is the last token that is fed.
+            keep: for how many of the last tokens logits are wanted.
 
         Returns:
             logits [R, keep, V] in the model's dtype.
         """
         tokens = self._known(batch.last(count, ahead))
-        self.notes.seen = None  # before the next is made
+        self.notes.seen = None  # freed before the next is made
         logits = self._forward(batch, tokens, ahead, keep)
         for row in batch.rows:
             self.held[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
 
     def step(self, batch: Batch, ahead: int) -> torch.Tensor:
-        """Logits [R, 1, V] after the last of the `ahead` candidates, or of the emitted tokens; feeds what it takes."""
+        """Logits [R, 1, V] after `ahead` candidates, or after the emitted tokens; feeds what is missing."""
         if ahead:
             return self.feed(batch, 1, ahead, keep=1)
         if not any(batch.counts):
@@ -154,7 +154,7 @@ class Decoder:
         return self.feed(batch, self.missing(batch), 0, keep=1)
 
     def rehearse(self, batch: Batch, count: int) -> None:
-        """Feed `count` meaningless tokens behind the prompts and wait for it; the next call takes them back."""
+        """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
         tokens = batch.index.new_zeros(len(batch.rows), count)
         self._forward(batch, tokens, count, count)
         self.notes.seen = None
@@ -163,53 +163,58 @@ class Decoder:
             synchronize(device)
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
-        """Logits [R, keep, V] of tokens [R, q] that end `ahead` behind the ends of the rows."""
+        """Logits [R, keep, V] of tokens [R, q], of which the last lie `ahead` tokens after the ends of their rows."""
         raise NotImplementedError
 
-    def columns(self, place: int, row: int) -> Columns:
-        """Keys and values [H, n, D] of a row, layer by layer, in stock's columns: pads, prompt, what was fed of it."""
+    def columns(self, index: int, row: int) -> Columns:
+        """Keys and values [H, n, D], layer by layer, of the columns of a row that were fed, pads among them.
+
+        Args:
+            index: the row's index among the decoding rows.
+            row: its number.
+        """
         raise NotImplementedError
 
     def observe(self, done: Round) -> None:
-        """Let go of rows that have left; when all rows have ended, their columns are noted if the call wants them."""
+        """Drop rows that have left. Where the call wants its cache, the columns of rows that have ended are kept."""
         if done.finished:
             self.leave(done.rows, done.batch.index[:0])
         elif done.stay is not None:
             self.leave(done.rows, done.stay)
 
-    def leave(self, rows: list[int], places: torch.Tensor) -> None:
-        """Keep only those of the decoding rows that are at places [R']."""
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
         if self.prompt.keeps_past:
-            self._keep_columns(rows, places)
-        if len(places):
-            self.select(places)
+            self._keep_columns(rows, stay)
+        if len(stay):
+            self.select(stay)
 
-    def _keep_columns(self, rows: list[int], places: torch.Tensor) -> None:
-        """Note the columns of the rows that leave."""
-        gone = set(range(len(rows))) - set(places.tolist())
-        self.left.update((rows[place], self.columns(place, rows[place])) for place in gone)
+    def _keep_columns(self, rows: list[int], stay: torch.Tensor) -> None:
+        """Copy the columns of the rows that leave."""
+        gone = set(range(len(rows))) - set(stay.tolist())
+        self.left.update((rows[index], self.columns(index, rows[index])) for index in gone)
 
     def past(self, batch: Batch, emitted: int) -> Cache | None:
-        """What the host's cache would hold when all rows have left: all but the last of the emitted columns."""
+        """The cache that `generate` would return: of all columns except the last. None if that cannot be made."""
         for count in set(batch.counts) - {emitted}:
             self._feed_ends(batch, [row for row, own in enumerate(batch.counts) if own == count], count)
         ends = [self.width + min(count, emitted - 1) for count in batch.counts]
         return assemble(self.left, ends, self.width + emitted - 1, self.crossed)
 
     def _feed_ends(self, batch: Batch, rows: list[int], count: int) -> None:
-        """The step by which stock feeds rows their last of `count` tokens, while others go on; it completes `left`."""
-        end, places = self.width + count, torch.tensor(rows, device=batch.ids.device)
-        crossed = [(keys[places.to(keys.device)], values[places.to(values.device)]) for keys, values in self.crossed]
+        """Feed rows their last token, the `count`-th, as `generate` does while others go on; completes `left`."""
+        end, index = self.width + count, torch.tensor(rows, device=batch.ids.device)
+        crossed = [(keys[index.to(keys.device)], values[index.to(values.device)]) for keys, values in self.crossed]
         cache = assemble({n: self.left[row] for n, row in enumerate(rows)}, [end - 1] * len(rows), end - 1, crossed)
         total = len(self.held)
-        given = {name: select(x, places, total) if name in self.per_row else x for name, x in self.every.items()}
-        given[self.mask_name] = torch.arange(end, device=places.device) >= self.pads[places, None]
+        given = {name: select(x, index, total) if name in self.per_row else x for name, x in self.every.items()}
+        given[self.mask_name] = torch.arange(end, device=index.device) >= self.pads[index, None]
         if self.holes is not None:
-            given[self.mask_name] &= ~torch.nn.functional.pad(self.holes[places], (0, count))
+            given[self.mask_name] &= ~torch.nn.functional.pad(self.holes[index], (0, count))
         given[self.mask_name] = given[self.mask_name].long()
         if self.first_position is not None:
-            given[self.position_name] = self.first_position.index_select(-2, places) + count - 1
-        tokens = batch.ids[places, batch.width + count - 1][:, None]
+            given[self.position_name] = self.first_position.index_select(-2, index) + count - 1
+        tokens = batch.ids[index, batch.width + count - 1][:, None]
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             torch.nn.functional.pad(tokens, (end - 1, 0)),
             next_sequence_length=1,
@@ -223,7 +228,7 @@ class Decoder:
 
     @property
     def last_column(self) -> int:
-        """The last column that stock feeds; behind it lie candidates that nobody looks at."""
+        """The last column that `generate` feeds; in those after it are only candidates that cannot be emitted."""
         last = self.width + self.prompt.max_new_tokens - 2
         return last if self.max_positions is None else min(last, self.max_positions - 1)
 
@@ -232,20 +237,20 @@ class Decoder:
         return PositionTables(self.model, self.position_name in self.parameters, self.even)
 
     def missing(self, batch: Batch) -> int:
-        """How many of its last tokens some row has to be fed; its last one always is the target's own, never fed."""
+        """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
         return max(batch.counts[r] - min(self.held[r], batch.counts[r] - 1) for r in batch.rows)
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R'] in the cache and in the inputs."""
-        select_rows(self.cache, places)
-        self._select_inputs(places)
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R'] in the cache and in the inputs."""
+        select_rows(self.cache, stay)
+        self._select_inputs(stay)
 
-    def _select_inputs(self, places: torch.Tensor) -> None:
-        self.kwargs |= {name: select(self.kwargs[name], places, self.rows) for name in self.per_row}
-        self.rows = len(places)
+    def _select_inputs(self, stay: torch.Tensor) -> None:
+        self.kwargs |= {name: select(self.kwargs[name], stay, self.rows) for name in self.per_row}
+        self.rows = len(stay)
 
     def _token_types(self, count: int) -> dict[str, torch.Tensor]:
-        """Types of the next tokens [R, count]: stock repeats the last one, but calls all of them text."""
+        """Types [R, count] of the next tokens: as in `generate` that of the last token, or text."""
         given = {}
         for name in TOKEN_TYPES & self.kwargs.keys():
             last = self.kwargs[name][:, -1:].expand(-1, count)
@@ -259,14 +264,14 @@ class Decoder:
         """Positions [..., R, q] of emitted tokens, None where the model is given none.
 
         Args:
-            emitted: [R or 1, q], how many of its row come before each.
-            longest: no row has more, candidates among them; None where that is not known.
+            emitted: [R or 1, q], how many emitted tokens of its row come before each.
+            longest: the most that a row has, candidates among them; None if that is not known.
         """
         if self.first_position is None:
             return None
         last = self.prompt.max_new_tokens - 2
         if longest is None or longest - 1 > last:
-            # candidates behind the end of their row, which mean nothing, must not reach a position that does not exist
+            # candidates that cannot be emitted must not be given a position that does not exist
             emitted = emitted.clamp(max=last)
         first = self.first_position
         if len(batch.rows) < first.shape[-2]:

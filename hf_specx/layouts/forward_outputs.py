@@ -28,12 +28,14 @@ class Forward(NamedTuple):
 
 
 class Extras(NamedTuple):
-    """A kind is None where the call does not want it or the model does not give it; so is a layer that gives none.
+    """Hidden states and attentions of a forward, layer by layer.
+
+    A kind is None if the call does not want it or the model does not give it; so is a layer that gives none.
 
     Attributes:
-        hidden_states: [R, q, ...] a layer.
-        attentions: [R, heads, q, S] a layer.
-        cross_attentions: [R, heads, q, S'] a layer.
+        hidden_states: of each layer [R, q, ...].
+        attentions: of each layer [R, heads, q, S].
+        cross_attentions: of each layer [R, heads, q, S'].
     """
 
     hidden_states: Layers = None
@@ -41,14 +43,14 @@ class Extras(NamedTuple):
     cross_attentions: Layers = None
 
     def each(self, states: Change, weights: Change) -> "Extras":
-        """With the hidden states and the attentions of each layer changed."""
+        """The same with `states` applied to the hidden states of each layer, and `weights` to its attentions."""
         return Extras(
             *(_each(change, layers) for change, layers in zip((states, weights, weights), self, strict=True))
         )
 
 
 class Seen:
-    """The extras of a forward over R rows, and where the tokens lie that its last ones attend to."""
+    """The extras of a forward over R rows, and the slots that its tokens attend to."""
 
     def __init__(
         self,
@@ -61,54 +63,60 @@ class Seen:
         """
         Args:
             extras: of the forward.
-            own: [R, P] int64, the slots of the tokens that can be asked for.
-            extent: slots that a layer may see; one that sees fewer sees the last ones.
-            fed: [R, P], which of the q tokens that were fed these are; the last ones if None.
-            slots: [R, n], the slots of each row where they do not follow one another; `own` are places in these then.
+            own: [R, P] int64, the slots of the P tokens that can be asked for.
+            extent: how many leading slots a layer may see; one that sees fewer sees the last of these.
+            fed: [R, P], the indices of these tokens among the q that were fed; the last P if None.
+            slots: [R, n], the slots of each row's tokens if they are not consecutive; `own` then indexes into it.
         """
         self.extras, self.own, self.extent, self.fed, self.slots = extras, own, extent, fed, slots
 
-    def states(self, layer: torch.Tensor, place: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
-        """Those of N tokens, at positions [N] of the rows at places [N], in a layer's hidden states [R, q, ...].
+    def states(self, layer: torch.Tensor, index: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tensor:
+        """The hidden states of N tokens.
+
+        Args:
+            layer: [R, q, ...] of one layer.
+            index: [N], their row indices.
+            position: [N], which of the row's P tokens each is.
+            count: how many tokens are wanted, the last of which is this one.
 
         Returns:
             [N, count, ...], with the count - 1 tokens before each; zeros where there is none.
         """
-        fed = layer.shape[1] - self.own.shape[1] + position if self.fed is None else self.fed[place, position]
-        index = _back(fed, count).to(layer.device)  # [N, count]
-        found = layer[place.to(layer.device)[:, None], index.clamp(min=0)]
-        return found.masked_fill(index.view(*index.shape, *[1] * (layer.ndim - 2)) < 0, 0)
+        fed = layer.shape[1] - self.own.shape[1] + position if self.fed is None else self.fed[index, position]
+        fed = _back(fed, count).to(layer.device)  # [N, count]
+        found = layer[index.to(layer.device)[:, None], fed.clamp(min=0)]
+        return found.masked_fill(fed.view(*fed.shape, *[1] * (layer.ndim - 2)) < 0, 0)
 
     def weights(
-        self, layer: torch.Tensor, place: torch.Tensor, position: torch.Tensor, count: int, columns: int | None
+        self, layer: torch.Tensor, index: torch.Tensor, position: torch.Tensor, count: int, columns: int | None
     ) -> torch.Tensor:
-        """The same in a layer's attentions [R, heads, q, S].
+        """The attentions of N tokens; arguments as in `states`, with a layer [R, heads, q, S].
 
         Args:
-            columns: of so many of the row's last columns up to the token's own; of all keys there are if None.
+            columns: to how many of the row's last columns, up to the token's own; to all keys if None.
 
         Returns:
             [N, heads, count, columns]
         """
-        found = self.states(layer.transpose(1, 2), place, position, count).transpose(1, 2)  # [N, heads, count, S]
+        found = self.states(layer.transpose(1, 2), index, position, count).transpose(1, 2)  # [N, heads, count, S]
         if columns is None:
             return found
-        keys = _back(self.own[place, position], columns)  # [N, columns]
+        keys = _back(self.own[index, position], columns)  # [N, columns]
         if self.slots is not None:
-            slots = self.slots[place.to(self.slots.device)[:, None], keys.clamp(min=0)]
+            slots = self.slots[index.to(self.slots.device)[:, None], keys.clamp(min=0)]
             keys = slots.masked_fill(keys < 0, -1)
         keys = (keys - (self.extent - layer.shape[3])).to(layer.device)[:, None, None]
         return found.gather(3, keys.clamp(min=0).expand(*found.shape[:3], -1)).masked_fill(keys < 0, 0)
 
 
 class Notes:
-    """What the forwards of one model gave besides logits, where its call wants it.
+    """What the forwards of one model gave besides logits, if its call wants it.
 
     Attributes:
-        asked: arguments that make a forward give it; empty where nothing is wanted.
-        first: of the whole prompts [B, L], in stock's columns.
-        seen: of the last forward behind them.
-        reads_all: whether stock feeds this model the whole text at each step.
+        asked: arguments that make a forward give it; empty if nothing is wanted.
+        first: extras of the whole prompts [B, L], in the columns of `generate`.
+        seen: those of the last forward after the prompts.
+        reads_all: whether `generate` feeds this model the whole text at each step.
     """
 
     def __init__(
@@ -117,7 +125,7 @@ class Notes:
         """
         Args:
             config: the model's.
-            asked: those of `EXTRAS` that the call has.
+            asked: the arguments of the call that are in `EXTRAS`.
             cache: as `generate` made it.
             gives_hidden: whether `last_hidden` will be asked for.
         """
@@ -143,7 +151,7 @@ class Notes:
         if not self.asked:
             return
         given = self.of(output)
-        if given.attentions is not None:  # stock's cache shows a piece of a prompt no more than a window before it
+        if given.attentions is not None:  # `generate` shows a chunk of a prompt no more than a window before it
             layers = len(given.attentions)
             columns = [
                 x if x is None else x[..., -self.visible(number, layers, x.shape[3], x.shape[2]) :]
@@ -161,7 +169,7 @@ class Notes:
         """The last layer's states at the positions whose logits were kept: [R, P, H]; None unless they are wanted.
 
         Args:
-            first: whether of the prompts, whose last token alone counts.
+            first: whether after the prompts, with P = 1, instead of in the last forward.
         """
         given = self.first if first else None if self.seen is None else self.seen.extras
         layers = given.hidden_states if self.gives_hidden and given is not None else None
@@ -174,7 +182,7 @@ class Notes:
         return self.seen.states(layers[-1], row, position, 1).unflatten(0, (rows, positions))[:, :, 0]
 
     def visible(self, layer: int, layers: int, columns: int, queries: int = 1) -> int:
-        """How many columns of a text stock's cache shows to an attention layer; 0 if that sees no text.
+        """How many columns of a text an attention layer sees in `generate`; 0 if it sees no text.
 
         Args:
             layer: its number among the layers that give attentions.
@@ -217,5 +225,5 @@ def _each(change: Change, layers: Layers) -> Layers:
 
 
 def _back(last: torch.Tensor, count: int) -> torch.Tensor:
-    """The numbers that end in last [N]: [N, count]."""
+    """The `count` consecutive numbers up to last [N]: [N, count]."""
     return last[:, None] + torch.arange(1 - count, 1, device=last.device)

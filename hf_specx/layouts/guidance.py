@@ -35,14 +35,15 @@ class Guidance(RoundProcessor):
 
     Args:
         scale: `guidance_scale`; 1 is none.
-        decoder: for the unconditional text; it is told here to read the negative prompts.
+        decoder: for the unconditional text; it reads the negative prompts when the first scores are there.
     """
 
     def __init__(self, scale: float, decoder: Decoder):
         self.scale, self.decoder = scale, decoder
-        decoder.read()
 
     def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+        if not self.decoder.width:
+            self.decoder.read()
         positions = scores.shape[1]
         if positions == 1:
             logits = self.decoder.step(batch, ahead)

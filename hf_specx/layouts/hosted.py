@@ -1,4 +1,4 @@
-"""What the padded and the lockstep layout share: the model is fed as stock feeds it, under a 2D mask."""
+"""What the padded and the lockstep layout share: the model is fed as `generate` feeds it, under a 2D mask."""
 
 import inspect
 from functools import cached_property
@@ -29,18 +29,18 @@ class HostedDecoder(Decoder):
         return self._fed(batch, tokens, wanted, ahead, keep)
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        """Logits [R, keep, V] of tokens [R, q] behind the first `held` emitted tokens of each row.
+        """Logits [R, keep, V] of tokens [R, q], fed after the first `held` [R] emitted tokens of the rows.
 
-        They end `ahead` behind the ends of the rows, or before them where it is negative.
+        The last of them lie `ahead` tokens after the ends of their rows, or before these if it is negative.
         """
         count = tokens.shape[1]
-        ends = batch.ends - batch.width + ahead  # [R], the same as held and count, on the device
+        ends = batch.ends - batch.width + ahead  # [R], held + count on the device
         given = self._inputs(batch, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
         total = self.length + count
         reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
         if min(reals) < total or self.holes is not None:
             given[self.mask_name] = self._mask(batch, ends, total)
-        # the host looks at the last `count` columns only
+        # only the last `count` columns are read
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
         inputs = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             columns, next_sequence_length=count, is_first_iteration=False, **given, **{self.cache_name: self.cache}
@@ -55,8 +55,8 @@ class HostedDecoder(Decoder):
         return output.logits[:, -keep:]
 
     def _mask(self, batch: Batch, ends: torch.Tensor, total: int) -> torch.Tensor:
-        """[R, total] int64, which slots hold a token that is seen, where rows have `ends` [R] emitted tokens."""
-        columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # stock's, of each slot
+        """[R, total] int64, 1 at slots whose token is visible; rows have `ends` [R] emitted tokens and candidates."""
+        columns = torch.arange(-total, 0, device=ends.device) + (self.width + ends)[:, None]  # of each slot
         seen = columns >= self.pads[batch.index, None]
         if self.holes is not None:
             hidden = self.holes[batch.index].gather(1, columns.clamp(0, self.width - 1))
@@ -69,7 +69,7 @@ class HostedDecoder(Decoder):
         if positions is not None:
             given[self.position_name] = positions
         elif self._counts_slots:
-            # stock gives none, so that models count columns; only Whisper's own preparation leaves out pads
+            # `generate` gives none, so that models count columns; only Whisper's own preparation leaves out pads
             config = self.model.config
             real = config.is_encoder_decoder and config.model_type == "whisper"
             first = self.width - self.absent[batch.index, None] * real
@@ -80,7 +80,7 @@ class HostedDecoder(Decoder):
         return given
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
-        """Make the cache hold the first wanted emitted tokens of each decoding row."""
+        """Make the cache hold the first `wanted` [R] emitted tokens of the decoding rows."""
         raise NotImplementedError
 
     @cached_property

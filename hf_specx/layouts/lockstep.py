@@ -1,4 +1,4 @@
-"""The lockstep layout: all rows advance alike, so the host's own cache is cropped, or put back where it cannot be."""
+"""The lockstep layout: all rows advance alike, so transformers' own cache is cropped, or put back if it cannot be."""
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -14,7 +14,7 @@ from .hosted import HostedDecoder
 
 
 class LockstepDecoder(HostedDecoder):
-    """All rows have emitted equally many tokens, so the host's own cache is cropped, or its states are restored."""
+    """All rows have emitted equally many tokens, so a rollback crops the cache, and puts back states from before."""
 
     even = True
 
@@ -28,10 +28,10 @@ class LockstepDecoder(HostedDecoder):
         reached = self.states.restore(target, held)
         self.states.crop(held - reached, image_layers(self.model.config))
         self.length -= held - reached
-        if reached < target:  # the state of an earlier moment: feed again what was accepted since
-            behind = target - batch.counts[batch.rows[0]]
-            missing = self._known(batch.last(target - reached, behind))
-            self._fed(batch, missing, [reached] * len(wanted), behind, 1)
+        if reached < target:  # the states are of an earlier moment: feed again what was accepted since
+            ahead = target - batch.counts[batch.rows[0]]
+            missing = self._known(batch.last(target - reached, ahead))
+            self._fed(batch, missing, [reached] * len(wanted), ahead, 1)
         for row in batch.rows:
             self.held[row] = target
 
@@ -40,27 +40,27 @@ class LockstepDecoder(HostedDecoder):
         with Overriding(self.without_limits):
             return super()._fed(batch, tokens, held, ahead, keep)
 
-    def leave(self, rows: list[int], places: torch.Tensor) -> None:
-        together = not len(places) and len(rows) == len(self.held)  # then the host's own cache may be returned
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        together = not len(stay) and len(rows) == len(self.held)  # then the cache itself may be returned
         if self.prompt.keeps_past and not together:
-            self._keep_columns(rows, places)
-        if len(places):
-            self.select(places)
+            self._keep_columns(rows, stay)
+        if len(stay):
+            self.select(stay)
 
-    def _keep_columns(self, rows: list[int], places: torch.Tensor) -> None:
+    def _keep_columns(self, rows: list[int], stay: torch.Tensor) -> None:
         """If the cache is keys and values of the whole text, and nothing else."""
         text = self_attention(self.cache)
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
         if type(text) is DynamicCache and plain and has_columns(text):
-            super()._keep_columns(rows, places)
+            super()._keep_columns(rows, stay)
 
-    def columns(self, place: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Columns:
         end = self.width + self.held[row]
         every = columns_of(self_attention(self.cache))
-        return [(keys[place, :, :end].clone(), values[place, :, :end].clone()) for keys, values in every]
+        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in every]
 
     def past(self, batch: Batch, emitted: int) -> Cache | None:
-        """The host's own cache where all rows ended together; else it is put together from keys, if there are all."""
+        """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
         rows = len(batch.counts)
         if self.rows == rows and len(set(batch.counts)) > 1:
             self._keep_columns(list(range(rows)), batch.index[:0])
@@ -72,6 +72,6 @@ class LockstepDecoder(HostedDecoder):
         self._rewind(batch, [emitted - 1] * self.rows)
         return self.cache
 
-    def select(self, places: torch.Tensor) -> None:
-        super().select(places)
-        self.states.select(places)
+    def select(self, stay: torch.Tensor) -> None:
+        super().select(stay)
+        self.states.select(stay)

@@ -84,8 +84,8 @@ class WholeDecoder(Decoder):
         if len(stay):
             self.select(stay)
 
-    def select(self, places: torch.Tensor) -> None:
-        self._select_inputs(places)
+    def select(self, stay: torch.Tensor) -> None:
+        self._select_inputs(stay)
 
     def past(self, batch: Batch, emitted: int) -> None:
         return None

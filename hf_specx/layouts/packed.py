@@ -1,7 +1,8 @@
-"""The packed layout: all rows lie in one, column by column without pads, under a mask that keeps them apart.
+"""The packed layout: the tokens of all rows lie in one row without pads, under a mask that keeps them apart.
 
-The prompts come first, then a slot for each row and emitted token, so that the last tokens of all rows always come
-last. Nothing is moved until a row leaves; a slot whose token was taken back is hidden until it is written again.
+The prompts come first, column by column, then a slot for each row and emitted token, so that the last tokens of all
+rows always come last. Nothing is moved until a row leaves; a slot whose token was rolled back is hidden until it is
+written again.
 """
 
 from functools import partial
@@ -67,7 +68,7 @@ class PackedDecoder(Decoder):
 
     Attributes:
         lengths: tokens in the prompts of the R rows that are held.
-        row, before: [n] int64, which of the R rows each slot is for, and how many tokens of that row come before.
+        row, before: [n] int64, for each slot the index of its row, and how many tokens of that row come before.
     """
 
     row: torch.Tensor
@@ -80,10 +81,10 @@ class PackedDecoder(Decoder):
         self.masks = Masks(self.model)
 
     def _prompt_inputs(self) -> dict[str, Any]:
-        """What stock would feed the model first.
+        """What `generate` would feed the model first.
 
         Raises:
-            ValueError: where that is more than tokens at positions.
+            ValueError: if that is more than tokens and their positions.
         """
         packed_embeds(self.kwargs.get("inputs_embeds"))
         packed_past(self.cache.get_seq_length())
@@ -139,7 +140,7 @@ class PackedDecoder(Decoder):
         return logits.view(keep, rows, -1).transpose(0, 1)
 
     def _slots_of_rows(self, extent: int) -> torch.Tensor:
-        """[R, n], where the tokens of each row lie; behind the last of them it is -1."""
+        """[R, n], the slots of each row's tokens, and -1 after the last of them."""
         row, before = self.row[:extent], self.before[:extent]
         slots = row.new_full((len(self.lengths), int(before.max()) + 1), -1)
         slots[row, before] = torch.arange(extent, device=row.device)
@@ -148,9 +149,9 @@ class PackedDecoder(Decoder):
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
     ) -> tuple[torch.Tensor, Extras]:
-        """Logits [keep, V] after the last of tokens [N], which go to slots [N] or else to the last of the extent.
+        """Logits [keep, V] after the last of tokens [N], and what else the forward gives, [1, N, ...].
 
-        What the forward gives besides is [1, N, ...].
+        The tokens are written to slots [N], or if None to the last N of the `extent` leading ones.
         """
         start = extent - len(tokens)
         self.cache.slots.aim(None if slots is None else slots[None], start, extent)
@@ -169,7 +170,7 @@ class PackedDecoder(Decoder):
         return output.logits[0, -keep:], self.notes.of(output)
 
     def _foresee(self, extent: int) -> None:
-        """Say of at least `extent` slots whose they are."""
+        """Assign at least `extent` slots to rows."""
         if extent <= len(self.row):
             return
         start, rows = sum(self.lengths), len(self.lengths)
@@ -178,25 +179,24 @@ class PackedDecoder(Decoder):
         before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
-    def select(self, places: torch.Tensor) -> None:
-        """Keep only the rows at places [R']; the slots of the others are dropped."""
-        stay = places.tolist()
-        place = torch.full((len(self.lengths),), -1, device=self.device)
-        place[places.to(self.device)] = torch.arange(len(stay), device=self.device)
-        row = place[self.row[: self.cache.slots.written]]
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']; the slots of the others are dropped."""
+        index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
+        index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
+        row = index[self.row[: self.cache.slots.written]]
         kept = (row >= 0).nonzero()[:, 0]
         self.cache.keep(kept)
         self.row, self.before = row[kept], self.before[kept]
-        self._hold([self.lengths[place] for place in stay])
+        self._hold([self.lengths[n] for n in stay.tolist()])
 
-    def columns(self, place: int, row: int) -> Columns:
-        held = self.lengths[place] + self.held[row]
-        slots = ((self.row == place) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
-        pads = self.width - self.lengths[place]
+    def columns(self, index: int, row: int) -> Columns:
+        held = self.lengths[index] + self.held[row]
+        slots = ((self.row == index) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
+        pads = self.width - self.lengths[index]
         return self.cache.row(0, torch.nn.functional.pad(slots, (pads, 0), value=-1))
 
     def _hold(self, lengths: list[int]) -> None:
-        """Prepare for rows whose prompts have these lengths."""
+        """Hold rows whose prompts have these lengths."""
         self.lengths = lengths
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
 
@@ -204,7 +204,7 @@ class PackedDecoder(Decoder):
 def _states_in_columns(
     row: torch.Tensor, column: torch.Tensor, shape: torch.Size, states: torch.Tensor
 ) -> torch.Tensor:
-    """Hidden states [1, N, ...] of packed prompts in left-padded ones of shape (B, L); zeros for pads, never fed."""
+    """Hidden states [1, N, ...] of packed prompts in the columns of padded ones, [B, L, ...]; zeros at pads."""
     found = states.new_zeros(*shape, *states.shape[2:])
     found[row, column] = states[0]
     return found
@@ -217,8 +217,8 @@ def _weights_in_columns(
     found = weights.new_zeros(shape[0], weights.shape[1], shape[1], shape[1])
     for number in range(shape[0]):
         own = (row == number).nonzero()[:, 0]
-        places = column[own]
-        found[number, :, places[:, None], places] = weights[0][:, own[:, None], own]
+        columns = column[own]
+        found[number, :, columns[:, None], columns] = weights[0][:, own[:, None], own]
     return found
 
 

@@ -17,13 +17,14 @@ class PaddedDecoder(HostedDecoder):
         super().__init__(prompt, known_ids)
         self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
 
-    def columns(self, place: int, row: int) -> Columns:
+    def columns(self, index: int, row: int) -> Columns:
         columns = self.width + self.held[row]
         slots = torch.arange(self.length - columns, self.length)
-        return self.text.row(place, slots.masked_fill(torch.arange(columns) < self.padding[row], -1))
+        return self.text.row(index, slots.masked_fill(torch.arange(columns) < self.padding[row], -1))
 
     @property
     def text(self) -> SlotCache:
+        """The part of the cache that grows with the text."""
         cache = self_attention(self.cache)
         assert isinstance(cache, SlotCache)
         return cache

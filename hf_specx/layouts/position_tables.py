@@ -1,4 +1,4 @@
-"""Position tables that number tokens by the slots before them, told in which columns stock would have the tokens."""
+"""Position tables that count the slots before a token: they are told its column in `generate` instead."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ class PositionTables:
     Args:
         model: the model.
         told: whether its forward is given positions.
-        even: whether tokens lie in stock's columns anyway; some tables also count the ids that are no pads.
+        even: whether slots are the columns of `generate`; then only tables that skip pad ids are told.
     """
 
     def __init__(self, model: PreTrainedModel, told: bool, even: bool):
@@ -27,19 +27,19 @@ class PositionTables:
         self.forwards = {patch_attribute(table, "forward"): table.forward for table in tables}
 
     def at(self, first: list[int], last: int) -> Overriding:
-        """For this context's forwards inside: where the first tokens of the rows lie, and the last column of any."""
+        """A context in which forwards are fed tokens from the columns `first` [R] on; no column is after `last`."""
         return Overriding({key: partial(by_column, usual, first, last) for key, usual in self.forwards.items()})
 
 
 def by_column(
     lookup: Callable[..., torch.Tensor], first: list[int], last: int, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """What a position table gives to tokens that are fed one by one, as stock feeds them.
+    """What a position table gives to tokens that are fed one by one, as in `generate`.
 
     Args:
         lookup: the table's own forward; its first argument is tokens [R, q, ...], or only their shape.
         first: the columns of the first tokens of the R rows.
-        last: the last column that stock feeds; it stands in for those behind it, which the table may lack.
+        last: the last column that `generate` feeds; later ones are looked up as this one, as the table may lack them.
 
     Returns:
         [R, q, D]

@@ -1,7 +1,7 @@
-"""Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights in the order that its kernels read them.
+"""Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights stored in the order its kernels read them.
 
-A dense weight is read far below the speed of the memory where few rows are multiplied by it: the products of a target
-step take two to five times as long in float32, by a BLAS made for other processors, and twice in bfloat16.
+With few rows a product with a weight in its usual order is far slower than reading the weight from memory: those of a
+target step take two to five times as long in float32, where BLAS is made for other processors, and twice in bfloat16.
 """
 
 import functools
@@ -24,11 +24,11 @@ SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
     torch.bfloat16: lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
     torch.float16: lambda: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-Place = tuple[int, torch.Size, tuple[int, ...]]
+Location = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Pack(NamedTuple):
-    """A weight in oneDNN's order, and the mark of what it was made of."""
+    """A weight in oneDNN's order, and the `mark` of the weight that it was made from."""
 
     weight: torch.Tensor
     mark: torch.Tensor
@@ -41,29 +41,29 @@ class Prepacked:
     """
 
     def __init__(self) -> None:
-        self.packs: dict[Place, Pack] = {}
+        self.packs: dict[Location, Pack] = {}
         self.lock = threading.Lock()
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Forget what was made of weights that are gone or have changed since; they are read once for that."""
+        """Forget packs of weights that no longer exist or have changed; each weight is read once to see that."""
         with self.lock:
-            now = {place(weight): weight for weight in model.parameters()} if self.packs else {}
+            now = {location(weight): weight for weight in model.parameters()} if self.packs else {}
             same = [x for x, pack in self.packs.items() if x in now and torch.equal(mark(now[x]), pack.mark)]
             self.packs = {x: self.packs[x] for x in same}
 
     def of(self, weight: torch.Tensor) -> torch.Tensor | None:
-        """The same weight in oneDNN's order; None where it does not take it."""
-        found = self.packs.get(place(weight))
+        """A weight in oneDNN's order; None if oneDNN does not take it."""
+        found = self.packs.get(location(weight))
         if found is None:
             with self.lock:
-                found = self.packs.get(place(weight))
+                found = self.packs.get(location(weight))
                 if found is None and fits(weight):
                     found = Pack(torch.ops.mkldnn._reorder_linear_weight(weight.detach()), mark(weight))
-                    self.packs[place(weight)] = found
+                    self.packs[location(weight)] = found
         return None if found is None else found.weight
 
     def in_use(self) -> Overriding:
-        """Let `linear` find these weights in this context."""
+        """A context in which `linear` uses these weights."""
         return Overriding({linear: self})
 
 
@@ -77,19 +77,19 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def linear_shape(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """What `linear` returns, without numbers."""
+    """A tensor of the shape that `linear` returns, for tracing."""
     return input.new_empty(*input.shape[:-1], len(weight))
 
 
-if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else what this file has registered before will do
-    # without `custom_op`, which takes as long as a small product
+if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else it was registered when this file was loaded before
+    # `custom_op` would add the time of a small product to each call
     torch.library.define(f"{NAMESPACE}::linear", "(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
     torch.library.impl(f"{NAMESPACE}::linear", "cpu", linear)
     torch.library.register_fake(f"{NAMESPACE}::linear", linear_shape)
 
 
 def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Let a traced forward multiply by the model's own weights with `linear`, where that is known to be faster."""
+    """Let a traced forward use `linear` for the parameters of the model, where that is known to be faster."""
     calls = functools.partial(graph.graph.find_nodes, op="call_function")
     if not has_kernels() or torch.is_autocast_enabled("cpu") or calls(target=_enter_autocast):
         return
@@ -104,13 +104,13 @@ def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def has_kernels() -> bool:
-    """Whether torch has oneDNN, may use it, and on a processor on which it was measured."""
+    """Whether torch has oneDNN and may use it, on a kind of processor on which it was measured."""
     allowed = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return allowed and torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether oneDNN takes a weight, and `mark` does."""
+    """Whether oneDNN and `mark` can take a weight."""
     return (
         weight.ndim == 2
         and weight.numel() > 0
@@ -124,15 +124,15 @@ def fits(weight: torch.Tensor) -> bool:
 
 
 def mark(weight: torch.Tensor) -> torch.Tensor:
-    """By which a weight [O, I] is known not to have changed, though torch does not count each write: uint8 [N].
+    """Bytes [N] that change if a weight [O, I] does; torch's version counter does not see every write.
 
-    The sums of its rows, which tell signs and the order of rows, and those of its columns as words of 8 bytes, which
-    tell any bit and the order of columns.
+    The sums of its rows, which change with signs and the order of rows, and the sums of its columns read as integers
+    of 8 bytes, which change with any bit and the order of columns.
     """
     rows, columns = weight.detach().sum(1), weight.detach().view(torch.int64).sum(0)
     return torch.cat([rows.view(torch.uint8), columns.view(torch.uint8)])
 
 
-def place(weight: torch.Tensor) -> Place:
-    """Where a weight lies."""
+def location(weight: torch.Tensor) -> Location:
+    """Where a weight lies in memory: address, shape and strides."""
     return weight.data_ptr(), weight.shape, weight.stride()

@@ -58,7 +58,7 @@ class RaggedDecoder(Decoder):
         return output.logits[:, -keep:]
 
     def _mask(self, batch: Batch, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """None where one token a row sees all that the cache holds."""
+        """None if one token of each row sees all that the cache holds."""
         if self.holes is None and not any(self.padding):
             if batch.together is None:
                 return self.masks(slots, None, extent)
@@ -69,19 +69,19 @@ class RaggedDecoder(Decoder):
         return self.masks(slots, pads, extent, self._holes(batch, extent))
 
     def _holes(self, batch: Batch, extent: int) -> torch.Tensor | None:
-        """[R, extent] bool, slots of the prompts that are hidden behind the pads."""
+        """[R, extent] bool, hidden slots of the prompts after the pads; None if there are none."""
         if self.holes is None:
             return None
         return torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
 
     def _others(self, count: int) -> dict[str, Any]:
-        """What else the forward is given for each row, as stock gives it to the next tokens."""
+        """What else the forward is given for each row, as `generate` gives it to the next tokens."""
         names = self.per_row & self.parameters.keys() - DROPPED
         given = {name: value for name, value in self.kwargs.items() if name in names}
         return given | self._token_types(count)
 
-    def columns(self, place: int, row: int) -> Columns:
-        return self.cache.row(place, torch.arange(self.width + self.held[row]))
+    def columns(self, index: int, row: int) -> Columns:
+        return self.cache.row(index, torch.arange(self.width + self.held[row]))
 
 
 class Masks:
@@ -101,13 +101,13 @@ class Masks:
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """
         Args:
-            slots: [R, q], where the queries lie.
-            pads: [R], leading slots that hold no token; None where there are none.
-            extent: visible slots.
-            holes: [R, extent] bool, other slots that are hidden.
+            slots: [R, q], of the queries.
+            pads: [R], leading slots that hold no token; None if there are none.
+            extent: S, how many leading slots are visible.
+            holes: [R, S] bool, other slots that are hidden.
 
         Returns:
-            [R, 1, q, extent], or one for each kind of layer where the model has several.
+            [R, 1, q, S], or one for each kind of layer if the model has several.
         """
         keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
         if pads is None:
@@ -125,9 +125,12 @@ class Masks:
         known: torch.Tensor | None = None,
         first: torch.Tensor | int = 0,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The same for queries and keys at any places, of which `first` is that of a row's first token.
+        """The same for queries and keys anywhere in a text; all arguments broadcast to [R, 1, q, S].
 
-        All broadcast to [R, 1, q, extent]; `known` is False where the key is none of the query's row.
+        Args:
+            queries, keys: the number of each one's token in its text, counted alike for both.
+            known: False where the key is no token of the query's row; None if all are.
+            first: the number of a row's first token.
         """
         full = keys <= queries if known is None else known & (keys <= queries)
         if not self.kinds:

@@ -21,14 +21,14 @@ from .ragged import Masks
 
 
 Size = tuple[Any, ...]
-PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # what a trace takes as constants
-HELD = {"_parameters", "_buffers"}  # of a module: what a trace takes as inputs, of such and such a kind
+PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
+HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
 SHARED = vars(torch.nn.Module()).keys() - HELD - {"training"}  # what every module has
 OTHERS = re.compile(r"\bmodel\b")  # in the source of a guard
 
 
 class Regions:
-    """What is compiled for a model stays as long as the model does, for all strategies and threads.
+    """The compiled forwards of a model: they stay as long as it does, for all strategies and threads.
 
     Attributes:
         compilations: how many forwards torch has compiled so far.
@@ -39,7 +39,7 @@ class Regions:
         Args:
             model: not kept.
             captures: whether forwards are captured in CUDA graphs.
-            traits: of the model, by which it is known to be as it was.
+            traits: of the model, to see later whether it has changed; see the function.
         """
         self.name, self.captures, self.traits = type(model).__name__, captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
@@ -48,7 +48,7 @@ class Regions:
         self.functions: dict[Size, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, model: PreTrainedModel, buffers: Buffers, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
-        """A compiled `forward`; see there. The result is the caller's own, also where graphs are captured."""
+        """A compiled `forward`, with its arguments. Captured graphs reuse their outputs, so these are copied."""
         size = (*buffers[0][0].shape[::2], *tokens.shape, keep, *(name for name in given if given[name] is not None))
         with self.lock:
             if size not in self.functions:
@@ -61,7 +61,7 @@ class Regions:
         return logits.clone() if self.captures else logits
 
     def _compiled(self, name: str) -> Callable[..., torch.Tensor]:
-        """`forward` under a code object of its own, since torch compiles one only for a few sizes."""
+        """`forward` with a code object of its own, since torch compiles each code object for a few sizes only."""
         code = forward.__code__.replace(co_name=f"forward_{name}")
         alone = FunctionType(code, forward.__globals__, code.co_name)
         alone.__kwdefaults__ = forward.__kwdefaults__
@@ -96,7 +96,7 @@ REGIONS: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()
 
 
 def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
-    """The compiled forwards of a model as it is now; those of what it was before are dropped."""
+    """The compiled forwards of a model; if it has changed since they were compiled, an empty `Regions`."""
     found, now = REGIONS.get(model), traits(model)
     if found is None or found.traits != now:
         found = REGIONS[model] = Regions(model, device.type == "cuda", now)
@@ -105,7 +105,7 @@ def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
 
 
 def traits(model: PreTrainedModel) -> int:
-    """What a compiled forward takes for granted: modules, their settings and hooks, and kinds of tensors."""
+    """A hash of what a compiled forward relies on: modules, their settings and hooks, and shapes of tensors."""
     configs = {id(config): vars(config) for config in (model.config, model.config.get_text_config(decoder=True))}
     found: list[Any] = [repr({k: v for k, v in config.items() if isinstance(v, PLAIN)}) for config in configs.values()]
     for module in model.modules():
@@ -135,18 +135,19 @@ def forward(
     keep: int,
     **others: torch.Tensor,
 ) -> torch.Tensor:
-    """One forward over buffers of fixed size, in which nothing depends on the host.
+    """One forward over buffers of fixed size; no value in it has to be known before it runs.
 
     Args:
-        model, masks: of one another.
+        model: the model.
+        masks: those of the model.
         buffers: written at the slots of the tokens.
-        tokens: [R, q] int64, to lie side by side.
+        tokens: [R, q] int64, which go to consecutive slots.
         starts: [R] int64, the slot of each row's first one.
-        offsets: [..., R, 1] int64, by which positions are ahead of slots.
-        last: as `offsets`, the last slot whose position exists; those behind it take the same one.
+        offsets: [..., R, 1] int64, position minus slot.
+        last: as `offsets`, the last slot whose position exists; later ones get the same position.
         pads: [R] int64, leading slots that hold no token.
         holes: [R, C] bool, other slots that are hidden.
-        keep: logits wanted for this many last tokens.
+        keep: for how many of the last tokens logits are wanted.
         others: what else the forward is given.
 
     Returns:
@@ -165,10 +166,10 @@ def forward(
 
 
 def on_inputs(guards: Sequence[Any]) -> list[bool]:
-    """The guards to keep: those on what differs from forward to forward, and on settings of torch.
+    """Which guards to keep: those on inputs of forwards, and on settings of torch.
 
-    Those on a model are hundreds, and take as long as a small layer; its traits are looked at once a call. Globals
-    that a forward reads do not change, but for the registry of attention functions, where a copy of this package may
-    put its patch.
+    Hundreds guard the model, and checking them takes as long as a small layer; its traits are compared once a call
+    instead. Globals that a forward reads do not change, except for the registry of attention functions, where another
+    copy of this package may put its patch.
     """
     return [not guard.is_global and not OTHERS.search(guard.name) for guard in guards]

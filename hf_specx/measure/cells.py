@@ -4,6 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_specx.common.errors import require
+
+from .checks import check_runs, check_sampling
+
 
 GAMMA = 5  # candidates a round where verifiers are compared
 Measured = dict[str, Any]  # a cell with what was measured, as a file of results has it
@@ -46,6 +50,9 @@ class Cell:
         repeats: timed runs of each contender, after one that warms up.
         bare: those of the contenders, plain and eager ours, whose forwards are run on their own as well.
         seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
+
+    Raises:
+        ValueError: for sizes, repeats or sampling with which there is nothing to time.
     """
 
     experiment: str
@@ -60,6 +67,15 @@ class Cell:
     repeats: int = 3
     bare: tuple[str, ...] = ()
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_runs((self.batch,), self.repeats)
+        check_sampling(self.temperature or 1.0, self.top_p)
+        require(
+            self.prompt_tokens >= 1 and self.new_tokens >= 2,
+            f"prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} leave no round to time; give 1 or "
+            "more, and 2 or more.",
+        )
 
     @property
     def options(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks import contender_of_no_kind
 from .inputs import Inputs
 
 
@@ -38,10 +38,6 @@ class Way(NamedTuple):
     number: int | str | None = None
     compiled: bool = False
 
-    @property
-    def is_ours(self) -> bool:
-        return self.kind in VERIFIERS
-
 
 def way(name: str) -> Way:
     """What a contender's name says.
@@ -52,9 +48,18 @@ def way(name: str) -> Way:
     kind, *rest = name.split("-")
     compiled = rest[-1:] == [COMPILED_SUFFIX]
     numbers = rest[:-1] if compiled else rest
-    contender_of_no_kind(name, kind, numbers, compiled)
-    number = numbers[0] if numbers else None
-    return Way(kind, int(number) if number is not None and number != "auto" else number, compiled)
+    counted = len(numbers) == 1 and numbers[0].isdecimal() and int(numbers[0]) > 0
+    known = {
+        PLAIN_NAME: not numbers,
+        STOCK_NAME: (counted or not numbers) and not compiled,
+        **dict.fromkeys(VERIFIERS, counted or numbers == ["auto"]),
+    }
+    require(
+        known.get(kind, False),
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
+        "with a number or auto, like block-auto, and -compiled after it, like block-5-compiled.",
+    )
+    return Way(kind, int(numbers[0]) if counted else next(iter(numbers), None), compiled)
 
 
 class Contender:
@@ -83,7 +88,7 @@ class Contender:
             return
         self.way = way(name)
         self.compiled = self.way.compiled
-        if self.way.is_ours:
+        if self.way.kind in VERIFIERS:
             assert draft is not None
             self.strategy = SpeculativeDecoding(
                 draft, num_draft_tokens=self.way.number or "auto", verification=self.way.kind, compile=self.compiled

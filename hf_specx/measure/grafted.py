@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .checks import check_recipe
+from hf_specx.common.errors import require
 
 
 PREFIX = "grafted-"
@@ -58,7 +58,16 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_recipe(self.layers, self.draft_layers, self.hidden, self.heads, self.kv_heads)
+        require(
+            0 < self.draft_layers < self.layers,
+            f"draft_layers={self.draft_layers} is not between 0 and the {self.layers} layers of the target; give "
+            "fewer, 1 or more.",
+        )
+        require(
+            self.hidden % (2 * self.heads) == 0 and self.heads % self.kv_heads == 0,
+            f"{self.heads} heads and {self.kv_heads} key-value heads do not divide a width of {self.hidden}; the "
+            "heads must be a multiple of the key-value heads, and each must be of an even width.",
+        )
 
 
 SMALL = Recipe(384, 1024, 15, 2, heads=8, kv_heads=8, vocab=8192, epsilon=0.065)
@@ -79,6 +88,13 @@ RECIPES = {
     "1B-unrelated": replace(LARGE, unrelated=True),
     "7B": HUGE,
 }
+
+
+def check_grafted(name: str) -> None:
+    """Whether there is a grafted pair of this name, if the name is one of theirs."""
+    known = [PREFIX + each for each in RECIPES]
+    told = f"the grafted pair {name!r} is unknown; choose one of {', '.join(known)}."
+    require(not name.startswith(PREFIX) or name in known, told)
 
 
 class Grafted(NamedTuple):

@@ -1,7 +1,7 @@
 """What is given to `generate` where it is measured, pairs by name and prompts as batches, and what comes out."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import encoder_decoder_in_turns, grafted_pair_of_no_recipe, no_room_for_prompts, pair_without_prompts
-from .grafted import PREFIX, RECIPES, graft
+from .grafted import PREFIX, RECIPES, check_grafted, graft
 
 
 Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
@@ -27,7 +27,7 @@ class BenchPair:
         name: as it was asked for.
         target, draft: in evaluation mode.
         facts: what results say of it, plain values.
-        tokenizer, prompts: None and [] for grafted pairs, which are given random tokens.
+        tokenizer, prompts: None and () for grafted pairs, which are given random tokens.
     """
 
     name: str
@@ -35,22 +35,21 @@ class BenchPair:
     draft: PreTrainedModel
     facts: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None = None
-    prompts: list[str] | None = None
+    prompts: Sequence[str] = ()
 
     def inputs(self, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> Inputs:
         """A batch of prompts that have `prompt_tokens` tokens each.
 
         Row b has the prompts from number b on, one after another, as far as they are needed.
         """
-        limit = self.target.config.get_text_config().max_position_embeddings
-        no_room_for_prompts(self.name, prompt_tokens, new_tokens, limit)
+        _check_room(self.target, prompt_tokens, new_tokens)
         device = execution_device(self.target)
         if self.tokenizer is None:
             generator = torch.Generator().manual_seed(seed)
             ids = torch.randint(1, self.target.config.vocab_size, (batch, prompt_tokens), generator=generator)
         else:
-            rows = [row for text in self.prompts or [] if (row := self.tokenizer(text)["input_ids"])]
-            pair_without_prompts(self.name, self.tokenizer, rows)
+            rows = [row for text in self.prompts if (row := self.tokenizer(text)["input_ids"])]
+            _check_prompts(self.name, rows)
             endless = [
                 itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
             ]
@@ -70,7 +69,7 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
     Raises:
         ValueError: for a grafted pair that is unknown, and a pair that cannot be measured by the bench.
     """
-    grafted_pair_of_no_recipe(name, PREFIX, list(RECIPES))
+    check_grafted(name)
     if name.startswith(PREFIX):
         recipe, device = RECIPES[name.removeprefix(PREFIX)], "cuda" if torch.cuda.is_available() else "cpu"
         best = torch.float32 if device == "cpu" else torch.bfloat16
@@ -83,10 +82,19 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
         }
         return BenchPair(name, made.target, made.draft, facts | sizes(made.target, made.draft))
     pair = load(name, dtype)
-    encoder_decoder_in_turns(name, pair.target.config.is_encoder_decoder)
-    pair_without_prompts(name, pair.tokenizer, prompts or pair.prompts)
+    require(
+        not pair.target.config.is_encoder_decoder,
+        f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them.",
+    )
+    require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
+    texts = prompts or pair.prompts
+    _check_prompts(name, texts)
     facts = {"synthetic": False} | sizes(pair.target, pair.draft)
-    return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, prompts or pair.prompts)
+    return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, texts)
+
+
+def _check_prompts(name: str, prompts: Sequence[object]) -> None:
+    require(bool(prompts), f"the pair {name!r} has no prompts of its own; give some with --file.")
 
 
 def sizes(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
@@ -107,15 +115,10 @@ def encode(
     device, encodes = execution_device(target), target.config.is_encoder_decoder
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for number, row in enumerate(rows, 1):
-        if not row:
-            raise ValueError(f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
+        told = f"prompt {number} is empty, and the tokenizer puts nothing before it; write something."
+        require(bool(row), told)
     width = max(map(len, rows))
-    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and width + (0 if encodes else max_new_tokens) > limit:
-        raise ValueError(
-            f"{width} prompt tokens and {max_new_tokens} new ones are more than the {limit} positions of the model; "
-            "give fewer new tokens or shorter prompts."
-        )
+    _check_room(target, width, max_new_tokens)
     pad_token_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     ids = torch.full((len(rows), width), pad_token_id)
     mask = torch.zeros_like(ids)
@@ -123,6 +126,17 @@ def encode(
         columns = slice(0, len(row)) if encodes else slice(width - len(row), width)
         ids[index, columns], mask[index, columns] = torch.tensor(row), 1
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
+    """Whether a model has positions for a prompt and, unless an encoder reads it, for the new tokens after it."""
+    limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
+    require(
+        limit is None or tokens <= limit,
+        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of the model; "
+        "give fewer new tokens or shorter prompts.",
+    )
 
 
 def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:

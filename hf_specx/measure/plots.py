@@ -5,8 +5,9 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
+from hf_specx.common.errors import require
+
 from .cells import AUTO_NUMBERS, FIXED, GAMMA, Measured, median_of
-from .checks import plots_without_matplotlib
 
 
 try:
@@ -24,7 +25,8 @@ FIGURE_SIZE = (7.0, 4.2)  # inches of a figure
 
 def check_can_plot() -> None:
     """Raise a ValueError where there is no matplotlib."""
-    plots_without_matplotlib(matplotlib is not None)
+    found = matplotlib is not None
+    require(found, "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out.")
 
 
 def plot(cells: Iterable[Measured], folder: Path) -> list[Path]:

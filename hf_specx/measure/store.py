@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 import hf_specx
 from hf_specx.common.devices import execution_device, hardware
+from hf_specx.common.errors import require
 
-from .checks import FILE_VERSION, check_store
+from .checks import check_out
 
 
+FILE_VERSION = 1
 NUMBERS = 64  # of each weight, that tell one model from another
 
 
@@ -37,11 +39,8 @@ class Store:
     """
 
     def __init__(self, path: Path | None, kind: str, made: dict[str, Any]):
-        check_store(path, kind)
         self.path, self.kind, self.made = path, kind, made
-        self.cells: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            self.cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        self.cells = read_cells(path, kind)
 
     def find(self, cell: Any) -> dict[str, Any] | None:
         """The known cell of this name or these settings, if it was made in the same way."""
@@ -64,6 +63,28 @@ class Store:
             known = json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()}))
             self.add(known)
         return known["value"]
+
+
+def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
+    """The cells of a file, as `Store` has them; [] where there is none yet.
+
+    Raises:
+        ValueError: for a path where no file can be, and for a file of another kind or version.
+    """
+    check_out(path)
+    if path is None or not path.exists():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    known = isinstance(found, dict) and found.get(kind) == FILE_VERSION and isinstance(found.get("cells"), list)
+    lacks = {
+        "schema": "has no results of this version of the bench",
+        "check": "is no interrupted check of this version",
+    }
+    require(known, f"{path} is there already and {lacks[kind]}; name another file.")
+    return found["cells"]
 
 
 class StepCounter:

@@ -8,7 +8,7 @@ from typing import Any
 from hf_specx.pair_files.pair_config import Measurement, PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .checks import check_study
+from .checks import check_runs
 from .compatibility import Finding
 
 
@@ -52,7 +52,7 @@ class Study:
     keep_prompts: bool = False
 
     def __post_init__(self) -> None:
-        check_study(self.batches, self.repeats)
+        check_runs(self.batches, self.repeats)
 
     @property
     def learning(self) -> int:

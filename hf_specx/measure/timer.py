@@ -239,7 +239,7 @@ class Comparison:
 def compare(
     target: PreTrainedModel,
     strategy: SpeculativeDecoding,
-    inputs: Inputs | Sequence[Inputs],
+    batches: Sequence[Inputs],
     options: dict[str, Any],
     repeats: int = 5,
     seed: int = 0,
@@ -250,13 +250,12 @@ def compare(
     Args:
         target: the model whose `generate` is timed.
         strategy: ours; gets a row of costs for this batch size where it has none, so that predictions exist.
-        inputs: input_ids and attention_mask [B, L]; of several, all of B rows, each turn takes the next.
+        batches: input_ids and attention_mask [B, L] each, all of B rows; each turn takes the next.
         options: of `generate`, `max_new_tokens` among them, the same for both.
         repeats: timed runs of each.
         seed: turn i starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `2 * (repeats + 1)` times.
     """
-    batches = [inputs] if isinstance(inputs, dict) else inputs
     if len(batches[0]["input_ids"]) not in strategy.costs.table:
         strategy.calibrate(target, batches[0]["input_ids"])
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}

@@ -31,12 +31,12 @@ class Recorder:
         candidates = [
             {
                 "token": token,
-                "p": float(p[place, token]),
-                "q": None if q is None else float(q[place, token]),
-                "overlap": done.overlap[0][place] if place < len(done.overlap[0]) else 0.0,
-                "accepted": place < accepted,
+                "p": float(p[position, token]),
+                "q": None if q is None else float(q[position, token]),
+                "overlap": done.overlap[0][position] if position < len(done.overlap[0]) else 0.0,
+                "accepted": position < accepted,
             }
-            for place, token in enumerate(tokens[: min(done.draft.lengths[0], len(p))])
+            for position, token in enumerate(tokens[: min(done.draft.lengths[0], len(p))])
         ]
         for candidate in candidates:
             # a greedy candidate is no draw: it is kept if it is the target's own choice
@@ -47,11 +47,11 @@ class Recorder:
         emits = [
             {
                 "token": token,
-                "p": float(p[place, token]),
-                "q": None if q is None or place >= len(tokens) else float(q[place, token]),
-                "origin": "accepted" if place < accepted else follower,
+                "p": float(p[position, token]),
+                "q": None if q is None or position >= len(tokens) else float(q[position, token]),
+                "origin": "accepted" if position < accepted else follower,
             }
-            for place, token in enumerate(new)
+            for position, token in enumerate(new)
         ]
         self.rounds.append({"candidates": candidates, "rejected": None if all_kept else accepted, "tokens": emits})
 
@@ -74,11 +74,11 @@ def trace(
 
     Returns:
         Plain values: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens". A
-        candidate has its "token", "p" and "q" (None where it is no draw from a law), "overlap" (the sum of min(p, q)
+        candidate has its "token", "p" and "q" (None where it is no draw), "overlap" (the sum of min(p, q)
         over the vocabulary), "accepted", and "acceptance": min(1, p / q), by which token verification keeps it, given
         those before it; block verification keeps it at least as often, and coupled verification where the two models
-        agree. "rejected" is the place of the first that was not kept, or None. "tokens" are those that entered the
-        text, each with its "token", "p", "q" (None also behind the last candidate, where the draft was not asked) and
+        agree. "rejected" is the position of the first that was not kept, or None. "tokens" are those that entered the
+        text, each with its "token", "p", "q" (None also after the last candidate, where the draft was not asked) and
         "origin": "accepted", "recovered" or "bonus".
     """
     recorder, listened = Recorder(), copy.copy(strategy)
@@ -105,7 +105,7 @@ def add_texts(tokenizer: PreTrainedTokenizerBase, prompt: list[int], rounds: lis
 
 
 def added(tokenizer: PreTrainedTokenizerBase, before: list[int], token: int) -> str:
-    """The text of a token behind another one, since some tokenizers strip the space at the start of a text."""
+    """The text of a token after another one, since some tokenizers strip the space at the start of a text."""
     texts = [tokenizer.decode(ids, clean_up_tokenization_spaces=False) for ids in (before, [*before, token], [token])]
     first, both, alone = map(str, texts)
     return both.removeprefix(first) if both.startswith(first) and both != first else alone  # else part of a character

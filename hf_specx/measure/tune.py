@@ -9,17 +9,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.pair_files.checks_pairs import check_place
 from hf_specx.pair_files.facts import model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_tokenizer
 from hf_specx.pair_files.loading import load_model
 from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts
+from hf_specx.pair_files.schema import check_place
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
-from .checks import check_drafts, looking_for, prompts_without_tokenizer
+from .checks import looking_for
 from .compatibility import ERROR, find_fit
 from .inputs import Inputs, encode
 from .store import provenance
@@ -60,9 +61,15 @@ def tune(
         The drafts that can be used by their measured speed-up, then the others; the first one has its `pair`.
 
     Raises:
-        ValueError: for a target that cannot be loaded or read the prompts; what is wrong with a draft is its `error`.
+        ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts; what
+            is wrong with a draft is its `error`.
     """
-    check_drafts(drafts, draft_revisions)
+    once = drafts and len(set(drafts)) == len(drafts)
+    require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
+    require(
+        not draft_revisions or len(draft_revisions) == len(drafts),
+        f"{len(draft_revisions)} revisions were given for {len(drafts)} drafts; give one for each, in their order.",
+    )
     loaded = load(target, revision, study, study.device_map)
     batches = encode_batches(target, loaded, study)
     trials: list[DraftTrial] = []
@@ -102,8 +109,8 @@ def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[In
     """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
-    prompts_without_tokenizer(name, target.tokenizer)
-    assert target.tokenizer is not None
+    if target.tokenizer is None:
+        raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
     found: dict[int, list[Inputs]] = {}
     for size in study.batches:
         endless = itertools.cycle(study.prompts)

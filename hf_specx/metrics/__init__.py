@@ -2,17 +2,10 @@
 
 from pathlib import Path
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 
 NAMES = ("acceptance", "sequence_equality", "sampled_law", "two_samples", "text_quality")
-
-
-@refusal
-def metric_of_no_such_name(name: str) -> str | None:
-    if name in NAMES:
-        return None
-    return f"no metric is called {name!r}; choose among {', '.join(NAMES)}."
 
 
 def path(name: str) -> str:
@@ -29,5 +22,5 @@ def path(name: str) -> str:
         >>> evaluate.load(path("acceptance")).compute(predictions=[[4, 1]], references=[[4, 4]])["alpha"]
         0.8333333333333334
     """
-    metric_of_no_such_name(name)
+    require(name in NAMES, f"no metric is called {name!r}; choose among {', '.join(NAMES)}.")
     return str(Path(__file__).resolve().parent / name)

@@ -19,8 +19,8 @@ from transformers.utils.hub import constants
 from hf_specx.layouts.decoder import vocabulary
 from hf_specx.validation.models import tokens_of_another_meaning
 
-from .checks_pairs import HUB_ID
 from .pair_config import ModelSource, TokenizerFacts
+from .schema import HUB_ID
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)

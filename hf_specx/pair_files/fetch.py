@@ -11,19 +11,19 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import snapshot_download
 
-from .checks_files import (
+from .facts import tokenizer_facts
+from .model_files import (
+    AGAIN,
     check_is_pair,
     check_links,
     check_model,
     check_reference,
     check_tokenizer,
-    check_tokenizer_read,
     check_tokens,
 )
-from .checks_pairs import check_place
-from .checks_weights import check_shards, check_weights, shards
-from .facts import tokenizer_facts
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig, TokenizerFacts
+from .schema import check_place
+from .weights import check_shards, check_weights, shards
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -161,8 +161,7 @@ def get_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, **known)
     except Exception as error:  # a broken file may raise any
-        check_tokenizer_read(str(folder), error)
-        raise
+        raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {AGAIN}.") from error
     if facts is not None:
         check_tokens(tokenizer_facts(tokenizer), facts, files.name)
     return tokenizer

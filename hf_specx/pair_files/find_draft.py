@@ -14,13 +14,13 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.layouts.decoder import vocabulary
 from hf_specx.validation.entry import check_draft_found
 
-from .checks_files import check_facts, check_reference
-from .checks_pairs import HUB_ID
 from .facts import COMMIT, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
+from .model_files import check_facts, check_reference
 from .pair_config import CONFIG_NAME, ModelSource, PairConfig
 from .pair_source import PAIR, REVISION
+from .schema import HUB_ID
 
 
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused

@@ -9,10 +9,10 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from .checks_files import check_config_read
-from .checks_weights import check_loaded, check_size
 from .facts import COMMIT, auto_class
 from .fetch import Files
+from .model_files import AGAIN
+from .weights import check_loaded, check_size
 
 
 TABLES = 2**28  # numbers in buffers, more than any real model needs
@@ -75,5 +75,5 @@ def _reading(folder: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # wrong values may raise any
-        check_config_read(str(folder), error)
-        raise
+        told = f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
+        raise ValueError(told) from error

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_specx.drafting.costs import Costs
 
-from .checks_pairs import (
+from .schema import (
     MAX_CONFIG_BYTES,
     check_known_values,
     check_no_other,

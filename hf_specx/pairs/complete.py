@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env, tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 from hf_specx.engine.ranks import in_group, synced_by_default
 from hf_specx.validation.rows import MAX_SEED
 
@@ -67,15 +67,11 @@ def complete(pair: Pair, texts: Sequence[str], *, batch_size: int = 8, seed: int
         RuntimeError: another process failed.
     """
     texts = texts if isinstance(texts, str) else list(texts)
-    texts_of_no_kind(texts)
-    batch_of_no_rows(batch_size)
-    seed_of_no_prompt(seed, len(texts))
-    options_of_one_call(options)
-    texts_without_tokenizer(pair.tokenizer)
-    models_in_shards(pair)
+    _check(pair, texts, batch_size, seed, options)
     assert pair.tokenizer is not None
     lengths = [len(ids) for ids in pair.tokenizer(list(texts))["input_ids"]] if texts else []
-    text_without_tokens(lengths)
+    empty = lengths.index(0) if 0 in lengths else None
+    require(empty is None, f"prompt {empty} is empty, and the tokenizer puts nothing before it; write something.")
     order = sorted(range(len(texts)), key=lambda number: -lengths[number])
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
@@ -137,56 +133,25 @@ def _batch(pair: Pair, texts: list[str], seeds: list[int], options: dict[str, An
     return pair.tokenizer.batch_decode(new, skip_special_tokens=True)
 
 
-@refusal
-def texts_of_no_kind(texts: Any) -> str | None:
-    if not isinstance(texts, str) and all(isinstance(text, str) for text in texts):
-        return None
-    return f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list."
-
-
-@refusal
-def batch_of_no_rows(batch_size: int) -> str | None:
-    if batch_size >= 1:
-        return None
-    return f"batch_size={batch_size} is no number of rows; give 1 or more."
-
-
-@refusal
-def seed_of_no_prompt(seed: int, prompts: int) -> str | None:
-    if seed >= 0 and seed + prompts <= MAX_SEED:
-        return None
-    return (
-        f"seed={seed} is not in the range of generators for {prompts} prompts; give an int from 0, well below 2**63."
+def _check(pair: Pair, texts: Sequence[str], batch_size: int, seed: int, options: dict[str, Any]) -> None:
+    """Whether texts can be completed in batches, before anything runs."""
+    listed = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
+    require(listed, f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list.")
+    require(batch_size >= 1, f"batch_size={batch_size} is no number of rows; give 1 or more.")
+    require(
+        seed >= 0 and seed + len(texts) <= MAX_SEED,
+        f"seed={seed} is not in the range of generators for {len(texts)} prompts; give an int from 0, well below "
+        "2**63.",
     )
-
-
-@refusal
-def options_of_one_call(options: dict[str, Any]) -> str | None:
-    found = [name for name in OF_ONE_CALL if name in options]
-    if not found:
-        return None
-    return f"{found[0]}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
-
-
-@refusal
-def texts_without_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    if tokenizer is not None:
-        return None
-    return "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
-
-
-@refusal
-def models_in_shards(pair: Pair) -> str | None:
-    if not synced_by_default(pair.target, pair.draft):
-        return None
-    return (
+    for name in OF_ONE_CALL:
+        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
+        require(name not in options, told)
+    require(
+        pair.tokenizer is not None,
+        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
+    )
+    require(
+        not synced_by_default(pair.target, pair.draft),
         "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
-        "copy of the pair on each process, or call pair.generate with as many rows on each."
+        "copy of the pair on each process, or call pair.generate with as many rows on each.",
     )
-
-
-@refusal
-def text_without_tokens(lengths: list[int]) -> str | None:
-    if all(lengths):
-        return None
-    return f"prompt {lengths.index(0)} is empty, and the tokenizer puts nothing before it; write something."

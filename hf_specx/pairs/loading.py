@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
-from hf_specx.pair_files.checks_files import check_facts
-from hf_specx.pair_files.checks_pairs import check_loading, check_place
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
@@ -23,7 +21,9 @@ from hf_specx.pair_files.fetch import (
 )
 from hf_specx.pair_files.find_draft import KIND, compared_facts, warn_of_another_target
 from hf_specx.pair_files.loading import load_config, load_model
+from hf_specx.pair_files.model_files import check_facts
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pair_files.schema import check_loading, check_place
 
 from .placement import CACHE_TOKENS, plan
 

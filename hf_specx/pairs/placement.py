@@ -18,7 +18,7 @@ from transformers.integrations.accelerate import (
 )
 from transformers.quantizers.auto import get_hf_quantizer
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.pair_files.loading import auto_class
 
@@ -159,8 +159,7 @@ def plan(
     Raises:
         ValueError: an argument has an unusable value.
     """
-    draft_over_several_devices(draft_device_map)
-    room_for_no_tokens(cache_tokens)
+    _check(draft_device_map, cache_tokens)
     given = {} if draft_device_map in (None, "auto") else {"device_map": draft_device_map}
     devices = None if device_map is None else check_and_set_device_map(device_map)
     if devices is None:
@@ -180,21 +179,14 @@ def plan(
     return Placement({"device_map": found.device_map if kept else device_map} | kept, given, reason)
 
 
-@refusal
-def draft_over_several_devices(draft_device_map: Any) -> str | None:
-    if draft_device_map not in ("balanced", "balanced_low_0", "sequential"):
-        return None
-    return (
+def _check(draft_device_map: Any, cache_tokens: int) -> None:
+    require(
+        draft_device_map not in ("balanced", "balanced_low_0", "sequential"),
         f"draft_device_map={draft_device_map!r} spreads the draft over devices, which makes each of its small steps "
-        "wait for the way between them; give one device, or leave it out."
+        "wait for the way between them; give one device, or leave it out.",
     )
-
-
-@refusal
-def room_for_no_tokens(cache_tokens: int) -> str | None:
-    if cache_tokens >= 0:
-        return None
-    return f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
+    told = f"cache_tokens={cache_tokens} is no number of tokens; give rows times tokens, or 0 for no room at all."
+    require(cache_tokens >= 0, told)
 
 
 def cache_numbers(config: PreTrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Where randomness comes from: the noise of stock sampling, reproduced at any position, and streams of our own."""
+"""Where randomness comes from: the noise that `generate` samples with, at any position, and streams of our own."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -18,41 +18,41 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class StockNoise:
-    """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in stock sampling, one [B, V] a position.
+    """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in `generate`, [B, V] for each emitted column.
 
-    Drawn from a private copy of the default generator, in the order of positions. The state after each draw is kept,
-    so that any of them can be drawn again, and so that the default generator can be left where stock leaves it.
+    They are drawn from a copy of the default generator, in the order of columns. Its state after each draw is kept, so
+    that any of them can be repeated, and the default generator left as `generate` leaves it.
 
     Attributes:
-        window: so many positions from its end on, a row's noise is held; a row further behind has it drawn again.
+        window: a draw is kept for rows that need it within so many columns; for other rows it is drawn again.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int):
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
-        self.states: list[torch.Tensor] = []  # states[t] is the one before position t
-        self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by position
+        self.states: list[torch.Tensor] = []  # states[t]: before the draw of emitted column t
+        self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
     def begin(self) -> None:
         """Start from the default generator as it is now."""
         self.states.append(default_generator(self.device).get_state())
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
-        """The noise of P positions from `ahead` behind each decoding row's end, like probs [R, P, V]."""
+        """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
         wanted = [(row, batch.counts[row] + ahead + i) for row in batch.rows for i in range(probs.shape[1])]
-        for position in sorted({position for row, position in wanted if position not in self.held[row]}):
-            drawn = self._draw(position, probs)
+        for column in sorted({column for row, column in wanted if column not in self.held[row]}):
+            drawn = self._draw(column, probs)
             for row in batch.rows:
-                if 0 <= position - batch.counts[row] < max(self.window, ahead + probs.shape[1]):
-                    self.held[row][position] = drawn[row].clone()  # without those that are ahead
-        noise = torch.stack([self.held[row][position] for row, position in wanted]).view_as(probs)
+                if 0 <= column - batch.counts[row] < max(self.window, ahead + probs.shape[1]):
+                    self.held[row][column] = drawn[row].clone()  # a view would keep the noise of all rows
+        noise = torch.stack([self.held[row][column] for row, column in wanted]).view_as(probs)
         for row in batch.rows:
-            for position in [position for position in self.held[row] if position < batch.counts[row]]:
-                del self.held[row][position]
+            for column in [column for column in self.held[row] if column < batch.counts[row]]:
+                del self.held[row][column]
         return noise
 
-    def _draw(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        for t in range(min(position, len(self.states) - 1), position + 1):
+    def _draw(self, column: int, like: torch.Tensor) -> torch.Tensor:
+        for t in range(min(column, len(self.states) - 1), column + 1):
             self.generator.set_state(self.states[t])
             drawn = like.new_empty(self.rows, like.shape[-1]).exponential_(generator=self.generator)
             if t + 1 == len(self.states):
@@ -64,7 +64,7 @@ class StockNoise:
         """Nothing inside may draw from the default generator.
 
         Raises:
-            RuntimeError: where something does; it would get the noise that tokens are drawn with.
+            RuntimeError: if something does; it would get the noise that tokens are drawn with.
         """
         before = default_generator(self.device).get_state()
         yield
@@ -79,19 +79,19 @@ class StockNoise:
 
 
 class SeededNoise:
-    """The Exp(1) vectors that stock would draw for each row alone, under `torch.manual_seed` of the row's seed.
+    """The Exp(1) vectors that `generate` would draw for each row alone, under `torch.manual_seed` of the row's seed.
 
-    Each row has a generator of its own, read in the order of its positions; the default one is not read or moved. A
-    row's noise is kept from its end on, since no position before that is asked for again.
+    Each row has a generator of its own, and draws in the order of its tokens; the default generator is left alone. A
+    row's noise is kept from its end on, since nothing before that is asked for again.
     """
 
     def __init__(self, seeds: list[int], device: torch.device):
         self.generators = _seeded(seeds, device)
-        self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # [1, V] each
-        self.first = [0] * len(seeds)  # the position of a row's first held vector
+        self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # of each row [1, V] for its coming tokens
+        self.first = [0] * len(seeds)  # how many tokens of a row come before its first held vector
 
     def begin(self) -> None:
-        """Nothing to do: seeds are known."""
+        pass
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """As `StockNoise.at`."""
@@ -100,7 +100,7 @@ class SeededNoise:
         return torch.stack(noise)
 
     def _from_end(self, batch: Batch, row: int, number: int, like: torch.Tensor) -> deque[torch.Tensor]:
-        """The noise of at least `number` positions from a row's end."""
+        """The noise of at least `number` tokens from a row's end on."""
         held = self.held[row]
         count = max(self.first[row], batch.counts[row])  # a text that was cut back is finished: any noise will do
         for _ in range(self.first[row] + len(held), count + number):
@@ -118,9 +118,9 @@ class SeededNoise:
 
 
 class NoiseStream:
-    """Noise that nothing else draws from, by one generator for all rows, or by one for each.
+    """Random numbers of one purpose, from one generator for all rows or from one for each row.
 
-    In the latter case what a row gets depends on how often the row was served, and on nothing else.
+    In the latter case what a row gets depends on how many numbers it had before, and on nothing else.
     """
 
     def __init__(self, generators: list[torch.Generator]):
@@ -130,9 +130,10 @@ class NoiseStream:
         """Numbers from [0, 1) for the decoding rows: [R, most] float64.
 
         Args:
-            batch: says which rows these are.
-            most: columns.
-            wanted: [R], how many of them each row needs; where each row has a generator it draws no more.
+            batch: the text, which says which rows decode.
+            most: how many numbers for each row.
+            wanted: [R], how many of them each row needs; where each row has a generator it draws no more, and the
+                others are 0.
         """
         noise = torch.empty(len(batch.rows), most, dtype=torch.float64, device=batch.index.device)
         if len(self.generators) == 1:
@@ -144,7 +145,7 @@ class NoiseStream:
 
 
 def independent_streams(number: int, device: torch.device, seeds: list[int] | None = None) -> list[NoiseStream]:
-    """Streams whose own seeds are drawn from the default generator, or for each row from one with the row's seed."""
+    """Streams whose seeds are drawn from the default generator, or for each row by one with the row's seed."""
     sources = [None] if seeds is None else _seeded(seeds, device)
     drawn = [torch.randint(2**62, (number,), generator=source, device=device).tolist() for source in sources]
     return [NoiseStream(_seeded(column, device)) for column in zip(*drawn, strict=True)]

@@ -1,6 +1,6 @@
-"""How tokens are chosen and judged: greedily, by rejection with independent noise, or coupled with the noise of stock.
+"""How tokens are chosen and judged: greedily, by rejection with independent noise, or coupled by that of `generate`.
 
-A rule draws the candidates from the draft's scores and judges them by the target's; `verify` has the arithmetic.
+A rule draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +19,7 @@ Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Rule(Protocol):
-    """The decisions of one call; it keeps the state of its noise."""
+    """Draws and judges the candidates of one call; it keeps the state of its noise."""
 
     def begin(self) -> None:
         """Take up the noise where `generate` would: after the target has read the prompts."""
@@ -30,21 +30,21 @@ class Rule(Protocol):
         Args:
             batch: the text so far.
             scores: [R, V], processed.
-            ahead: candidates that each row has already.
-            lengths: [R], how many it is to have; what is chosen for a row beyond that means nothing.
+            ahead: how many candidates each row has already.
+            lengths: [R], how many it is to have; what is chosen for a row beyond that is not used.
 
         Returns:
-            [R] int64, and the distribution that they were drawn from, [R, V]; None where they were not drawn.
+            [R] int64, and the distribution that they were drawn from, [R, V]; None if they were not drawn.
         """
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
 
     def alone(self) -> AbstractContextManager[None]:
-        """For processors and criteria that are called in order: raises where they take noise that is redrawn here."""
+        """A context for calls of stateful processors and criteria; raises if they take noise that is redrawn here."""
 
     def finish(self, columns: int) -> None:
-        """Leave the global generator where it belongs after `columns` emitted columns."""
+        """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
 
 
 class GreedyRule:
@@ -70,15 +70,15 @@ class GreedyRule:
 
 
 class RejectionRule:
-    """Token or block verification: drafts, acceptance and residual each have a stream of their own.
+    """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
     Their seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
 
     Args:
         block: whether by block rather than by token.
         device: of `input_ids`.
-        seeds: one a row of the batch, which then has streams of its own; the default generator is not read. A row's
-            tokens depend on nothing of its mates' as long as its numbers of candidates do not and rows advance alone.
+        seeds: one for each row of the batch, which then has streams of its own; the default generator is not read. A
+            row's tokens are independent of other rows if its numbers of candidates are, except in lockstep.
     """
 
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
@@ -112,13 +112,13 @@ class RejectionRule:
 
 
 class CoupledRule:
-    """Draft and target race with the same noise, and it is the noise that stock sampling would have drawn.
+    """Draft and target draw by `race` with the same noise, which is that of plain `generate`.
 
     Args:
-        rows: B, the whole batch; stock draws for finished rows too.
-        device: of `input_ids`, whose default generator stock draws from.
-        window: positions whose noise is held; others are drawn again from their saved generator state.
-        seeds: one a row of the batch, which then gets what stock would draw for it alone under that seed.
+        rows: B, the whole batch, since `generate` draws for finished rows too.
+        device: of `input_ids`; `generate` draws from its default generator.
+        window: how many columns' noise is kept for a row; see `StockNoise`.
+        seeds: one for each row of the batch, which then gets the noise of `generate` for it alone under that seed.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
@@ -150,7 +150,7 @@ def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: li
         verification: "greedy", "token", "block" or "coupled".
         input_ids: the prompts; noise is drawn on their device.
         window: as in `CoupledRule`.
-        seeds: one a row, or None for the default generator.
+        seeds: one for each row, or None for the default generator.
     """
     if verification == "greedy":
         return GreedyRule()
@@ -160,20 +160,20 @@ def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: li
 
 
 def distribution(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities [..., V], and where there are none [...]: scores that are NaN, or that exclude every token.
+    """Probabilities [..., V], and where there are none [...] bool: scores are NaN there, or exclude every token.
 
-    There the distribution is taken as uniform. For a draft any is right as long as it is the one that is drawn from
-    and judged by; for a target the row is undefined if it gets there.
+    A uniform distribution is put there. For a draft any is right that candidates are both drawn from and judged by;
+    for a target the row is undefined if it gets there.
     """
     probs = scores.softmax(-1)
     undefined = probs[..., 0].isnan()  # one NaN makes the whole softmax NaN
-    if probs.device.type != "cpu" or undefined.any():  # to ask would make other devices wait
+    if probs.device.type != "cpu" or undefined.any():  # on other devices the question would wait for them
         probs.masked_fill_(undefined[..., None], 1 / probs.shape[-1])
     return probs, undefined
 
 
 def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
-    """sum_x min(p, q) at each candidate [R, K]; for a candidate that is no draw q is 1 at it, so this is p(x)."""
+    """sum_x min(p, q) at each candidate [R, K]; if candidates were not drawn, q is 1 at each, so this is p(x)."""
     if draft.probs is None:
         return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)

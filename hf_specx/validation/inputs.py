@@ -5,34 +5,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import refusal, require
 
 
-WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, and see what it hides all the same
-
-
-@refusal
-def ids_of_another_shape(input_ids: torch.Tensor) -> str | None:
-    if input_ids.ndim == 2:
-        return None
-    return f"input_ids of shape {tuple(input_ids.shape)} is no batch of texts; pass [rows, tokens]."
-
-
-@refusal
-def ids_that_are_no_integers(input_ids: torch.Tensor) -> str | None:
-    if not (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
-        return None
-    return f"input_ids has dtype {input_ids.dtype}; pass integers, for example input_ids.long()."
-
-
-@refusal
-def empty_prompt(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str | None:
-    if input_ids.numel() or embeds is not None:
-        return None
-    return (
-        f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); pass at least one token a row, for "
-        "example the bos token."
-    )
+WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, but see what it hides
 
 
 @refusal
@@ -64,26 +40,12 @@ def embeds_of_another_width(model: PreTrainedModel, embeds: torch.Tensor) -> str
 @refusal
 def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -> str | None:
     fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
-    if fits or positions.ndim > 2:  # several kinds of positions are a model's own affair
+    if fits or positions.ndim > 2:  # models with several kinds of positions check their own
         return None
     return (
         f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
         f"{(rows, width)}; pass one a token, or leave it out."
     )
-
-
-@refusal
-def mask_of_other_dimensions(name: str, mask: torch.Tensor) -> str | None:
-    if mask.ndim == 2:
-        return None
-    return f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
-
-
-@refusal
-def mask_for_other_rows(name: str, mask: torch.Tensor, rows: int) -> str | None:
-    if len(mask) == rows:
-        return None
-    return f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
 
 
 @refusal
@@ -149,7 +111,7 @@ def text_that_was_read(width: int, held: int) -> str | None:
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
-    """The text that one call of `generate` gives.
+    """Check the text that one call of `generate` is given.
 
     Args:
         model: the target.
@@ -158,20 +120,25 @@ def check_inputs(
     """
     decodes = "encoder_outputs" in model_kwargs
     embeds = None if decodes else model_kwargs.get("inputs_embeds")
-    ids_of_another_shape(input_ids)
-    ids_that_are_no_integers(input_ids)
-    empty_prompt(input_ids, embeds)
+    shape, dtype = tuple(input_ids.shape), input_ids.dtype
+    require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
+    is_integer = not (dtype.is_floating_point or dtype == torch.bool)
+    require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
+    require(
+        bool(input_ids.numel()) or embeds is not None,
+        f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row, for example the bos token.",
+    )
     if embeds is None:
         unknown_token(model, input_ids)
     else:
         embeds_of_another_width(model, embeds)
     past = model_kwargs.get("past_key_values")
     held = 0 if past is None else past.get_seq_length()
-    widths = {input_ids.shape[1]} if embeds is None else {input_ids.shape[1], embeds.shape[1]} - {0}
+    widths = {shape[1]} if embeds is None else {shape[1], embeds.shape[1]} - {0}
     name = "decoder_attention_mask" if decodes else "attention_mask"
     mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
     known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
-    if held and embeds is None and not decodes and known == input_ids.shape[1]:  # so stock takes it for the whole text
+    if held and embeds is None and not decodes and known == shape[1]:  # `generate` then takes it for the whole text
         text_that_was_read(known, held)
     if mask is not None:
         check_mask(model, name, mask, len(input_ids), in_all)
@@ -183,11 +150,14 @@ def check_inputs(
 
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
-    """A mask of the text, which may have any of these widths."""
-    mask_of_other_dimensions(name, mask)
-    mask_for_other_rows(name, mask, rows)
+    """Check a mask of the text, which may have any of these widths."""
+    shape = tuple(mask.shape)
+    is_flat = len(shape) == 2
+    require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
+    told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
+    require(len(mask) == rows, told)
     mask_for_other_tokens(name, mask.shape[1], widths)
-    mask = mask.cpu()  # the one synchronisation of all that follow
+    mask = mask.cpu()  # so that all that follow wait for the device once
     mask_of_other_values(name, mask)
     empty_row(name, mask)
     padding_on_the_right(name, mask)
@@ -195,7 +165,7 @@ def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int,
 
 
 def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
-    """What embeds the text of a decoder-only model, where that is a plain table."""
+    """The embedding of a decoder-only model's text; None if it is not a plain table."""
     if model.config.is_encoder_decoder:
         return None
     embedding = model.get_input_embeddings()
@@ -203,7 +173,7 @@ def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
 
 
 def _known_tokens(model: PreTrainedModel) -> int | None:
-    """Ids below it can be read; None for a model that may take others for what is not text."""
+    """How many token ids can be read; None if a model may use higher ids for something other than text."""
     config, embedding = model.config, _embedding(model)
     if embedding is None or config.get_text_config(decoder=True) is not config:
         return None

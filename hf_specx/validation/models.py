@@ -1,7 +1,6 @@
 """Checks of a target, and of a draft for it."""
 
 import inspect
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -42,7 +41,7 @@ def attends_in_both_directions(target: PreTrainedModel) -> str | None:
         return None
     return (
         f"{type(target).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
-        "change the law of the tokens before it; set is_decoder=True in its config."
+        "change the distribution of the tokens before it; set is_decoder=True in its config."
     )
 
 
@@ -56,7 +55,7 @@ def frequencies_that_change(target: PreTrainedModel, max_length: int) -> str | N
             limit = rope.get("original_max_position_embeddings", limit)
         if kind in ("dynamic", "longrope") and limit is not None and max_length > limit:
             return (
-                f"rope_type={kind!r} changes its frequencies behind position {limit}, which candidates would reach "
+                f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates would reach "
                 f"too early; keep prompt and new tokens within {limit} (they may be {max_length})."
             )
     return None
@@ -137,24 +136,8 @@ def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel)
 
 
 @refusal
-def target_of_no_kind(model: Any) -> str | None:
-    if hasattr(model, "can_generate"):
-        return None
-    return f"model is a {type(model).__name__}; give the target itself, as from_pretrained loads it."
-
-
-@refusal
-def target_without_head(model: Any) -> str | None:
-    if model.can_generate():
-        return None
-    return (
-        f"model is a {type(model).__name__}, which scores no next token; load it with AutoModelForCausalLM or another "
-        "class that can generate."
-    )
-
-
-@refusal
-def suppression_lifted(model: PreTrainedModel) -> str | None:
+def check_lifted(model: PreTrainedModel) -> str | None:
+    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and so changes the distribution."""
     if model.config.model_type != "whisper":
         return None
     return (
@@ -164,7 +147,7 @@ def suppression_lifted(model: PreTrainedModel) -> str | None:
 
 
 def check_target(model: PreTrainedModel, max_length: int) -> None:
-    """Whether the target can be decoded exactly, whatever the draft."""
+    """Check that the target can be decoded exactly, whatever the draft."""
     target_in_training(model)
     weights_not_loaded("target", model)
     attends_in_both_directions(model)
@@ -177,7 +160,7 @@ def check_pair(
     tokenizer: PreTrainedTokenizerBase | None,
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
-    """Whether the draft can run, and its token ids mean what the target's mean."""
+    """Check that the draft can run, and that its token ids mean what the target's mean."""
     weights_not_loaded("draft", draft)
     draft_in_training(draft)
     draft_with_an_encoder(target, draft)
@@ -188,8 +171,3 @@ def check_pair(
         tokens_of_another_meaning(tokenizer, draft_tokenizer)
     else:
         vocabularies_of_other_sizes(target, draft)
-
-
-def check_lifted(model: PreTrainedModel) -> None:
-    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and has changed the law for it."""
-    suppression_lifted(model)

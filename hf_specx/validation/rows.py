@@ -1,6 +1,5 @@
 """Checks of what ties the rows of a batch together: seeds, order, negative prompts, ranks."""
 
-import numbers
 from collections.abc import Collection
 from typing import Any
 
@@ -8,45 +7,21 @@ import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import is_int, refusal, require
 
 
 MAX_SEED = 2**63
-WHERE_FIXED = "it must be the same in every round with synced_gpus=, and with seeds= unless verification='coupled'"
+WHERE_FIXED = "with synced_gpus= it must be the same on all ranks"
 
 
 def as_list(seeds: Any) -> Any:
-    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else for the check."""
+    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else what was given."""
     seeds = _plain(seeds)
     return [_plain(seed) for seed in seeds] if isinstance(seeds, list | tuple | range) else seeds
 
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-@refusal
-def seeds_of_no_kind(seeds: Any) -> str | None:
-    if isinstance(seeds, list) and all(
-        isinstance(seed, numbers.Integral) and not isinstance(seed, bool) for seed in seeds
-    ):
-        return None
-    return f"seeds={seeds!r} is not a list of ints; give one int a row."
-
-
-@refusal
-def seeds_for_other_rows(seeds: Any, rows: int) -> str | None:
-    if len(seeds) == rows:
-        return None
-    return f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
-
-
-@refusal
-def seed_out_of_range(seeds: Any) -> str | None:
-    wrong = [seed for seed in seeds if not 0 <= seed < MAX_SEED]
-    if not wrong:
-        return None
-    return f"the seed {wrong[0]} is not in the range of generators; give ints from 0 to 2**63 - 1."
 
 
 @refusal
@@ -88,26 +63,6 @@ def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
     return (
         f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
         "encoder; leave it out."
-    )
-
-
-@refusal
-def negative_prompts_for_other_rows(ids: torch.Tensor, rows: int) -> str | None:
-    if len(ids) == rows:
-        return None
-    return (
-        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
-        "negative prompt a row."
-    )
-
-
-@refusal
-def negative_mask_of_another_shape(ids: torch.Tensor, mask: torch.Tensor) -> str | None:
-    if mask.shape == ids.shape:
-        return None
-    return (
-        f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
-        f"{tuple(ids.shape)}; pass both as the tokenizer gives them."
     )
 
 
@@ -164,24 +119,29 @@ def threshold_that_varies(threshold: float) -> str | None:
 
 
 def check_fixed(schedule: str, threshold: float) -> None:
-    """Whether every round drafts the same number of candidates, as seeds and ranks need it."""
+    """Check that every round drafts the same number of candidates, as ranks that keep step need it."""
     schedule_that_varies(schedule)
     threshold_that_varies(threshold)
 
 
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
-    """Whether `seeds` can make each of so many rows independent of the others."""
-    seeds_of_no_kind(seeds)
-    seeds_for_other_rows(seeds, rows)
-    seed_out_of_range(seeds)
+    """Check that `seeds` can make each of so many rows independent of the others."""
+    ints = isinstance(seeds, list) and all(map(is_int, seeds))
+    require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
+    require(
+        len(seeds) == rows,
+        f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row.",
+    )
+    wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
+    require(wrong is None, f"the seed {wrong} is not in the range of generators; give ints from 0 to 2**63 - 1.")
     seeds_in_lockstep(rows, verification, layout)
 
 
 def check_in_order(names: list[str], layout: str, verification: str | None) -> None:
-    """Whether the rest of what was asked for lets each token be shown once, in order, to all rows together.
+    """Check that layout and verification let processors and criteria see each emitted token once, in order.
 
     Args:
-        names: of the processors and criteria that need this.
+        names: of these processors and criteria.
         layout, verification: as they were asked for; None is unset.
     """
     layout_out_of_order(names, layout)
@@ -191,20 +151,28 @@ def check_in_order(names: list[str], layout: str, verification: str | None) -> N
 def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
-    """Whether a model can be guided by negative prompts, and these fit a batch of so many rows."""
+    """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
     guided_encoder_decoder(model)
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
         return
-    negative_prompts_for_other_rows(ids, rows)
+    require(
+        len(ids) == rows,
+        f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
+        "negative prompt a row.",
+    )
     if mask is not None:
-        negative_mask_of_another_shape(ids, mask)
+        require(
+            mask.shape == ids.shape,
+            f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
+            f"{tuple(ids.shape)}; pass both as the tokenizer gives them.",
+        )
         negative_prompt_that_ends_in_a_pad(mask)
 
 
 def check_synced(states: bool, stateful: Collection[str]) -> None:
-    """Whether ranks that hold parts of the models can keep step.
+    """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.

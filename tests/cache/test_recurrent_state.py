@@ -3,6 +3,7 @@
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from sweep import MODES
 from tiny import Forwards, near
 from transformers import PreTrainedModel
@@ -31,9 +32,7 @@ NEW_TOKENS = 24
 
 
 @pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("model_type", STATEFUL)
+@pytest.mark.parametrize(("model_type", "mode", "rows"), all_pairs(STATEFUL, MODES, [1, 4]))
 def test_equals_stock(model_type: str, mode: str, rows: int):
     target = zoo.build("causal", model_type)
     inputs, settings = zoo.inputs(target, rows), MODES[mode] | {"max_new_tokens": NEW_TOKENS}
@@ -58,8 +57,8 @@ def decoder(model_type: str) -> tuple[LockstepDecoder, Batch]:
     return LockstepDecoder(prompt), Batch(prompt.input_ids, prompt.kwargs["attention_mask"], 0)
 
 
-def emit(sequences: Batch, tokens: torch.Tensor) -> None:
-    sequences.append(tokens, torch.full((len(tokens),), tokens.shape[1]), [tokens.shape[1]] * len(tokens))
+def emit(batch: Batch, tokens: torch.Tensor) -> None:
+    batch.emit(tokens, torch.full((len(tokens),), tokens.shape[1]), [tokens.shape[1]] * len(tokens))
 
 
 def logits_in_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,12 +71,12 @@ def logits_in_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]
 
 def logits_at_once(model_type: str) -> torch.Tensor:
     """The same logits, when five of the tokens are fed in one forward behind the prompt."""
-    lockstep, sequences = decoder(model_type)
+    lockstep, batch = decoder(model_type)
     tokens, _ = logits_in_steps(lockstep.model)
     with torch.no_grad():
         lockstep.read()
-        emit(sequences, tokens[:, :5])
-        return torch.cat([lockstep.after_prompt, lockstep(sequences, 5, 0, 5)], 1)
+        emit(batch, tokens[:, :5])
+        return torch.cat([lockstep.after_prompt, lockstep.feed(batch, 5, 0, 5)], 1)
 
 
 @pytest.mark.parametrize("model_type", STATEFUL)
@@ -102,7 +101,7 @@ def test_where_they_do_not_the_target_is_refused(model_type: str):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", sorted(INEXACT))
 def test_as_a_draft_any_of_them_serves(model_type: str, mode: str):
-    """Whatever law a draft has, its candidates are judged by it."""
+    """Whatever distribution a draft has, its candidates are judged by it."""
     target, draft = zoo.build("causal", "llama"), zoo.build("causal", model_type)
     settings = MODES[mode] | {"max_new_tokens": NEW_TOKENS}
     torch.manual_seed(0)
@@ -118,24 +117,24 @@ def test_as_a_draft_any_of_them_serves(model_type: str, mode: str):
 @pytest.mark.parametrize("model_type", ["mamba2", "qwen3_next"])
 def test_after_a_rollback_the_states_are_those_of_the_text(model_type: str, accepted: int):
     """However many of four candidates stay, the next logits and states are those without any rejected candidate."""
-    kept, sequences = decoder(model_type)
+    kept, batch = decoder(model_type)
     tokens, _ = logits_in_steps(kept.model)
     kept.read()
-    emit(sequences, tokens[:, :1])
-    sequences.put(
+    emit(batch, tokens[:, :1])
+    batch.put(
         tokens[:, 1:5].roll(1, 0)
         if accepted == 0
         else torch.cat([tokens[:, 1 : 1 + accepted], tokens[:, : 4 - accepted]], 1)
     )
-    kept(sequences, 5, 4, 5)
-    emit(sequences, tokens[:, 1 : 2 + accepted])
-    logits = kept(sequences, 1, 0, 1)
+    kept.feed(batch, 5, 4, 5)
+    emit(batch, tokens[:, 1 : 2 + accepted])
+    logits = kept.feed(batch, 1, 0, 1)
 
     plain, alone = decoder(model_type)
     plain.read()
     for step in range(2 + accepted):
         emit(alone, tokens[:, step : step + 1])
-        expected = plain(alone, 1, 0, 1)
+        expected = plain.feed(alone, 1, 0, 1)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     for ours, theirs in zip(kept.cache.layers, plain.cache.layers, strict=True):
         if isinstance(ours, LinearAttentionCacheLayerMixin):

@@ -213,21 +213,21 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(layout: str, m
     """What the target is fed lies behind the keys of a plain forward over the row's text before it; float64."""
     target = tiny("llama").double()
     inputs, found = prompts(3), []
-    call = Decoder.__call__
+    feed = Decoder.feed
 
-    def noted(self, sequences, count, ahead, keep):
-        logits = call(self, sequences, count, ahead, keep)
+    def noted(self, batch, count, ahead, keep):
+        logits = feed(self, batch, count, ahead, keep)
         if self.model is target:
             end = self.cache.slots.written - count
-            for place, row in enumerate(sequences.rows):
+            for place, row in enumerate(batch.rows):
                 if layout == "ragged":  # each row ends in a column of its own
-                    end = self.width + sequences.counts[row] - 1
-                text = sequences.row(row)[:-1]
+                    end = self.width + batch.counts[row] - 1
+                text = batch.row(row)[:-1]
                 keys = self.cache.layers[1].keys[place, :, end - len(text) : end]
-                found.append((row, sequences.counts[row], text, keys.clone()))
+                found.append((row, batch.counts[row], text, keys.clone()))
         return logits
 
-    monkeypatch.setattr(Decoder, "__call__", noted)
+    monkeypatch.setattr(Decoder, "feed", noted)
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled", layout=layout)
     torch.manual_seed(0)
     target.generate(**inputs, do_sample=True, max_new_tokens=21, custom_generate=strategy)

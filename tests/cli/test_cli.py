@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -159,6 +160,7 @@ def test_accelerators_are_used(pair, monkeypatch):
     assert seen == [{"dtype": "auto", "device_map": "auto"}]
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_text_of_an_encoder_decoder(tokenizer, monkeypatch, rows):
     """All that its decoder wrote, though the prompts are longer than the one token that it starts from."""
@@ -246,6 +248,7 @@ def test_text_is_shown_literally(pair, prompts):
         assert Text(text).plain in result.stdout
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
     shown = []
     plain_coloured = console.coloured
@@ -264,3 +267,8 @@ def test_piped_output_is_bare(pair):
     assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
+
+
+def test_the_package_is_a_command():
+    command = [sys.executable, "-m", "hf_specx", "--help"]
+    assert "specx" in subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_changing_numbers import COUPLED, GREEDY, KNOWN, NEW_TOKENS, drafted, run
+from runs import COUPLED, GREEDY, KNOWN, NEW_TOKENS, drafted, run
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -13,11 +13,6 @@ from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.drafting import schedule
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Auto
-
-
-@pytest.fixture(autouse=True)
-def drafts_are_cheap():
-    """No: here times are what a clock says."""
 
 
 class Clock:

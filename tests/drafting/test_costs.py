@@ -15,11 +15,6 @@ from hf_specx.drafting.draft_length import (
 )
 
 
-@pytest.fixture(autouse=True)
-def drafts_are_cheap():
-    """No: here times are what a clock says."""
-
-
 # where a target forward of any length takes 1 and a draft step c: c, α, the best γ, its speed-up
 CLOSED_FORM = [
     (0.05, 0.5, 3, 1.63),

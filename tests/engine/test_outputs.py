@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StoppingCriteria
 from transformers.utils import ModelOutput
@@ -84,11 +85,10 @@ def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int], 
                 assert_entry(layer, wanted, alive, f"{name}, step {step}, layer {number}")
 
 
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("model_type", "layout"), DECODERS)
-def test_decoders(model_type: str, layout: str, mode: str, ends: bool):
+@pytest.mark.parametrize(("decoder", "mode", "ends"), all_pairs(DECODERS, MODES, [False, True]))
+def test_decoders(decoder: tuple[str, str], mode: str, ends: bool):
     """The window of Mistral is shorter than its prompt, so that stock's attentions stop growing."""
+    model_type, layout = decoder
     target = model(model_type)
     call, counts = calls(target, mode, ends)
     call |= EVERYTHING
@@ -100,10 +100,9 @@ def test_decoders(model_type: str, layout: str, mode: str, ends: bool):
     assert output.speculation_report.emitted == sum(counts)
 
 
-@pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("model_type", "layout"), PAIRS)
-def test_encoder_decoders(model_type: str, layout: str, mode: str, ends: bool):
+@pytest.mark.parametrize(("pair", "mode", "ends"), all_pairs(PAIRS, MODES, [False, True]))
+def test_encoder_decoders(pair: tuple[str, str], mode: str, ends: bool):
+    model_type, layout = pair
     target = model(model_type)
     call, counts = calls(target, mode, ends)
     assert_both_sides_like_stock(target, call | EVERYTHING, layout, counts)

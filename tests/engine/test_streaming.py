@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from collectors import Collector, RowCollector, Words
+from criteria import RowSumIs
 from rounds import made_round
-from test_stopping import RowSumIs
 from tiny import near, prompts, tiny
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList

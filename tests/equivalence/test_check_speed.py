@@ -20,6 +20,7 @@ def subject(**changes):
     return checking.subject_of(tiny_pair(), PROMPTS, Settings(**SMALL | changes))
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_what_is_found():
     steps = []
     found = measure_speed(subject(), lambda: steps.append(1))
@@ -31,7 +32,7 @@ def test_what_is_found():
         "repeats": REPEATS,
     }
     assert 0 < found["alpha"] < 1
-    assert found["cost_coefficient"] == pytest.approx(0.1)  # all forwards of tests cost what conftest.py says
+    assert found["cost_coefficient"] == pytest.approx(0.1)  # by `draft_pays`
     assert [each["num_draft_tokens"] for each in found["numbers"]] == list(range(1, 9))
     for each in found["numbers"]:
         number, tokens = each["num_draft_tokens"], each["tokens_per_round"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal, make_world
+from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal
 from tiny import prompts
 from transformers import (
     AutoModelForCausalLM,
@@ -20,11 +20,6 @@ from transformers import (
 )
 
 from hf_specx import Costs, SpeculativeDecoding, generate
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    return make_world(tmp_path_factory.mktemp("entries"))
 
 
 class LastToken(LogitsProcessor):
@@ -210,6 +205,7 @@ def test_an_override_builds_no_graph(world: SimpleNamespace):
     assert not output.past_key_values.layers[0].keys.requires_grad
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_a_draft_with_the_override_is_not_called_by_it(world: SimpleNamespace):
     """Else it would look for a draft of its own."""
     draft = AutoModelForCausalLM.from_pretrained(world.folder, trust_remote_code=True)
@@ -233,10 +229,12 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
 
 def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
     """What `generate` is told of a call does not get into a pair's strategy, which other threads may use."""
-    strategy, seen = world.pair.strategy, set()
+    strategy, seen = world.pair.strategy, []
+    world.pair.generate(**prompts(2), **GREEDY)
+    before = dict(vars(strategy))
 
     def look(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        seen.add((strategy.given_drafting, strategy.synced_gpus, strategy.adds_reports))
+        seen.append(dict(vars(strategy)))
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
     asked = {"num_assistant_tokens": 2, "synced_gpus": False, "stopping_criteria": [look]}
@@ -245,4 +243,5 @@ def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
         world.pair.generate(**prompts(2), **GREEDY, num_beams=2)
     look(IDS, None)
     assert world.pair.strategy is strategy
-    assert seen == {(None, None, False)}
+    assert all(now == before for now in seen[:-1])
+    assert {name for name, value in seen[-1].items() if value is not before[name]} <= {"schedule"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import FORMS, GREEDY, OURS, Puts, make_world
+from forms import FORMS, GREEDY, OURS, Puts
 from tiny import prompts
 from transformers import LogitsProcessorList, MinLengthLogitsProcessor
 
@@ -14,11 +14,6 @@ from hf_specx import DraftTargetPair, generate
 
 
 IDS, MASK = prompts(1).values()
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    return make_world(tmp_path_factory.mktemp("entries"))
 
 
 @pytest.mark.parametrize("form", FORMS)

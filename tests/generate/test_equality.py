@@ -149,17 +149,17 @@ def mask_off_by_one(self: Masks, slots: torch.Tensor, *others):
     return MASK(self, slots - 1, *others)
 
 
-def positions_off_by_one(self: RaggedDecoder, sequences: Batch, emitted: torch.Tensor, *others):
-    return POSITIONS(self, sequences, emitted + 1, *others)
+def positions_off_by_one(self: RaggedDecoder, batch: Batch, emitted: torch.Tensor, *others):
+    return POSITIONS(self, batch, emitted + 1, *others)
 
 
-def cut_one_late(self: Stopping, sequences: Batch, tokens: torch.Tensor, num_new: torch.Tensor):
-    kept, ended = CUT(self, sequences, tokens, num_new)
+def cut_one_late(self: Stopping, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor):
+    kept, ended = CUT(self, batch, tokens, num_new)
     return torch.minimum(kept + 1, num_new), ended
 
 
-def noise_of_another_row(self: StockNoise, sequences: Batch, probs: torch.Tensor, ahead: int):
-    return NOISE(self, sequences, probs, ahead).roll(1, 0)
+def noise_of_another_row(self: StockNoise, batch: Batch, probs: torch.Tensor, ahead: int):
+    return NOISE(self, batch, probs, ahead).roll(1, 0)
 
 
 MASK, POSITIONS, CUT, NOISE = (

@@ -3,10 +3,10 @@
 import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -16,8 +16,6 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.drafting.draft_length import PRIOR_ALPHA
-from hf_specx.drafting.schedule import Schedule
-from hf_specx.generate import LEARNED
 
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
@@ -173,7 +171,7 @@ def test_models_that_something_is_put_around(wrapper: str):
     pair = DraftTargetPair(around, wrap(draft))
     calls = [
         lambda: around.generate(**prompts(2), **settings, custom_generate=strategy),
-        lambda: generate(**prompts(2), **settings, model=around, draft_model=wrap(draft), num_draft_tokens=2),
+        lambda: generate(**prompts(2), **settings, model=around, draft_model=wrap(draft)),
         lambda: pair.generate(**prompts(2), **settings, num_draft_tokens=2),
     ]
     assert all(torch.equal(call(), expected) for call in calls)
@@ -181,7 +179,7 @@ def test_models_that_something_is_put_around(wrapper: str):
     assert strategy.report.accepted > 0
     assert strategy.draft_model is pair.draft is draft
     assert pair.target is target
-    assert list(LEARNED[draft]) == [target]
+    assert len(draft.specx_times) == 1
 
 
 @dataclass
@@ -220,6 +218,7 @@ def test_num_return_sequences():
     assert torch.equal(output, expected)
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_candidates_past_the_last_position_of_a_learned_table():
     """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
     target = tiny("gpt2", max_position_embeddings=24)
@@ -315,17 +314,17 @@ def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:
 
 
 def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
-    """Of the same two models, at the same batch size, and no longer than they live."""
-    target, other = tiny(), tiny(seed=4)
+    """Times alone, of the same draft beside a target of the same kind, at the same batch size."""
+    target, alike, other = tiny(), tiny(seed=4), tiny(num_hidden_layers=1)
     draft = near(target, 0.05)
 
     def call(model: PreTrainedModel = target, rows: int = 2, **options: Any) -> Callable:
         return lambda: generate(**prompts(rows), **SAMPLED, model=model, draft_model=draft, **options)
 
-    calls = [call(), call(), call(rows=3), call(other), call(), call(costs=Costs()), call()]
-    assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 1, 0]
-    assert LEARNED[draft][target][0].alpha == {}
-    assert len(LEARNED[draft]) == 2
+    calls = [call(), call(), call(rows=3), call(other), call(alike), call(), call(costs=Costs()), call()]
+    assert timed_calls(monkeypatch, *calls) == [1, 0, 1, 1, 0, 0, 1, 0]
+    assert [list(times) for times in draft.specx_times.values()] == [[2, 3], [2]]
+    assert all(row.keys() == {"target", "draft"} for times in draft.specx_times.values() for row in times.values())
 
 
 def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -342,25 +341,38 @@ def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_same_seed_gives_the_same_text_in_the_next_call():
-    """The number of candidates changes what is drawn, so acceptance must not count from call to call."""
+    """The number of candidates changes what is drawn: neither acceptance nor times at another batch size count."""
     target = tiny()
     draft = near(target, 0.3)
-    costs = Costs({2: {"target": {1: 1.0, 9: 1.3}, "draft": 0.1}})
-    LEARNED.setdefault(draft, WeakKeyDictionary())[target] = costs, Schedule()
     texts = []
     for _ in range(3):
         torch.manual_seed(0)
         texts.append(generate(**prompts(2), **SAMPLED, model=target, draft_model=draft))
+        (times,) = draft.specx_times.values()
+        times[1] = {"target": {1: 1.0, 9: 9.0}, "draft": 5.0}  # a size at which no draft is worth its time
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
+
+
+def test_a_heuristic_schedule_starts_anew_in_each_call():
+    target = tiny()
+    draft, asked = near(target, 0.0), {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}
+    call = {**prompts(2), "do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
+    reports = [generate(**call, **asked, model=target, draft_model=draft).speculation_report for _ in range(2)]
+    drafted = [[record.drafted for record in report.history[0]] for report in reports]
+    assert drafted[0][:4] == [0, 2, 4, 6]
+    assert drafted[0] == drafted[1]
 
 
 def test_what_was_learned_is_forgotten_with_the_models():
     target = tiny()
     draft = near(target, 0.05)
-    generate(**prompts(2), **SAMPLED, model=target, draft_model=draft, num_draft_tokens=2)
-    assert draft in LEARNED
-    before = len(LEARNED)
+    generate(**prompts(2), **SAMPLED, model=target, draft_model=draft)
+    assert draft.specx_times
+    gone = weakref.ref(target), weakref.ref(draft)
+    del target
+    gc.collect()
+    assert gone[0]() is None
     del draft
     gc.collect()
-    assert len(LEARNED) < before
+    assert gone[1]() is None

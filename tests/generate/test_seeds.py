@@ -6,15 +6,17 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from test_law import DEPTH, NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_law, p_values
-from test_law import models as law_models
+from enumerated import draw, exact_distribution, p_values
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
+from hf_specx.drafting.candidates import no_candidates
+from hf_specx.sampling import rules
 from hf_specx.sampling.noise import NoiseStream, SeededNoise
-from hf_specx.sampling.rules import Draft, Judgement, RejectionRule
+from hf_specx.sampling.rules import RejectionRule
 
 
 CPU = torch.device("cpu")
@@ -36,13 +38,13 @@ def test_a_row_gets_what_stock_draws_for_it_alone():
     """Where the rows have drifted apart, where one left, and for positions that are asked for again."""
     expected = [stock_noise(seed, 12) for seed in SEEDS]
     state = torch.get_rng_state()
-    noise, sequences = SeededNoise(SEEDS, CPU), text(4)
+    noise, batch = SeededNoise(SEEDS, CPU), text(4)
     for counts, left in (([0, 0, 0, 0], []), ([1, 1, 1, 1], []), ([4, 1, 2, 3], [0]), ([4, 5, 3, 7], [2])):
-        sequences.counts = counts
-        sequences.retire(left)
+        batch.counts = counts
+        batch.retire(left)
         for ahead, positions in ((0, 1), (1, 1), (2, 1), (0, 4)):
-            drawn = noise.at(sequences, torch.empty(len(sequences.rows), positions, 7), ahead)
-            for place, row in enumerate(sequences.rows):
+            drawn = noise.at(batch, torch.empty(len(batch.rows), positions, 7), ahead)
+            for place, row in enumerate(batch.rows):
                 first = counts[row] + ahead
                 assert torch.equal(drawn[place], expected[row][first : first + positions])
     assert max(map(len, noise.held)) == 4  # a round's noise, however long the text
@@ -51,27 +53,33 @@ def test_a_row_gets_what_stock_draws_for_it_alone():
 
 
 def play(rows: list[int], seeds: list[int], leaving: dict[int, int], rule_type=RejectionRule) -> dict[int, list]:
-    """Rounds of one rule on fixed scores of each row; row -> its drafts and verdicts, until it leaves.
+    """Rounds of one rule on fixed scores of each row; row -> its drafts and judgements, until it leaves.
+
+    In each round a row has a number of candidates of its own, from 0 to 3.
 
     Args:
         rows: which of the scores each row of the batch has.
         leaving: row of the batch -> the round that it leaves after.
     """
-    rule, sequences = rule_type(True, CPU, seeds), text(len(rows))
+    rule, batch = rule_type(True, CPU, seeds), text(len(rows))
+    rule.begin()
     seen: dict[int, list] = {row: [] for row in rows}
     for turn in range(4):
         generator = torch.Generator().manual_seed(turn)
         scores = torch.randn(6, 4, 2, 9, generator=generator)  # of the draft and the target
-        mine = scores[[rows[row] for row in sequences.rows]]
-        chosen = [rule.choose(sequences, mine[:, ahead, 0], ahead) for ahead in range(3 if turn else 0)]
-        draft = Draft(torch.empty(len(mine), 0, dtype=torch.int64), None)
+        mine = scores[[rows[row] for row in batch.rows]]
+        lengths = [(rows[row] + turn) % 4 if turn else 0 for row in batch.rows]
+        chosen = [rule.choose(batch, mine[:, ahead, 0], ahead, lengths) for ahead in range(max(lengths))]
+        draft = no_candidates(batch)
         if chosen:
-            draft = Draft(*(torch.stack(parts, 1) for parts in zip(*chosen, strict=True)))
-        judgement: Judgement = rule.judge(sequences, draft, mine[:, : len(chosen) + 1, 1])
-        for place, row in enumerate(sequences.rows):
-            verdict = [*draft.tokens[place].tolist(), *(x[place].item() for x in judgement.verdict[:2])]
-            seen[rows[row]].append(verdict)
-        sequences.retire([row for row, last in leaving.items() if last == turn])
+            tokens, probs = (torch.stack(parts, 1) for parts in zip(*chosen, strict=True))
+            draft = Draft(tokens, lengths, probs)
+        judgement = rule.judge(batch, draft, mine[:, : len(chosen) + 1, 1])
+        for index, row in enumerate(batch.rows):
+            candidates = draft.tokens[index, : lengths[index]].tolist()
+            judged = [int(judgement.accepted[index]), int(judgement.next_token[index])]
+            seen[rows[row]].append(candidates + judged)
+        batch.retire([row for row, last in leaving.items() if last == turn])
     return seen
 
 
@@ -89,6 +97,7 @@ def test_a_row_is_drafted_and_judged_alike_in_any_company():
 
 def test_streams_differ_between_rows_and_uses():
     rule = RejectionRule(True, CPU, [0, 1, 2])
+    rule.begin()
     streams = [g.initial_seed() for s in (rule.drafts, rule.uniforms, rule.residuals) for g in s.generators]
     assert len(set(streams)) == 9
 
@@ -160,6 +169,27 @@ def test_rows_are_the_same_in_any_company(model_type: str, verification: str, en
     assert run(inputs, [0, 1, 2, 3], [8, 0, 1, 9])[0] != together[0]
 
 
+@pytest.mark.parametrize(
+    "asked", [{"num_assistant_tokens_schedule": "heuristic"}, {"assistant_confidence_threshold": 0.3}]
+)
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_number_of_its_own_leaves_a_row_alone(verification: str, asked: dict):
+    """A schedule counts, and a threshold ends a draft, for each row by itself: rows still depend on no mate."""
+    inputs, (target, draft) = prompts(4), models("llama")
+    call = SAMPLED | {"verification": verification, "num_assistant_tokens": 3, "return_dict_in_generate": True} | asked
+
+    def run(inputs: dict, seeds: list[int]) -> tuple[list[list[int]], list[list[int]]]:
+        output = generate(**inputs, **call, model=target, draft_model=draft, seeds=seeds)
+        drafted = [[record.drafted for record in row] for row in output.speculation_report.history]
+        return output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), drafted
+
+    texts, drafted = run(inputs, SEEDS)
+    singles = [run(alone(inputs, row), [seed]) for row, seed in enumerate(SEEDS)]
+    assert texts == [text for (text,), _ in singles]
+    assert drafted == [own for _, (own,) in singles]
+    assert len(set(map(tuple, drafted))) > 1
+
+
 @pytest.mark.parametrize("verification", ["coupled", "block"])
 def test_one_seed_for_each_returned_sequence(verification: str):
     inputs = prompts(2)
@@ -199,31 +229,17 @@ def test_seeds_that_are_no_ints(seeds: Any):
         ours("llama", "coupled", prompts(2), seeds)
 
 
-ROWS = 1024
-
-
-def draw(verification: str, batches: int) -> torch.Tensor:
-    """The first tokens of rows with seeds 0, 1, 2, ... and the same prompt: [batches * ROWS, DEPTH]."""
-    target, draft = law_models()
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
-    inputs = {"input_ids": PROMPT.expand(ROWS, -1), "attention_mask": torch.ones_like(PROMPT).expand(ROWS, -1)}
-    call = inputs | {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy}
-    seeds = torch.arange(batches * ROWS).view(batches, ROWS).tolist()
-    texts = torch.cat([target.generate(**call, seeds=batch) for batch in seeds])
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
-
-
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_law_over_seeds_is_the_targets(verification: str):
     """False alarm 1e-4 for both together."""
-    assert min(p_values(draw(verification, batches=24), exact_law([]))) > 1e-4 / 4
+    assert min(p_values(draw(verification, batches=24, rows=1024, seeded=True), exact_distribution([]))) > 1e-4 / 4
 
 
 class OneStream(RejectionRule):
     """Wrong: a row's acceptance and its residual are drawn with what its drafts are drawn with."""
 
-    def __init__(self, block, device, seeds=None):
-        super().__init__(block, device, seeds)
+    def begin(self):
+        super().begin()
         self.residuals, self.uniforms = (
             NoiseStream([torch.Generator().manual_seed(g.initial_seed()) for g in self.drafts.generators])
             for _ in range(2)
@@ -233,18 +249,18 @@ class OneStream(RejectionRule):
 class Restarted(RejectionRule):
     """Wrong: the streams of a row start anew each round."""
 
-    def choose(self, sequences, scores, ahead):
+    def choose(self, batch, scores, ahead, lengths):
         for generator in self.drafts.generators if ahead == 0 else ():
             generator.manual_seed(generator.initial_seed())
-        return super().choose(sequences, scores, ahead)
+        return super().choose(batch, scores, ahead, lengths)
 
-    def judge(self, sequences, draft, scores):
+    def judge(self, batch, draft, scores):
         for generator in self.uniforms.generators + self.residuals.generators:
             generator.manual_seed(generator.initial_seed())
-        return super().judge(sequences, draft, scores)
+        return super().judge(batch, draft, scores)
 
 
 @pytest.mark.parametrize("wrong", [OneStream, Restarted])
 def test_wrong_streams_are_seen(monkeypatch: pytest.MonkeyPatch, wrong: type[RejectionRule]):
-    monkeypatch.setattr("hf_specx.engine.prefill.RejectionRule", wrong)
-    assert min(p_values(draw("token", batches=6), exact_law([]))) < 1e-8
+    monkeypatch.setattr(rules, "RejectionRule", wrong)
+    assert min(p_values(draw("token", batches=6, rows=1024, seeded=True), exact_distribution([]))) < 1e-8

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from tiny import Forwards, near, prompts, tiny
 from transformers import AutoTokenizer, PreTrainedModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -96,6 +97,7 @@ def test_autocast():
     assert (logits.amax(-1) - chosen).max() < 0.3
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("num_draft_tokens", [3, "auto"])
 def test_inference_mode_and_then_without(num_draft_tokens: int | str):
     """What a strategy keeps from one call serves the next; the gradient mode stays as it was."""
@@ -157,10 +159,10 @@ def failing(model: PreTrainedModel, moment: int, error: type[BaseException]) -> 
     handle.remove()
 
 
-@pytest.mark.parametrize("moment", [1, 2, 5])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("who", ["target", "draft"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "who", "error", "moment"),
+    all_pairs(MODELS, ["target", "draft"], [RuntimeError, KeyboardInterrupt], [1, 2, 5]),
+)
 def test_an_error_leaves_all_as_it_was(name: str, who: str, error: type[BaseException], moment: int):
     """In the prompt, in the first round, and later; the next call with the same strategy is right."""
     both = models(name)

@@ -20,7 +20,7 @@ WRITTEN = rows()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "model_type"), zoo.model_types(), ids="/".join)
+@pytest.mark.parametrize(("kind", "model_type"), zoo.model_types())
 def test_each_is_exact_or_refused(kind: str, model_type: str):
     """No text differs from stock's; what is refused, or cannot be compared, is what the table says."""
     outcome = examine(kind, model_type)

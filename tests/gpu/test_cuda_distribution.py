@@ -3,10 +3,11 @@
 The seeds are fixed; over all choices of them, some test of a right distribution fails with probability 1e-4.
 """
 
+import enumerated
 import pytest
-import test_law
 from device import DEVICE, on_device
-from test_law import CONTROLS, LARGE, SETTINGS, draw, exact_law, p_values
+from enumerated import LARGE, SETTINGS, draw, exact_distribution, p_values
+from wrong_rules import CONTROLS
 
 
 pytestmark = on_device
@@ -16,17 +17,17 @@ NUM_TESTS = 2 * 2 * len(CHOSEN)
 
 @pytest.fixture(autouse=True)
 def models_on_the_device():
-    for model in test_law.models():
+    for model in enumerated.models():
         model.to(DEVICE)
     yield
-    for model in test_law.models():
+    for model in enumerated.models():
         model.cpu()
 
 
 def exact(processors: list):
     """By forwards on the CPU, where the processors' tensors are."""
-    target = test_law.models()[0].cpu()
-    found = exact_law(processors)
+    target = enumerated.models()[0].cpu()
+    found = exact_distribution(processors)
     target.to(DEVICE)
     return found
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import zoo
 from collectors import RowCollector
+from counting import counting
 from device import DEVICE, generator_state, moved, on_device
-from test_offload import counting
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 

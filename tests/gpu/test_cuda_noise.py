@@ -4,7 +4,7 @@ import pytest
 import torch
 from device import DEVICE, generator_state, on_device
 
-from hf_specx.common.batch import Sequences
+from hf_specx.common.batch import Batch
 from hf_specx.sampling.noise import SeededNoise, StockNoise
 from hf_specx.sampling.verify import race
 
@@ -14,8 +14,8 @@ SHAPES = [(1, 48), (3, 1000), (8, 151936)]  # the last one is drawn by more than
 DTYPES = [torch.float32, torch.float64]
 
 
-def text(rows: int) -> Sequences:
-    return Sequences(torch.ones(rows, 4, dtype=torch.int64, device=DEVICE), None, 0)
+def text(rows: int) -> Batch:
+    return Batch(torch.ones(rows, 4, dtype=torch.int64, device=DEVICE), None, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,9 +40,10 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
     like = torch.empty(rows, 1, vocab_size, device=DEVICE, dtype=dtype)
     for window in (0, 2, 100):
         torch.manual_seed(0)
-        noise, sequences = StockNoise(rows, DEVICE, window), text(rows)
+        noise, batch = StockNoise(rows, DEVICE, window), text(rows)
+        noise.begin()
         for position in (2, 0, 5, 2, 1, 5, 0):
-            assert torch.equal(noise.at(sequences, like, position)[:, 0], expected[position])
+            assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
         noise.finish(4)
         assert torch.equal(torch.empty_like(expected[0]).exponential_(), expected[4])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from card_cases import blocks, full
 from huggingface_hub import ModelCard
-from test_cards import blocks, full
 from tiny import near, tiny
 from typer.main import get_command
 

@@ -6,13 +6,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from card_cases import blocks, body, full, measured
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.cards import known_card, render, write_cards
 from hf_specx.hub.known_pairs import KNOWN_PAIRS
-from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, TokenizerFacts
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
 CARDS = Path(__file__).parents[2] / "model_cards"
@@ -28,54 +29,6 @@ SECTIONS = [
     "Licence",
 ]
 HOSTILE = "x | y ``` `` ` <b>&amp; [a](b) \\| \\\\| *c*\n\n## Heading\n| a |\n---\nlicense: mit\n```\n<i>\nevil()"
-
-
-def measured(**changes) -> Measurement:
-    values = {
-        "batch": 8,
-        "dtype": "bfloat16",
-        "verification": "block",
-        "num_draft_tokens": 4,
-        "layout": "ragged",
-        "alpha": 0.7491,
-        "cost_coefficient": 0.181,
-        "tokens_per_round": 2.349,
-        "expected_speedup": 1.691,
-        "forward_limited_speedup": 1.742,
-        "measured_speedup": 1.388,
-        "hardware": "a processor",
-        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-        "command": "specx tune a b",
-    }
-    return Measurement(**values | changes)
-
-
-def full(**changes) -> PairConfig:
-    """A config of a target inside and a draft by reference, with nothing left out."""
-    facts = {
-        "auto_class": "AutoModelForCausalLM",
-        "vocab_size": 48,
-        "parameters": 12345,
-        "max_positions": 128,
-        "dtype": "float32",
-        "fingerprint": "f",
-    }
-    values = {
-        "target": ModelSource(model_type="llama", **facts),
-        "draft": ModelSource("org/draft", "c0ffee", "small", model_type="llama", **facts),
-        "tokenizers": TokenizerFacts("content", 48, {"eos_token": "</s>"}),
-        "num_draft_tokens": 3,
-        "verification": "token",
-        "layout": "padded",
-        "measurements": [measured()],
-        "license": "apache-2.0",
-        "notes": "## How it was made\n\nBy hand.",
-    }
-    return PairConfig(**values | changes)
-
-
-def body(card: str) -> str:
-    return ModelCard(card).text
 
 
 def headings(card: str) -> list[str]:
@@ -97,11 +50,6 @@ def table(text: str) -> list[list[str]]:
         elif token.type in ("th_open", "td_open"):
             rows[-1].append("".join(child.content for child in after.children))
     return rows
-
-
-def blocks(card: str, language: str) -> list[str]:
-    tokens = MarkdownIt().enable("table").parse(body(card))
-    return [token.content for token in tokens if token.type == "fence" and token.info == language]
 
 
 def every_string(value, text):

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import transformers
-from hub_answers import OWNER
-from hub_client import Client, Failed
-from hub_pairs import (
+from hub_client import (
     DRAFT_WEIGHTS,
     FORMS,
     MODELS,
     NAME,
     OURS,
+    Client,
+    Failed,
     a_pair,
     by_function,
     by_package,
@@ -23,13 +23,11 @@ from hub_pairs import (
     push,
     said,
 )
-from hub_server import Hub
+from hub_server import OWNER, Hub
 from packaging import version
 from tiny import near
 from transformers import AutoModelForCausalLM
 
-
-pytest_plugins = ["hub_fixtures"]
 
 Clients = Callable[..., Client]
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
@@ -63,10 +61,6 @@ def test_another_process_says_the_same(pushed: Hub, client: Clients, form: Calla
     assert asked(pushed, "GET", "custom_generate/generate.py") == (form not in OURS)
 
 
-def by_string_untrusted(name: str, **options: Any) -> list[list[int]]:
-    return by_string(name, trust_remote_code=None, **options)
-
-
 def by_override_untrusted(name: str) -> bool:
     """Whether the model has a `generate` of its own."""
     return "generate" in vars(AutoModelForCausalLM.from_pretrained(name))
@@ -80,7 +74,7 @@ def test_nothing_runs_without_trust(pushed: Hub, client: Clients):
     """Not a line of the repository's code is asked for, let alone run; `input` has nobody to answer."""
     user = client(package=False)
     with pytest.raises(Failed, match="trust_remote_code=True"):
-        user(by_string_untrusted, NAME)
+        user(by_string, NAME, trust_remote_code=None)
     assert not user(by_override_untrusted, NAME)
     assert user(modules_of_repositories) == []
     assert asked(pushed, "GET", ".py") == 0
@@ -108,16 +102,12 @@ def loaded_once(name: str) -> list[list[int]]:
     return said(lambda **inputs: MODELS["code"](model=MODELS[name], **inputs), MODELS[name])
 
 
-def by_string_from_the_cache(name: str) -> list[list[int]]:
-    return by_string(name, local_files_only=True)
-
-
 def test_ways_to_ask_nothing_by_string(pushed: Hub, client: Clients):
     user = client(package=False)
     assert user(loaded_once, NAME) == expected()
     pushed.requests.clear()
     assert user(loaded_once, NAME) == expected()
-    assert user(by_string_from_the_cache, NAME) == expected()
+    assert user(by_string, NAME, local_files_only=True) == expected()
     assert pushed.requests == []
 
 
@@ -129,15 +119,7 @@ def test_a_revision_is_kept_to(hub: Hub, client: Clients, form: Callable[..., An
     publisher(push, NAME, 2)
     assert expected(1) != expected(2)
     assert client("now")(form, NAME) == expected(2)
-    assert client("then")(at_revision, form, NAME, first) == expected(1)
-
-
-def at_revision(form: Callable[..., Any], name: str, revision: str) -> list[list[int]]:
-    return form(name, revision=revision)
-
-
-def with_token(form: Callable[..., Any], name: str, token: str | None) -> list[list[int]]:
-    return form(name, token=token)
+    assert client("then")(form, NAME, revision=first) == expected(1)
 
 
 def logged_in(form: Callable[..., Any], name: str) -> list[list[int]]:
@@ -145,13 +127,22 @@ def logged_in(form: Callable[..., Any], name: str) -> list[list[int]]:
     return form(name)
 
 
+def test_a_push_to_a_branch(hub: Hub, client: Clients):
+    """The branch is made, and main stays what it was."""
+    publisher = client("publisher")
+    publisher(push, NAME)
+    publisher(push, NAME, 2, revision="new/draft")
+    assert client("main")(by_package, NAME) == expected(1)
+    assert client("branch")(by_package, NAME, revision="new/draft") == expected(2)
+
+
 @pytest.mark.parametrize("form", [*FORMS, by_function])
 def test_a_private_pair_wants_a_token(hub: Hub, client: Clients, form: Callable[..., Any]):
-    client("publisher")(push, NAME, 1, True)
+    client("publisher")(push, NAME, private=True)
     user, other = client("user"), client("other")
     with pytest.raises(Failed, match="RepositoryNotFoundError|not a valid model identifier"):
-        user(with_token, form, NAME, None)
-    assert user(with_token, form, NAME, OWNER) == expected()
+        user(form, NAME, token=None)
+    assert user(form, NAME, token=OWNER) == expected()
     assert other(logged_in, form, NAME) == expected()
 
 

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from test_cards import full, measured
+from card_cases import full, measured
 
 from hf_specx.hub.known_pairs import BY_NAME as KNOWN
 from hf_specx.hub.vllm import vllm

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -29,9 +30,7 @@ def run(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **settings
     return output, strategy.report, forwards.lengths
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("layout", DECODERS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "layout", "do_sample"), all_pairs(MODEL_TYPES, DECODERS, [False, True]))
 def test_every_layout_equals_stock(model_type: str, layout: str, do_sample: bool):
     target, draft = pair(model_type)
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": NEW_TOKENS}

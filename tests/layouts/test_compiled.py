@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 import torch
-from hf_specx.engine.prefill import make_sequences
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
 from hf_specx.common.patching import OVERRIDES
+from hf_specx.engine.start import make_batch
 from hf_specx.layouts import compiled, regions
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
@@ -29,14 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
 needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="torch finds no C++ compiler")
 SAMPLED = {"do_sample": True, "top_k": 0}
 ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch):
-    """What torch has traced runs uncompiled."""
-    monkeypatch.setattr(regions, "lookup_backend", lambda name: lambda graph, inputs, config_patches: graph)
-    monkeypatch.setattr(compiled, "has_compiler", lambda device_type: True)
-    monkeypatch.setattr(regions, "REGIONS", weakref.WeakKeyDictionary())
 
 
 @cache
@@ -56,7 +48,7 @@ def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, v
 
 @needs_compiler
 def test_two_buckets_of_rows():
-    """Four places, then two: six forwards in all, for every call and strategy; rows end as stock ends them."""
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
     target, draft = pair(num_hidden_layers=1)
     before = torch._dynamo.config.get_config_copy()
     compilations = []
@@ -77,7 +69,7 @@ def test_two_buckets_of_rows():
 
 @pytest.mark.parametrize("model_type", ["mistral", "gpt2", "gemma2"])
 def test_models_of_other_kinds(traced: None, model_type: str):
-    """Windows, learned positions, masks by layer; three rows in four places."""
+    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
     target, draft = pair(model_type)
     for settings in (SAMPLED, {"do_sample": False}):
         expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)
@@ -147,11 +139,11 @@ def test_any_query_length(traced: None):
     found = {}
     for name in (True, False):
         prompt = prepare(target, 40, dict(inputs))
-        decoder, sequences = make_decoder("ragged", prompt, compiled=name), make_sequences(prompt)
+        decoder, batch = make_decoder("ragged", prompt, compiled=name), make_batch(prompt)
         decoder.read()
         tokens = torch.arange(1, 46).view(3, 15)
-        sequences.append(tokens, torch.tensor([15, 13, 14]), [15, 13, 14])
-        found[name] = decoder(sequences, 11, 0, 11)
+        batch.emit(tokens, torch.tensor([15, 13, 14]), [15, 13, 14])
+        found[name] = decoder.feed(batch, 11, 0, 11)
         assert found[name].shape == (3, 11, 48)
     assert torch.allclose(found[True], found[False], atol=1e-4)
 

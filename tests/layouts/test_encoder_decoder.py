@@ -1,25 +1,23 @@
 """Encoder-decoder targets: stock's tokens in every layout that they have, and each prompt encoded once."""
 
-import contextlib
 import copy
 import math
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
+from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, counted, ours, stock
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 import hf_specx
-from hf_specx import SpeculativeDecoding
 
 
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
-LAYOUTS = ("padded", "lockstep")
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
-NEW_TOKENS, DRAFT_TOKENS = 21, 3
+NEW_TOKENS = 21
 
 
 @cache
@@ -36,47 +34,7 @@ def models(model_type: str) -> tuple[PreTrainedModel, dict[str, PreTrainedModel]
     }
 
 
-@contextlib.contextmanager
-def counted(*modules: torch.nn.Module) -> Iterator[list[int]]:
-    """Forwards of each module, by hooks."""
-    counts = [0] * len(modules)
-
-    def note(place: int):
-        def hook(*_):
-            counts[place] += 1
-
-        return hook
-
-    handles = [module.register_forward_pre_hook(note(place)) for place, module in enumerate(modules)]
-    yield counts
-    for handle in handles:
-        handle.remove()
-
-
-def stock(target: PreTrainedModel, **call) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(4)
-    return target.generate(**call), torch.get_rng_state()
-
-
-def ours(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **call) -> tuple[torch.Tensor, torch.Tensor]:
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=DRAFT_TOKENS, verification="coupled", layout=layout)
-    torch.manual_seed(4)
-    return target.generate(**call, custom_generate=strategy), torch.get_rng_state()
-
-
-def assert_equals_stock(target: PreTrainedModel, drafts: dict[str, PreTrainedModel], layout: str, **call):
-    """Returns stock's tokens."""
-    expected, state = stock(target, **call)
-    for name, draft in drafts.items():
-        output, left = ours(target, draft, layout, **call)
-        assert torch.equal(output, expected), name
-        assert torch.equal(left, state), name
-    return expected
-
-
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "layout", "settings"), all_pairs(MODEL_TYPES, LAYOUTS, SETTINGS))
 def test_equals_stock(model_type: str, layout: str, settings: str):
     """In fewer forwards than tokens, with rejections, and with the prompts encoded once by each encoder."""
     target, drafts = models(model_type)
@@ -103,9 +61,7 @@ def test_several_sequences_of_each_prompt(model_type: str, layout: str):
     assert len(expected) == 6
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "layout", "padded"), all_pairs(MODEL_TYPES, LAYOUTS, [False, True]))
 def test_decoder_prompts(model_type: str, layout: str, padded: bool):
     """Of several tokens; padded on the left, stock goes by the mask, and by the columns for positions."""
     target, drafts = models(model_type)
@@ -198,6 +154,7 @@ def test_inputs_for_the_draft():
         ours(target, drafts["near"], "padded", **call)
 
 
+@pytest.mark.usefixtures("draft_pays")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_as_a_function(model_type: str):
     target, drafts = models(model_type)

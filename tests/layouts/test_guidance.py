@@ -3,7 +3,8 @@
 import pytest
 import torch
 import zoo
-from test_law import PROMPT, draw, exact_law, models, p_values
+from all_pairs import all_pairs
+from enumerated import PROMPT, draw, exact_distribution, models, p_values
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -33,9 +34,10 @@ def both(target: PreTrainedModel, draft: PreTrainedModel, settings: dict, **opti
     return *results, strategy.report
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2", "opt", "bloom"])
+@pytest.mark.parametrize(
+    ("model_type", "do_sample", "prompt"),
+    all_pairs(["llama", "mistral", "gpt2", "opt", "bloom"], [False, True], PROMPTS),
+)
 def test_equals_stock(model_type: str, do_sample: bool, prompt: str):
     target = tiny(model_type, **({"word_embed_proj_dim": 32, "ffn_dim": 48} if model_type == "opt" else {}))
     settings = {"do_sample": do_sample, "eos_token_id": [5, 6, 7]} | ({"top_k": 0} if do_sample else {})
@@ -80,8 +82,8 @@ class Guided(LogitsProcessor):
 def test_law(verification: str):
     """Against enumeration; over all seeds the right law would fail with probability 1e-4. See test_law.py."""
     tokens = draw(verification, batches=40, rows=256, guidance_scale=1.6)
-    assert min(p_values(tokens, exact_law([Guided()]))) > 1e-4 / 4
-    assert max(p_values(tokens, exact_law([]))) < 1e-8
+    assert min(p_values(tokens, exact_distribution([Guided()]))) > 1e-4 / 4
+    assert max(p_values(tokens, exact_distribution([]))) < 1e-8
 
 
 def test_one_unconditional_forward_a_round():

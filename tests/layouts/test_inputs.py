@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -38,9 +39,9 @@ def test_several_texts_from_one_prompt(settings: dict, layout: str):
     assert same(target, near(target, 0.05), prompts(2), settings, layout=layout) < 20
 
 
-@pytest.mark.parametrize("size", [1, 4, 30])
-@pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.parametrize(
+    ("model_type", "layout", "size"), all_pairs(["llama", "mistral"], ["ragged", "padded", "lockstep"], [1, 4, 30])
+)
 def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int):
     target = tiny(model_type)
     count = same(target, near(target, 0.05), prompts(3), SAMPLED | {"prefill_chunk_size": size}, layout=layout)
@@ -197,9 +198,11 @@ def test_token_types_reach_every_forward(layout: str):
         assert same(target, near(target, 0.05), inputs, settings, layout=layout) < 20
 
 
-@pytest.mark.parametrize("num_draft_tokens", ["auto", 4])
-@pytest.mark.parametrize("new_tokens", [1, 2, 20])
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.usefixtures("draft_pays")
+@pytest.mark.parametrize(
+    ("layout", "new_tokens", "num_draft_tokens"),
+    all_pairs(["ragged", "padded", "packed", "lockstep"], [1, 2, 20], ["auto", 4]),
+)
 def test_a_text_that_fills_its_table_of_positions(layout: str, new_tokens: int, num_draft_tokens: int | str):
     """The last token is never fed, so that it needs no position; candidates behind it must not either."""
     target = tiny("gpt2", max_position_embeddings=11 + new_tokens - 1)

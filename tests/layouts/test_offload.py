@@ -1,8 +1,7 @@
 """Weights on the CPU, on disk, or split: the text is that of the models in memory, in fewer forwards than plainly."""
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 import zoo
 from accelerate import cpu_offload, disk_offload, dispatch_model
+from all_pairs import all_pairs
+from counting import counting
 from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -61,17 +62,6 @@ def parts(module: torch.nn.Module, prefix: str = "") -> list[str]:
 OFFLOADS: dict[str, Callable[[PreTrainedModel, Path], None]] = {"cpu": to_cpu, "disk": to_disk, "both": to_both}
 
 
-@contextmanager
-def counting(model: PreTrainedModel) -> Iterator[list[object]]:
-    """A list that grows with each forward."""
-    calls: list[object] = []
-    hook = model.register_forward_pre_hook(lambda module, args: calls.append(module))
-    try:
-        yield calls
-    finally:
-        hook.remove()
-
-
 def speculate(target: PreTrainedModel, draft: PreTrainedModel, settings: dict[str, Any]) -> torch.Tensor:
     """Our text, once it is shown that the target ran less often than plainly, and the draft more often."""
     options = {"verification": "coupled", "num_draft_tokens": 3} | settings
@@ -83,27 +73,31 @@ def speculate(target: PreTrainedModel, draft: PreTrainedModel, settings: dict[st
     return output
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("which", ["target", "draft", "target draft"])
-@pytest.mark.parametrize("offload", OFFLOADS)
+KINDS = {  # with their layouts
+    "llama": ["ragged", "padded", "packed"],
+    "gpt2": ["ragged"],
+    "opt": ["padded"],
+    "tied": ["lockstep"],
+    "t5": ["padded"],
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("llama", "ragged"),
-        ("llama", "padded"),
-        ("llama", "packed"),
-        ("gpt2", "ragged"),
-        ("opt", "padded"),
-        ("tied", "lockstep"),
-        ("t5", "padded"),
-    ],
+    ("kind_and_layout", "offload", "which", "do_sample"),
+    all_pairs(
+        [(kind, layout) for kind, layouts in KINDS.items() for layout in layouts],
+        OFFLOADS,
+        ["target", "draft", "target draft"],
+        [False, True],
+    ),
 )
 def test_text_of_the_models_in_memory(
-    kind: str, layout: str, offload: str, which: str, sampling: dict[str, Any], tmp_path: Path
+    kind_and_layout: tuple[str, str], offload: str, which: str, do_sample: bool, tmp_path: Path
 ):
+    kind, layout = kind_and_layout
     target = build(kind)
     draft = near(target, NOISE.get(kind, 0.05))
-    settings = prompts(3) | sampling | {"max_new_tokens": NEW_TOKENS}
+    settings = prompts(3) | (SAMPLED if do_sample else GREEDY) | {"max_new_tokens": NEW_TOKENS}
     torch.manual_seed(0)
     expected = target.generate(**settings)
     for role, model in (("target", target), ("draft", draft)):
@@ -157,6 +151,7 @@ def test_as_planned(tmp_path: Path):
     assert torch.equal(output, hf_specx.generate(model=target, draft_model=draft, **settings))
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_everything_else_that_a_call_can_want(tmp_path: Path):
     """Costs are measured, states and a cache are given back, guidance runs the target twice."""
     target = tiny()

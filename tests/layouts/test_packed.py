@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers import DynamicCache, PreTrainedModel
 
@@ -61,11 +62,12 @@ def ours(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, layout: 
     return output, torch.get_rng_state(), strategy.report, forwards.ids
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("rows", LENGTHS)
-@pytest.mark.parametrize(("model_type", "attention"), MODELS)
-def test_equals_stock(model_type: str, attention: str, rows: int, settings: dict, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("model_and_attention", "rows", "settings"), all_pairs(MODELS, LENGTHS, [GREEDY, SAMPLED]))
+def test_equals_stock(
+    model_and_attention: tuple[str, str], rows: int, settings: dict, monkeypatch: pytest.MonkeyPatch
+):
     """With prompts and texts far longer than mistral's window of 8, and with rejections."""
+    model_type, attention = model_and_attention
     monkeypatch.setitem(LAYOUTS_OF, model_type, ("ragged", "packed"))
     target = model(model_type, attention)
     assert target.config._attn_implementation == attention
@@ -112,6 +114,7 @@ def test_verdicts_are_those_of_the_ragged_layout(model_type: str, verification: 
     assert 0 < report.accepted < report.drafted
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_auto_numbers_of_candidates_and_a_draft_of_another_kind():
     """Bare forwards are timed behind the prompts and taken back; the draft may have another layout."""
     target, inputs = tiny("llama"), unequal((3, 40, 1, 17))

@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 import zoo
-from test_encoder_decoder import LAYOUTS, assert_equals_stock, counted
+from encoder_decoder import LAYOUTS, assert_equals_stock, counted
 from tiny import near
 from transformers import PreTrainedModel, WhisperConfig, WhisperForCausalLM, WhisperForConditionalGeneration
 

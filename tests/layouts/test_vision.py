@@ -1,19 +1,20 @@
 """Targets that see images: the same tokens as stock, whether the draft sees the images too or takes them for text."""
 
+import itertools
 import math
 from functools import cache
 
 import pytest
 import torch
-from tiny import GROUPED, SIZES, VOCAB_SIZE, Forwards, near, prompts, tiny
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from tiny import Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+from vision import END, IMAGE, MODEL_TYPES, START, seeing
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts.choose import choose as layouts
+from hf_specx.layouts import choose as layouts
 from hf_specx.layouts.decoder import Decoder
 
 
-IMAGE, START, END = 40, 42, 43  # ids that stand for images; those of words are lower
 NEW_TOKENS, NUM_DRAFT_TOKENS = 20, 4
 FEWEST = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))  # rounds, if all candidates are accepted
 SETTINGS = {
@@ -21,90 +22,9 @@ SETTINGS = {
     "two texts a row": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
 }
 BATCHES = {"one row": (1,), "some with an image": (1, 0, 1), "all with an image": (1, 1, 1)}  # images in each row
+CALLS = list(zip(BATCHES.values(), ["two texts a row", "greedy", "two texts a row"], strict=True))
 LAYOUTS = ("ragged", "padded", "lockstep")
-
-TEXT = SIZES | GROUPED
-TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-QWEN_TOWER = {
-    "depth": 2,
-    "hidden_size": 16,
-    "num_heads": 2,
-    "intermediate_size": 24,
-    "patch_size": 4,
-    "out_hidden_size": 32,
-}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-TOWERS = {  # what differs from TOWER or QWEN_TOWER
-    "llava": {"model_type": "clip_vision_model"},
-    "mistral3": {"model_type": "pixtral", "patch_size": 2, "head_dim": 8},
-    "gemma3": {"model_type": "siglip_vision_model"},
-    "paligemma": {"model_type": "siglip_vision_model", "projection_dim": 32},
-    "idefics3": {"image_size": 16},
-    "smolvlm": {"image_size": 16},
-    "qwen2_vl": {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
-    "qwen2_5_vl": {"window_size": 16, "fullatt_block_indexes": [1]},
-    "qwen3_vl": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-}
-TEXTS = {  # what differs from TEXT
-    "llava": {"model_type": "llama"},
-    "mistral3": {"model_type": "mistral", "sliding_window": 8},
-    "gemma3": WINDOW | {"query_pre_attn_scalar": 8},
-    "paligemma": {"model_type": "gemma"},
-    "idefics3": {"model_type": "llama"},
-    "smolvlm": {"model_type": "llama"},
-    "qwen2_vl": {"rope_parameters": ROPE},
-    "qwen2_5_vl": {"rope_parameters": ROPE},
-    "qwen3_vl": {"rope_parameters": ROPE | {"mrope_interleaved": True}},
-}
-WHOLES = {
-    "llava": {"image_seq_length": 4},
-    "mistral3": {"spatial_merge_size": 2},
-    "gemma3": {"mm_tokens_per_image": 4, "boi_token_index": START, "eoi_token_index": END},
-    "paligemma": {"projection_dim": 32, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
-    "idefics3": {"scale_factor": 2, "pad_token_id": 0},
-    "smolvlm": {"scale_factor": 2, "pad_token_id": 0},
-}
-MODEL_TYPES = tuple(TOWERS)
 EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
-
-
-def config(model_type: str, **changes) -> PreTrainedConfig:
-    """A tiny config; changes go to the text model."""
-    qwen = model_type.startswith("qwen")
-    whole = {"image_token_id": IMAGE, "tie_word_embeddings": False} | WHOLES.get(model_type, {})
-    whole |= (
-        {"vision_start_token_id": START, "vision_end_token_id": END, "video_token_id": END + 1}
-        if qwen
-        else {"image_token_index": IMAGE}
-    )
-    return CONFIG_MAPPING[model_type](
-        vision_config=(QWEN_TOWER if qwen else TOWER) | TOWERS[model_type],
-        text_config=TEXT | TEXTS[model_type] | changes,
-        **whole,
-    )
-
-
-@cache
-def seeing(model_type: str, seed: int = 0, **changes) -> PreTrainedModel:
-    """A random model whose text depends on its images."""
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config(model_type, **changes)).eval()
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if id(parameter) in tables:
-                parameter.normal_()
-            elif parameter.ndim > 1:
-                parameter.normal_(0, 2 * parameter[0].numel() ** -0.5)
-    return model
 
 
 def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -146,6 +66,12 @@ def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
     return target.generate(**given, max_new_tokens=NEW_TOKENS, pad_token_id=0, **settings)
 
 
+@cache
+def plain(model_type: str, images: tuple[int, ...], settings: str) -> torch.Tensor:
+    target = seeing(model_type)
+    return generated(target, inputs(target, images), **SETTINGS[settings])
+
+
 def strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
     return SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="coupled", layout=layout)
 
@@ -162,16 +88,14 @@ def any_layout(monkeypatch: pytest.MonkeyPatch):
 def test_equals_stock(model_type: str, layout: str):
     """For a draft that sees the images and for one that reads their placeholders as words."""
     target, rounds = seeing(model_type), []
-    for images in BATCHES.values():
-        given = inputs(target, images)
-        for name, chosen in SETTINGS.items():
-            expected = generated(target, given, **chosen)
-            for draft in (near(target, 0.02), tiny()):
-                with Forwards(target) as forwards:
-                    output = generated(target, given, **chosen, custom_generate=strategy(draft, layout))
-                assert torch.equal(output, expected), (images, name, type(draft))
-                assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
-                rounds.append(len(forwards.lengths) - 1)
+    for (images, name), draft in itertools.product(CALLS, (near(target, 0.02), tiny())):
+        with Forwards(target) as forwards:
+            output = generated(
+                target, inputs(target, images), **SETTINGS[name], custom_generate=strategy(draft, layout)
+            )
+        assert torch.equal(output, plain(model_type, images, name)), (images, name, type(draft))
+        assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
+        rounds.append(len(forwards.lengths) - 1)
     seeing_draft, blind_draft = sum(rounds[::2]), sum(rounds[1::2])
     assert FEWEST * len(rounds[::2]) < seeing_draft < blind_draft <= (NEW_TOKENS - 1) * len(rounds[1::2])
 
@@ -203,9 +127,9 @@ def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
 def test_the_layout_that_auto_takes_is_exact(model_type: str):
     target = seeing(model_type)
     given = inputs(target, (1, 0, 1))
-    for chosen in SETTINGS.values():
+    for name, chosen in SETTINGS.items():
         output = generated(target, given, **chosen, custom_generate=strategy(near(target, 0.05), "auto"))
-        assert torch.equal(output, generated(target, given, **chosen))
+        assert torch.equal(output, plain(model_type, (1, 0, 1), name))
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])

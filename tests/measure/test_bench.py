@@ -64,7 +64,7 @@ def test_each_run_has_its_seed(monkeypatch):
     target, inputs = tiny(), {"input_ids": torch.full((1, 4), 5), "attention_mask": torch.ones(1, 4)}
     strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(1))
     seeds.clear()
-    compare(target, strategy, inputs, {"max_new_tokens": 2, "do_sample": False}, repeats=3, seed=7)
+    compare(target, strategy, [inputs], {"max_new_tokens": 2, "do_sample": False}, repeats=3, seed=7)
     assert seeds == [7, 7, 7, 7, 8, 8, 9, 9]  # the first two warm up
 
 
@@ -77,7 +77,7 @@ def test_tokens_of_an_encoder_decoder_are_the_decoders():
     inputs = {"input_ids": torch.full((2, 9), 5), "attention_mask": torch.ones(2, 9, dtype=torch.int64)}
     options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(2))
-    found = compare(target, strategy, inputs, options, repeats=1)
+    found = compare(target, strategy, [inputs], options, repeats=1)
     assert found.plain.tokens == found.ours.tokens == [6]
 
 
@@ -110,4 +110,4 @@ def test_what_fails_is_raised():
     target, inputs = tiny(), {"input_ids": torch.full((1, 4), 5), "attention_mask": torch.ones(1, 4)}
     strategy = SpeculativeDecoding(target, num_draft_tokens=2, costs=known_costs(1))
     with pytest.raises(ValueError, match="num_beams=2"):  # which plain generate takes
-        compare(target, strategy, inputs, {"max_new_tokens": 2, "do_sample": False, "num_beams": 2}, repeats=1)
+        compare(target, strategy, [inputs], {"max_new_tokens": 2, "do_sample": False, "num_beams": 2}, repeats=1)

@@ -11,8 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.patching import OVERRIDES
-from hf_specx.measure.trace import Recorder, add_texts, added, trace
+from hf_specx.measure.trace import add_texts, added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -43,7 +42,7 @@ def traced(models, mode: str, **more):
     return trace(target, used, INPUTS, options_of(mode) | more, tiny_tokenizer()), used.report
 
 
-def plain_law(target, ids: list[int], temperature: float) -> torch.Tensor:
+def plain_distribution(target, ids: list[int], temperature: float) -> torch.Tensor:
     with torch.no_grad():
         return (target(torch.tensor([ids])).logits[0, -1] / temperature).softmax(-1)
 
@@ -87,7 +86,7 @@ def test_p_and_q_are_those_of_plain_forwards(models, mode):
     for each in found["rounds"]:
         ids = list(text)
         for candidate in each["candidates"]:
-            p, q = (plain_law(model, ids, 0.8) for model in (target, draft))
+            p, q = (plain_distribution(model, ids, 0.8) for model in (target, draft))
             token = candidate["token"]
             assert candidate["p"] == pytest.approx(float(p[token]), rel=1e-3, abs=1e-7)
             assert candidate["q"] == pytest.approx(float(q[token]), rel=1e-3, abs=1e-7)
@@ -105,7 +104,7 @@ def test_p_and_q_of_the_tokens(models, mode):
     text, origins = PROMPT[0].tolist(), set()
     for each in found["rounds"]:
         for token in each["tokens"]:
-            p, q = (plain_law(model, text, 0.8)[token["token"]] for model in (target, draft))
+            p, q = (plain_distribution(model, text, 0.8)[token["token"]] for model in (target, draft))
             assert token["p"] == pytest.approx(float(p), rel=1e-3, abs=1e-7)
             if token["origin"] == "bonus":
                 assert token["q"] is None
@@ -127,7 +126,7 @@ def test_greedy_candidates_have_no_q(models):
 
 
 def test_positions_one_by_one(models):
-    """Under a processor that keeps state, each judgement emits a single token."""
+    """Under a processor that keeps state, candidates that no position was judged for are not shown."""
 
     class Counting:
         def __call__(self, input_ids, scores):
@@ -137,26 +136,36 @@ def test_positions_one_by_one(models):
     assert report.layout == "lockstep"
     tokens = [token["token"] for each in found["rounds"] for token in each["tokens"]]
     assert len(tokens) == 24
-    assert {len(each["tokens"]) for each in found["rounds"]} == {1}
-    assert len(found["rounds"]) > len(report.history[0])
+    assert [len(each["candidates"]) for each in found["rounds"]] == [r.judged for r in report.history[0]]
+    assert [len(each["tokens"]) for each in found["rounds"]] == [r.emitted for r in report.history[0]]
+    assert report.judged < report.drafted
 
 
-def test_nothing_is_left_behind(models):
-    traced(models, "token")
-    assert not OVERRIDES.get()
+class Meanwhile:
+    """A listener that makes another call after the first round it hears of."""
+
+    def __init__(self, call):
+        self.call, self.rounds = call, 0
+
+    def observe(self, done):
+        self.rounds += 1
+        if self.rounds == 1:
+            thread = threading.Thread(target=self.call)
+            thread.start()
+            thread.join()
 
 
-def test_other_threads_are_not_heard(models):
-    recorder, (target, draft) = Recorder(), models
-
-    def elsewhere():
-        target.generate(**INPUTS, **OPTIONS, custom_generate=strategy(draft, "token"))
-
-    with recorder.listening():
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert recorder.judged == []
+def test_other_calls_are_not_heard(models):
+    """Not even those of the same strategy, which keeps the listeners that it had."""
+    target, draft = models
+    used = strategy(draft, "token")
+    meanwhile = Meanwhile(lambda: target.generate(**INPUTS, **OPTIONS, custom_generate=used))
+    used.listeners = (meanwhile,)
+    torch.manual_seed(3)
+    found = trace(target, used, INPUTS, OPTIONS, tiny_tokenizer())
+    assert found == traced(models, "token")[0]
+    assert used.listeners == (meanwhile,)
+    assert meanwhile.rounds > len(found["rounds"])
 
 
 def test_spaces_that_tokenizers_strip_are_in_the_text():

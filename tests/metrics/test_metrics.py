@@ -11,6 +11,7 @@ import pytest
 import torch
 from huggingface_hub import metadata_load
 from metric_modules import load
+from rounds import made_round
 from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding, metrics
@@ -94,9 +95,9 @@ def test_acceptance_of_nothing(rows: list):
 def test_acceptance_is_that_of_the_report():
     report = SpeculationReport("token", "ragged", "", rows=2)
     shared = [[0.9, 0.7, 0.5], [0.8, 0.2, 0.6]]
-    report.observe([0, 1], 0, [0, 0], [1, 1], 0.0)
-    report.observe([0, 1], 3, [2, 0], [3, 1], sum(shared[0]) + shared[1][0])
-    report.observe([1], 2, [1], [2], sum(shared[1][1:]))
+    report.observe(made_round([0, 0], [0, 0]))
+    report.observe(made_round([3, 3], [2, 0], overlap=[shared[0], [0.8, 0.4, 0.4]]))  # two are not judged
+    report.observe(made_round([2], [1], rows=[1], overlap=[shared[1][1:]]))
     accepted, drafted = ([[getattr(r, n) for r in row] for row in report.history] for n in ("accepted", "drafted"))
     found = load("acceptance").compute(predictions=accepted, references=drafted, overlaps=shared)
     assert found["alpha"] == pytest.approx(report.alpha)

@@ -1,4 +1,4 @@
-"""Every kind of broken or hostile file beside the pair's config that we know; as in `repository_cases`."""
+"""Broken and hostile files of a pair, its config aside; as in `repository_cases`."""
 
 from repositories import (
     INDEX,
@@ -34,19 +34,8 @@ DEEP = "[" * 100_000
 TEXT_MODEL = "clip_text_model"  # of which transformers knows the config, and no model to generate with
 
 CASES = {
-    # What is asked for
-    "folder_that_is_not_there": ("nowhere' is neither a folder nor an id on the Hub", lambda f: load(f / "nowhere")),
-    "folder_that_is_not_there, model": ("other' is neither a folder nor", lambda f: load(f, target=f / "other")),
-    "folder_that_is_not_there, text": ("'~/pair' is neither a folder nor", lambda _: load("~/pair")),
-    "revision_of_a_folder": ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
-    "argument_that_a_pair_sets": ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
-    "argument_that_a_pair_sets, option": (
-        "num_draft_tokens= has no .*to a call",
-        lambda f: load(f, num_draft_tokens=3),
-    ),
-    "argument_that_a_pair_sets, draft": ("config= has no place", lambda f: load(f, draft_kwargs={"config": None})),
     # What is there
-    "reference_hidden_by_a_folder": (
+    "check_reference": (
         "means the repository 'org/draft', and a local folder of that name.*rename",
         after(
             write("org/draft/config.json", "{}"),
@@ -72,20 +61,6 @@ CASES = {
         "x.jinja is a link out of",
         after(write("additional_chat_templates/x.jinja", ""), link("additional_chat_templates/x.jinja", "j")),
     ),
-    "model_without_config": ("draft has no config.json: .*written half; get", after(remove("draft/config.json"))),
-    "model_without_config, target": ("has no config.json", after(remove("config.json"))),
-    "model_without_config, elsewhere": ("other has no config.json", said("draft.subfolder", "other")),
-    "model_without_config, method": ("no config.json", after(remove("draft/config.json"), use=load_draft)),
-    "model_config_that_is_no_json": ("config.json is not a JSON object; get", after(cut("config.json", 40))),
-    "model_config_that_is_no_json, deep": ("config.json is not a JSON", after(write("config.json", DEEP))),
-    "model_config_that_is_no_json, page": ("is not a JSON object", after(write("config.json", "<html>404</html>"))),
-    "model_config_that_means_nothing": ("cannot read the config of .*model type `evil`", model(model_type="evil")),
-    "model_config_that_means_nothing, none": ("cannot read .*a `model_type` key", model(model_type=...)),
-    "model_config_that_means_nothing, list": ("cannot read the config", model(model_type=["llama"])),
-    "model_config_that_means_nothing, text": ("cannot read .*hidden_size", model(hidden_size="8")),
-    "model_config_that_means_nothing, no model": ("cannot read .*Unrecognized", model(model_type=TEXT_MODEL)),
-    "model_config_that_means_nothing, act": ("cannot read .*'os.system'", model(hidden_act="os.system")),
-    "model_config_that_means_nothing, large": ("cannot read .*Overflow", model(vocab_size=10**30)),
     "generation_config_that_is_no_json": ("own defaults; get", after(cut("generation_config.json", -9))),
     "generation_config_that_is_no_json, list": ("own defaults", after(write("generation_config.json", "[1]"))),
     "model_that_asks_for_beams": (
@@ -122,7 +97,6 @@ CASES = {
         after(write("config.1.0.json", "{}"), edit("config.json", configuration_files=["config.1.0.json"])),
     ),
     "adapter_in_place_of_a_model": ("which names a model elsewhere; merge", after(write("adapter_config.json", "{}"))),
-    "tokenizer_missing": ("has no tokenizer_config.json, though its", after(remove("tokenizer_config.json"))),
     "tokenizer_with_code": (
         "the tokenizer in .* brings code of its own, which is not run; read it",
         after(with_code("own.py", "T"), edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["own.T", None]})),
@@ -145,13 +119,6 @@ CASES = {
             edit("tokenizer_config.json", fast_tokenizer_files=["../tokenizer.1.0.json"]),
         ),
     ),
-    "tokenizer_that_means_nothing": ("cannot read the tokenizer of .*get it", after(cut("tokenizer.json", 200))),
-    "tokenizer_that_means_nothing, pointer": (
-        "cannot read the tokenizer of",
-        after(write("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
-    ),
-    "tokenizer_that_means_nothing, gone": ("cannot read the tokenizer", after(remove("tokenizer.json"))),
-    "tokenizer_that_means_nothing, list": ("cannot read", after(write("tokenizer_config.json", "[1]"))),
     "tokenizer_of_another_size": ("has [0-9]+ tokens, and its pair was checked with 9", said("tokenizers.tokens", 9)),
     "tokenizer_of_another_size, added": (
         "tokens, and its pair was checked with",
@@ -166,9 +133,9 @@ CASES = {
     ),
     "tokenizer_with_other_special_tokens, more": ("has bos_token='<end>', and .* None", tokenizer(bos_token="<end>")),
     "tokenizer_with_other_special_tokens, less": ("has eos_token=None, and", tokenizer(eos_token=...)),
-    "model_of_another_kind": ("has vocab_size=2[0-9]+, and the pair was made with 7", said("target.vocab_size", 7)),
-    "model_of_another_kind, type": ("has model_type='mistral', and", model(model_type="mistral")),
-    "model_of_another_kind, method": (
+    "check_facts": ("has vocab_size=2[0-9]+, and the pair was made with 7", said("target.vocab_size", 7)),
+    "check_facts, type": ("has model_type='mistral', and", model(model_type="mistral")),
+    "check_facts, method": (
         "the draft of .* has model_type='llama', and the pair was made with 'gpt2'",
         after(put("draft.model_type", "gpt2"), use=load_draft),
     ),
@@ -249,20 +216,50 @@ CASES = {
         model(num_hidden_layers=1),
     ),
     "weights_of_further_layers, none": ("more layers than its config", model(num_hidden_layers=0)),
-    # Saving
-    "folder_in_use": (
-        "is there already; name another folder, or pass overwrite=True",
-        lambda folder: pair().save_pretrained(folder),
+}
+PLAIN = [
+    # What is asked for
+    ("nowhere' is neither a folder nor an id on the Hub", lambda f: load(f / "nowhere")),
+    ("other' is neither a folder nor", lambda f: load(f, target=f / "other")),
+    ("'~/pair' is neither a folder nor", lambda _: load("~/pair")),
+    ("revision='v1' is for repositories on .*; leave", lambda f: load(f, revision="v1")),
+    ("subfolder= has no place in loading a pair", lambda f: load(f, subfolder="draft")),
+    ("num_draft_tokens= has no .*to a call", lambda f: load(f, num_draft_tokens=3)),
+    ("config= has no place", lambda f: load(f, draft_kwargs={"config": None})),
+    # What is there
+    ("draft has no config.json: .*written half; get", after(remove("draft/config.json"))),
+    ("has no config.json", after(remove("config.json"))),
+    ("other has no config.json", said("draft.subfolder", "other")),
+    ("no config.json", after(remove("draft/config.json"), use=load_draft)),
+    ("config.json is not a JSON object; get", after(cut("config.json", 40))),
+    ("config.json is not a JSON", after(write("config.json", DEEP))),
+    ("is not a JSON object", after(write("config.json", "<html>404</html>"))),
+    ("cannot read the config of .*model type `evil`", model(model_type="evil")),
+    ("cannot read .*a `model_type` key", model(model_type=...)),
+    ("cannot read the config", model(model_type=["llama"])),
+    ("cannot read .*hidden_size", model(hidden_size="8")),
+    ("cannot read .*Unrecognized", model(model_type=TEXT_MODEL)),
+    ("cannot read .*'os.system'", model(hidden_act="os.system")),
+    ("cannot read .*Overflow", model(vocab_size=10**30)),
+    ("has no tokenizer_config.json, though its", after(remove("tokenizer_config.json"))),
+    ("cannot read the tokenizer of .*get it", after(cut("tokenizer.json", 200))),
+    (
+        "cannot read the tokenizer of",
+        after(write("tokenizer.json", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")),
     ),
-    "folder_in_use, file": ("is there already", lambda folder: pair().save_pretrained(folder / CONFIG_NAME)),
-    "place_of_no_kind": (
+    ("cannot read the tokenizer", after(remove("tokenizer.json"))),
+    ("cannot read", after(write("tokenizer_config.json", "[1]"))),
+    # Saving
+    ("is there already; name another folder, or pass overwrite=True", lambda folder: pair().save_pretrained(folder)),
+    ("is there already", lambda folder: pair().save_pretrained(folder / CONFIG_NAME)),
+    (
         "draft='outside' is unknown; save the draft 'inside' or by 'reference'",
         lambda folder: pair().save_pretrained(folder / "new", draft="outside"),
     ),
-    "reference_to_a_folder": (
+    (
         "the target was made here, which is no repository on the Hub or not .*save it with target='inside', or load",
         lambda folder: pair().save_pretrained(folder / "new", target="reference"),
     ),
-    "repository_of_no_name": ("repo_id='pair' is no name of a.*'owner/name'", lambda _: pair().push_to_hub("pair")),
-    "repository_of_no_name, path": ("repo_id='../x' is no name", lambda _: pair().push_to_hub("../x")),
-}
+    ("repo_id='pair' is no name of a.*'owner/name'", lambda _: pair().push_to_hub("pair")),
+    ("repo_id='../x' is no name", lambda _: pair().push_to_hub("../x")),
+]

@@ -6,7 +6,6 @@ import pytest
 import torch
 import zoo
 from repositories import SMALL, code
-from test_vision import seeing
 from tiny import prompts, tiny
 from transformers import (
     AutoConfig,
@@ -17,6 +16,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
 )
+from vision import seeing
 
 from hf_specx.pair_files.fetch import Files
 from hf_specx.pair_files.loading import auto_class, load_config, load_model

@@ -1,8 +1,4 @@
-"""Broken and hostile repositories: each has its own check and message, none runs code, none loads wrongly.
-
-No other check says anything of a case. So with one check disabled, exactly its cases get through or stumble elsewhere;
-no code is run then either.
-"""
+"""Broken and hostile repositories: each is told what is wrong, none runs code, none loads wrongly."""
 
 import json
 import pickle
@@ -12,10 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from refused import OF_PAIRS, check_of, checks_in, is_refused
-from repositories import code, edit, load, load_draft, pair, pickled, ran, with_code
+from refused import check_of, checks_in, is_refused
+from repositories import Change, code, edit, load, load_draft, pair, pickled, ran, with_code
 from repository_cases import CASES as OF_CONFIGS
+from repository_cases import PLAIN as PLAIN_CONFIGS
 from repository_files import CASES as OF_FILES
+from repository_files import PLAIN as PLAIN_FILES
 from tiny import near, prompts
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +21,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.common.errors import CHECKS
 
 
-CASES = OF_CONFIGS | OF_FILES
+CASES, PLAIN = OF_CONFIGS | OF_FILES, PLAIN_CONFIGS + PLAIN_FILES
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -52,7 +50,7 @@ def test_what_is_whole_is_loaded(folder: Path):
 
 @pytest.fixture
 def speaking(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The checks that have had something to say."""
+    """The checks that have refused something."""
     names: set[str] = set()
 
     def noting(name: str, check: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -69,7 +67,7 @@ def speaking(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_refused(case: str, folder: Path, speaking: set[str]):
+def test_its_check_refuses_it_and_no_other(case: str, folder: Path, speaking: set[str]):
     message, misuse = CASES[case]
     with pytest.raises(ValueError, match=message):
         misuse(folder)
@@ -77,14 +75,22 @@ def test_it_is_refused(case: str, folder: Path, speaking: set[str]):
     assert not ran(folder)
 
 
-def test_there_are_many_kinds_and_each_has_its_case():
-    assert set(map(check_of, CASES)) == checks_in(OF_PAIRS)
+@pytest.mark.parametrize(("message", "misuse"), PLAIN, ids=[case[0] for case in PLAIN])
+def test_plain_misuse(message: str, misuse: Change, folder: Path, speaking: set[str]):
+    with pytest.raises(ValueError, match=message):
+        misuse(folder)
+    assert not speaking
+    assert not ran(folder)
+
+
+def test_each_check_has_its_case():
+    assert set(map(check_of, CASES)) == checks_in({"pair_files"})
     assert len(OF_CONFIGS.keys() & OF_FILES.keys()) == 0
-    assert len(checks_in(OF_PAIRS)) >= 25
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_without_its_check_it_is_not(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_without_its_check_it_is_not_refused(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor is any code run then."""
     monkeypatch.setitem(CHECKS, check_of(case), lambda *args, **kwargs: None)
     assert not is_refused(CASES[case], folder)
     assert not ran(folder)

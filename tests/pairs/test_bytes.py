@@ -103,18 +103,18 @@ def of_tokens(cache: Cache, tokens: int) -> int:
 @pytest.fixture
 def decoder_forwards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[PreTrainedModel, Forward]]:
     """Every forward of a target or draft behind its prompt, the rollback before it counted in."""
-    found, call = [], Decoder.__call__
+    found, feed = [], Decoder.feed
 
-    def counted(self, sequences, count, ahead, keep):
-        gone = {self.held[row] - sequences.counts[row] for row in sequences.rows}
+    def counted(self, batch, count, ahead, keep):
+        gone = {self.held[row] - batch.counts[row] for row in batch.rows}
         held, new = of_tokens(self.cache, self.cache.slots.written), of_tokens(self.cache, count)
         with Traffic(self.cache) as traffic:
-            logits = call(self, sequences, count, ahead, keep)
+            logits = feed(self, batch, count, ahead, keep)
         seen = of_tokens(self.cache, self.cache.slots.written)
         found.append((self.model, Forward(traffic, count, new, held, seen, len(gone) == 1)))
         return logits
 
-    monkeypatch.setattr(Decoder, "__call__", counted)
+    monkeypatch.setattr(Decoder, "feed", counted)
     return found
 
 

@@ -158,6 +158,7 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
     assert complete(pair, TEXTS[1:], **SAMPLED | {"seed": 6}) == alone["block, uneven"]["texts"][1:]
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
     """Its prompts are padded on the right: this one has learned positions, counted from the left."""
     tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
@@ -172,6 +173,7 @@ def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
     assert len(set(expected)) == 2
 
 
+@pytest.mark.usefixtures("draft_pays")
 def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
     assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import zoo
-from test_law import END, NUM_DRAFT_TOKENS, PAD, draw, exact_law, p_values
+from all_pairs import all_pairs
+from enumerated import END, NUM_DRAFT_TOKENS, PAD, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -112,9 +113,10 @@ def run(model: PreTrainedModel, inputs: dict, settings: dict, **strategy):
     return getattr(output, "sequences", output), torch.get_rng_state()
 
 
-@pytest.mark.parametrize("eos_token_id", [None, [2, 7, 11, 19, 23, 33, 41, 46]])
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("case", CASES)
+ENDS = [2, 7, 11, 19, 23, 33, 41, 46]
+
+
+@pytest.mark.parametrize(("case", "do_sample", "eos_token_id"), all_pairs(CASES, [False, True], [None, ENDS]))
 def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
     target = tiny()
     settings = {"do_sample": do_sample, "max_new_tokens": NEW_TOKENS, "eos_token_id": eos_token_id, "pad_token_id": 3}
@@ -175,7 +177,7 @@ class AsBefore(LogitsProcessor):
 def test_law_of_sampled_drafts(end: int | None):
     """Token verification position by position. False alarms with probability 1e-4 over both; see test_law.py."""
     tokens = draw(None, batches=80, rows=64, eos_token_id=end, pad_token_id=PAD, logits_processor=[AsBefore()])
-    assert min(p_values(tokens, exact_law([], end))) > 1e-4 / 4
+    assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / 4
 
 
 class Gumbel(LogitsProcessor):

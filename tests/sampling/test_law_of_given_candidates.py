@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_law import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_law, models, p_values
+from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, models, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
@@ -30,7 +30,6 @@ class Given(Drafter):
         last = batch.last(1)
         tokens = (last + torch.arange(2, MOST + 2)) % VOCAB_SIZE
         wanted = [min(length, token % (MOST + 1)) for length, token in zip(lengths, last[:, 0].tolist(), strict=True)]
-        batch.put(tokens[:, : max(wanted)])
         return Draft(tokens[:, : max(wanted)], wanted)
 
 
@@ -49,14 +48,14 @@ def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_distribution_is_that_of_the_target(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE)
-    assert min(p_values(tokens, exact_law([]))) > 1e-4 / NUM_TESTS
+    assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
 @pytest.mark.parametrize("drafter", [Given, lambda: SuffixDraft(min_match=1)], ids=["given", "suffix"])
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_distribution_with_warpers(drafter: Callable, verification: str):
     tokens = draw(drafter, verification, **LARGE, temperature=0.6, top_k=3)
-    law = exact_law([TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)])
+    law = exact_distribution([TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)])
     assert min(p_values(tokens, law)) > 1e-4 / NUM_TESTS
 
 
@@ -83,4 +82,4 @@ CONTROLS = {
 def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, control: str):
     monkeypatch.setattr(*CONTROLS[control])
     tokens = draw(Given, verification, **LARGE)
-    assert min(p_values(tokens, exact_law([]))) < 1e-8
+    assert min(p_values(tokens, exact_distribution([]))) < 1e-8

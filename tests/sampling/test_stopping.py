@@ -2,20 +2,12 @@
 
 import pytest
 import torch
+from criteria import RowSumIs
 from tiny import near, prompts, tiny
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from hf_specx import SpeculativeDecoding
-
-
-class RowSumIs(StoppingCriteria):
-    """Stops a row where the ids of its text sum to 0 modulo 7."""
-
-    stateless = True
-
-    def __call__(self, input_ids, scores, **kwargs):
-        return input_ids.sum(-1) % 7 == 0
 
 
 @pytest.mark.parametrize("eos_token_id", [None, 5])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from scipy import stats
-from test_verify import case, either
+from verify_cases import case, either
 
 from hf_specx.sampling.verify import Verdict, verify_match
 

@@ -9,11 +9,12 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import CheckResult, DraftTargetPair, check
-from hf_specx.engine import prefill
+from hf_specx.common.round import Judgement
+from hf_specx.engine import start
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.ragged import Masks
 from hf_specx.sampling import rules, verify
-from hf_specx.sampling.rules import CoupledRule, RejectionRule, law
+from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
 from hf_specx.sampling.verify import Verdict, pick, race, verify_match, verify_token
 
 
@@ -43,34 +44,40 @@ def forced(passed: torch.Tensor) -> torch.Tensor:
     return torch.where(passed, 0.0, torch.inf).double()
 
 
-def all_accepted(candidates, q, p, uniforms, choice) -> Verdict:
-    accepted = torch.full((len(candidates),), candidates.shape[1])
-    return Verdict(accepted, pick(p[:, -1], choice), uniforms)
+def counts(candidates: torch.Tensor, proposed: torch.Tensor | None) -> torch.Tensor:
+    """Candidates [B] of each row."""
+    return torch.ones_like(candidates).sum(-1) if proposed is None else proposed.sum(-1)
 
 
-def inverted(candidates, q, p, uniforms, choice) -> Verdict:
+def all_accepted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
+    accepted = counts(candidates, proposed)
+    return Verdict(accepted, pick(p[torch.arange(len(p)), accepted], choice), uniforms)
+
+
+def inverted(candidates, q, p, uniforms, choice, proposed=None) -> Verdict:
     """u < q / p."""
     p_at, q_at = (x.gather(-1, candidates[..., None])[..., 0] for x in (p[:, :-1], q))
-    return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice)
+    return verify_token(candidates, q, p, forced(uniforms * p_at < q_at), choice, proposed)
 
 
-def last_kept(candidates: torch.Tensor, choices: torch.Tensor) -> Verdict:
+def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
     """One candidate more than agrees with the target."""
-    right = verify_match(candidates, choices)
-    accepted = (right.accepted + 1).clamp(max=candidates.shape[1])
+    right = verify_match(candidates, choices, proposed)
+    accepted = torch.minimum(right.accepted + 1, counts(candidates, proposed))
     return Verdict(accepted, choices.gather(1, accepted[:, None])[:, 0], right.survival)
 
 
-def colder(rule: RejectionRule, sequences, scores, ahead):
+def colder(rule: RejectionRule, batch, scores, ahead, lengths):
     """The draft samples at half the temperature that it is judged by."""
-    drawn = pick(law(scores * 2)[0], rule._uniforms(rule.drafts, sequences))
-    return drawn, law(scores)[0]
+    uniforms = rule.drafts.uniforms(batch, 1, [int(ahead < length) for length in lengths])
+    return pick(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
 
 
-def with_fresh_noise(rule: CoupledRule, sequences, draft, scores):
-    probs, undefined = law(scores)
-    choices = race(probs, rule.noise.at(sequences, probs, 0).flip(-1))  # that of other tokens
-    return rules.Judgement(verify_match(draft.tokens, choices), rules.overlaps(probs, draft), undefined)
+def with_fresh_noise(rule: CoupledRule, batch, draft, scores):
+    probs, undefined = distribution(scores)
+    choices = race(probs, rule.noise.at(batch, probs, 0).flip(-1))  # that of other tokens
+    verdict = verify_match(draft.tokens, choices, draft.proposed)
+    return Judgement(*verdict, rules.overlaps(probs, draft), undefined)
 
 
 def between(shift: int) -> Callable:
@@ -83,9 +90,9 @@ def between(shift: int) -> Callable:
     return wrong
 
 
-def positions_behind(decoder, sequences, emitted, longest=None):
+def positions_behind(decoder, batch, emitted, longest=None):
     """Of emitted tokens, one too far."""
-    return RIGHT_POSITIONS(decoder, sequences, emitted + 1, None if longest is None else longest + 1)
+    return RIGHT_POSITIONS(decoder, batch, emitted + 1, None if longest is None else longest + 1)
 
 
 RIGHT_POSITIONS = Decoder._positions
@@ -101,7 +108,7 @@ FAULTS = {
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (
-        prefill,
+        start,
         "_target_processors",
         lambda processors, prompt, layout: list(processors)[:-1],
         {"coupled"} | LAWFUL,

@@ -1,14 +1,13 @@
 """What tables of misuse share: a case is told what it should be told, by a check that goes by the case's name."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from hf_specx.common.errors import CHECKS
 
 
-OF_PAIRS = {"checks_pairs", "checks_files", "checks_weights", "checks_saving"}
-OF_TOOLS = {"cards", "checks_bench", "checks_check", "checks_tune", "export", "metrics", "placement", "shares"}
+ROOMS_OF_CALLS = {"validation", "layouts"}
 Case = tuple[str, Callable[..., object]]
 
 
@@ -16,12 +15,8 @@ def check_of(case: str) -> str:
     return case.split(",")[0]
 
 
-def module_of(check: str) -> str:
-    return CHECKS[check].__module__.removeprefix("hf_specx.")
-
-
-def checks_in(modules: Iterable[str]) -> set[str]:
-    return {check for check in CHECKS if module_of(check) in modules}
+def checks_in(rooms: set[str]) -> set[str]:
+    return {name for name, check in CHECKS.items() if check.__module__.split(".")[1] in rooms}
 
 
 def is_refused(case: Case, *args: Any) -> bool:

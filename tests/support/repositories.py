@@ -107,12 +107,12 @@ def remove(*names: str) -> Change:
     return change
 
 
-def put(place: str, value: Any) -> Change:
-    """Set a value of the pair's config, in a place like "draft.subfolder"; `...` takes it out."""
+def put(field: str, value: Any) -> Change:
+    """Set a field of the pair's config, like "draft.subfolder"; `...` takes it out."""
 
     def change(folder: Path) -> None:
         values = json.loads((folder / CONFIG_NAME).read_text())
-        *parents, last = place.split(".")
+        *parents, last = field.split(".")
         part = values
         for parent in parents:
             part = part[parent]
@@ -124,9 +124,9 @@ def put(place: str, value: Any) -> Change:
     return change
 
 
-def said(place: str, value: Any) -> Change:
+def said(field: str, value: Any) -> Change:
     """Use a pair whose config says something else."""
-    return after(put(place, value))
+    return after(put(field, value))
 
 
 def model(**changes: Any) -> Change:
@@ -184,7 +184,7 @@ def indexed(**changes: Any) -> Change:
 
 
 def other_weights(name: str) -> Change:
-    """Put other weights of the same shapes beside those of the target."""
+    """Put other weights of the same shapes next to those of the target."""
 
     def change(folder: Path) -> None:
         weights = load_file(folder / "model.safetensors")
@@ -194,7 +194,7 @@ def other_weights(name: str) -> Change:
 
 
 def pickled(name: str, bare: bool = False) -> Change:
-    """Put a pickle that runs code in the place of a model's weights."""
+    """Put a pickle that runs code instead of a model's weights."""
 
     def change(folder: Path) -> None:
         (folder / name).parent.joinpath("model.safetensors").unlink()

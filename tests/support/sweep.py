@@ -52,8 +52,9 @@ def examine(kind: str, model_type: str) -> Outcome:
         return Outcome("not self-consistent" if inconsistent else "refused", inconsistent or _line(error))
     if inconsistent:
         return Outcome("not self-consistent", inconsistent)
+    texts = _stock_texts(model, inputs)
     for layout in layouts:
-        _check_exact(model, inputs, layout)
+        _check_exact(model, inputs, layout, texts)
     return Outcome("exact", ", ".join(layouts))
 
 
@@ -98,39 +99,52 @@ def _strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
     return SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="coupled", layout=layout)
 
 
-def _check_exact(model: PreTrainedModel, inputs: dict, layout: str) -> None:
-    expected = {mode: _generate(model, inputs, settings) for mode, settings in MODES.items()}
+class Texts(NamedTuple):
+    """What plain `generate` writes: [rows, length] by mode, and sampled with end tokens, which are in `ends`."""
+
+    free: dict[str, torch.Tensor]
+    ends: dict[str, object]
+    ended: torch.Tensor
+
+
+def _stock_texts(model: PreTrainedModel, inputs: dict) -> Texts:
+    free = {mode: _generate(model, inputs, settings) for mode, settings in MODES.items()}
+    text = free["coupled"][:, -NEW_TOKENS:]
+    ends = MODES["coupled"] | {"eos_token_id": [int(text[0, 6]), int(text[1, 11])], "pad_token_id": 0}
+    return Texts(free, ends, _ending(model, inputs, ends))
+
+
+def _ending(model: PreTrainedModel, inputs: dict, settings: dict, **extra) -> torch.Tensor:
+    config = copy.deepcopy(model.generation_config)
+    output = _generate(model, inputs, settings, **extra)
+    model.generation_config = config  # Pop2Piano notes the end ids in its own
+    return output
+
+
+def _check_exact(model: PreTrainedModel, inputs: dict, layout: str, texts: Texts) -> None:
     most = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))
+    twin = near(model, 0.0)  # before the hook, which a copy would have too
     for mode, settings in MODES.items():
-        draft = near(model, 0.0)  # before the hook, which a copy would have too
         forwards: list[None] = []
         handle = model.register_forward_pre_hook(partial(_count, forwards))
-        output = _generate(model, inputs, settings, custom_generate=_strategy(draft, layout))
+        output = _generate(model, inputs, settings, custom_generate=_strategy(twin, layout))
         handle.remove()
-        assert torch.equal(output, expected[mode]), f"{layout}, {mode}, equal draft: another text"
+        assert torch.equal(output, texts.free[mode]), f"{layout}, {mode}, equal draft: another text"
         assert len(forwards) - 1 <= most, f"{layout}, {mode}: {len(forwards) - 1} forwards with an equal draft"
     seen: set[str] = set()
     for noise in NOISES:
+        draft = near(model, noise)
         for mode, settings in MODES.items():
-            strategy = _strategy(near(model, noise), layout)
+            strategy = _strategy(draft, layout)
             output = _generate(model, inputs, settings, custom_generate=strategy)
-            assert torch.equal(output, expected[mode]), f"{layout}, {mode}, noise {noise}: another text"
+            assert torch.equal(output, texts.free[mode]), f"{layout}, {mode}, noise {noise}: another text"
             seen |= outcomes(strategy.report)
         if len(seen) == 3:
             break
     assert len(seen) == 3, f"{layout}: of all outcomes only {sorted(seen)}"
-    _check_ends(model, inputs, layout, expected["coupled"])
-
-
-def _check_ends(model: PreTrainedModel, inputs: dict, layout: str, free: torch.Tensor) -> None:
-    """Rows that end at different steps leave the batch, and the others go on."""
-    config = copy.deepcopy(model.generation_config)
-    text = free[:, -NEW_TOKENS:]
-    settings = MODES["coupled"] | {"eos_token_id": [int(text[0, 6]), int(text[1, 11])], "pad_token_id": 0}
-    expected = _generate(model, inputs, settings)
-    output = _generate(model, inputs, settings, custom_generate=_strategy(near(model, 0.02), layout))
-    model.generation_config = config  # Pop2Piano notes the end ids in its own
-    assert torch.equal(output, expected), f"{layout}: another text where rows end early"
+    # rows that end at different steps leave the batch, and the others go on
+    output = _ending(model, inputs, texts.ends, custom_generate=_strategy(near(model, 0.02), layout))
+    assert torch.equal(output, texts.ended), f"{layout}: another text where rows end early"
 
 
 def _count(forwards: list[None], *_: object) -> None:
@@ -155,13 +169,13 @@ def discover(kind: str, model_type: str) -> str | None:
             return None
     except Exception:
         return None
-    able = []
+    able, texts = [], _stock_texts(model, inputs)
     known = dict(LAYOUTS_OF), dict(INEXACT), dict(REFUSED)
     LAYOUTS_OF.clear(), INEXACT.clear(), REFUSED.clear()
     LAYOUTS_OF[model.config.model_type] = tuple(DECODERS)
     for layout in DECODERS:
         try:
-            _check_exact(model, inputs, layout)
+            _check_exact(model, inputs, layout, texts)
             able.append(layout)
         except Exception as error:
             print(kind, model_type, layout, _line(error), file=sys.stderr)

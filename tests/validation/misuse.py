@@ -25,8 +25,8 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.engine import ranks as peers
-from hf_specx.layouts.choose import choose as layouts
-from hf_specx.layouts.choose import compiled, regions
+from hf_specx.layouts import choose as layouts
+from hf_specx.layouts import compiled, regions
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -220,11 +220,6 @@ def on_the_oldest(target: str):
     """As if this were the last version before the one that is needed."""
     with patch.object(layouts, "SINCE", (99, 0)):
         return call(target=target)
-
-
-def encoded(width: int = 32):
-    given = {"encoder_outputs": get("encoder").get_encoder()(input_ids=torch.ones(2, 3, dtype=torch.int64))}
-    return call(target="encoder", draft="encoder", input_ids=..., attention_mask=..., **given)
 
 
 def of_one_text():

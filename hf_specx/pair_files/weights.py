@@ -13,7 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specx.common.errors import refusal
 
-from .checks_files import AGAIN, inside, read_object
+from .model_files import AGAIN, inside, read_object
 
 
 MAX_HEADER_BYTES = 100_000_000  # as safetensors itself

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import refusal, require
 
 
 AGAIN = "get it again, or save the pair anew"
@@ -25,17 +25,8 @@ KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementatio
 
 
 @refusal
-def folder_that_is_no_pair(where: str, config_name: str, found: bool) -> str | None:
-    if found:
-        return None
-    return (
-        f"{where} has no {config_name}, so it is no draft-target pair; name a pair, or put two models together with "
-        "DraftTargetPair(target, draft, tokenizer)."
-    )
-
-
-@refusal
-def reference_hidden_by_a_folder(name: str) -> str | None:
+def check_reference(name: str) -> str | None:
+    """Whether a repository that a config names can be loaded by its name."""
     if not Path(name).exists():
         return None
     return (
@@ -52,20 +43,6 @@ def link_out_of_the_folder(root: Path, files: Collection[Path]) -> str | None:
         if not path.resolve().is_relative_to(allowed):
             return f"{path} is a link out of the pair's folder; put the file itself there."
     return None
-
-
-@refusal
-def model_without_config(folder: Path) -> str | None:
-    if (folder / "config.json").is_file():
-        return None
-    return f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}."
-
-
-@refusal
-def model_config_that_is_no_json(folder: Path) -> str | None:
-    if isinstance(_json(folder / "config.json"), dict):
-        return None
-    return f"{folder / 'config.json'} is not a JSON object; {AGAIN}."
 
 
 @refusal
@@ -96,11 +73,6 @@ def model_in_other_files(folder: Path) -> str | None:
             if part.get(name):
                 return f"{folder / 'config.json'} has {name}={part[name]!r}, which was not checked; take it out."
     return None
-
-
-@refusal
-def model_config_that_means_nothing(where: str, error: Exception) -> str | None:
-    return f"transformers cannot read the config of {where}: {error}; {AGAIN}, or install a newer transformers."
 
 
 @refusal
@@ -158,18 +130,6 @@ def tokenizer_in_other_files(folder: Path) -> str | None:
 
 
 @refusal
-def tokenizer_that_means_nothing(where: str, error: Exception) -> str | None:
-    return f"transformers cannot read the tokenizer of {where}: {error}; {AGAIN}."
-
-
-@refusal
-def tokenizer_missing(folder: Path, expected: bool) -> str | None:
-    if not expected or (folder / "tokenizer_config.json").exists():
-        return None
-    return f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
-
-
-@refusal
 def tokenizer_of_another_size(found: int, recorded: int, where: str) -> str | None:
     if found == recorded:
         return None
@@ -195,7 +155,8 @@ def tokenizer_with_other_special_tokens(found: dict[str, str], recorded: dict[st
 
 
 @refusal
-def model_of_another_kind(where: str, recorded: dict[str, Any], found: dict[str, Any]) -> str | None:
+def check_facts(where: str, recorded: dict[str, Any], found: dict[str, Any]) -> str | None:
+    """Whether a model is what its pair was made with; None is not known."""
     for name, value in recorded.items():
         if value is not None and found[name] is not None and found[name] != value:
             return f"{where} has {name}={found[name]!r}, and the pair was made with {value!r}; {AGAIN}."
@@ -204,12 +165,11 @@ def model_of_another_kind(where: str, recorded: dict[str, Any], found: dict[str,
 
 def check_is_pair(where: str, config_name: str, found: bool) -> None:
     """Whether a folder or repository is a pair."""
-    folder_that_is_no_pair(where, config_name, found)
-
-
-def check_reference(name: str) -> None:
-    """Whether a repository that a config names can be loaded by its name."""
-    reference_hidden_by_a_folder(name)
+    require(
+        found,
+        f"{where} has no {config_name}, so it is no draft-target pair; name a pair, or put two models together with "
+        "DraftTargetPair(target, draft, tokenizer).",
+    )
 
 
 def check_links(root: Path, folder: Path) -> None:
@@ -219,8 +179,9 @@ def check_links(root: Path, folder: Path) -> None:
 
 def check_model(folder: Path, trust_remote_code: bool) -> None:
     """Whether a model's settings can be loaded."""
-    model_without_config(folder)
-    model_config_that_is_no_json(folder)
+    config = folder / "config.json"
+    require(config.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
+    require(isinstance(_json(config), dict), f"{config} is not a JSON object; {AGAIN}.")
     generation_config_that_is_no_json(folder)
     model_that_asks_for_beams(folder)
     model_with_code(folder, trust_remote_code)
@@ -229,22 +190,14 @@ def check_model(folder: Path, trust_remote_code: bool) -> None:
     adapter_in_place_of_a_model(folder)
 
 
-def check_config_read(where: str, error: Exception) -> None:
-    """That transformers could not read a model's config."""
-    model_config_that_means_nothing(where, error)
-
-
 def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> None:
     """Whether a tokenizer can be loaded."""
-    tokenizer_missing(folder, expected)
+    found = (folder / "tokenizer_config.json").exists()
+    told = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
+    require(found or not expected, told)
     tokenizer_with_code(folder, trust_remote_code)
     tokenizer_of_no_class_for_it(folder)
     tokenizer_in_other_files(folder)
-
-
-def check_tokenizer_read(where: str, error: Exception) -> None:
-    """That transformers could not read a tokenizer."""
-    tokenizer_that_means_nothing(where, error)
 
 
 def check_tokens(found: Any, recorded: Any, where: str) -> None:
@@ -252,11 +205,6 @@ def check_tokens(found: Any, recorded: Any, where: str) -> None:
     tokenizer_of_another_size(found.tokens, recorded.tokens, where)
     tokenizer_with_other_ids(found.vocabulary, recorded.vocabulary, where)
     tokenizer_with_other_special_tokens(found.special_tokens, recorded.special_tokens, where)
-
-
-def check_facts(where: str, recorded: dict[str, Any], found: dict[str, Any]) -> None:
-    """Whether a model is what its pair was made with; None is not known."""
-    model_of_another_kind(where, recorded, found)
 
 
 def read_object(path: Path) -> dict[str, Any]:

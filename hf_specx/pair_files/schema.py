@@ -1,0 +1,195 @@
+"""What a pair's `specx_config.json` may hold: it is data from elsewhere, so nothing in it is believed."""
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Collection
+from pathlib import Path
+from types import GenericAlias
+from typing import Any, get_origin
+
+from hf_specx.common.errors import brief, is_int, refusal, require
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.validation.options import check_choices
+
+
+OF_PAIRS = ["subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant"]
+OF_PAIRS += ["num_draft_tokens", "verification", "layout", "costs"]
+ANEW, MEASURE = "save the pair anew", "measure it anew with specx tune"
+MAX_CONFIG_BYTES = 2**22
+MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
+MAX_INTEGER = 2**63  # what is beyond is no number of anything
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
+COMMIT_OR_NAME = re.compile(r"\w[\w./-]{0,254}")
+SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
+NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+ROUNDS = {str(number) for number in range(MAX_DRAFT_TOKENS + 1)}
+
+
+@refusal
+def config_too_large(text: bytes, where: str) -> str | None:
+    if len(text) <= MAX_CONFIG_BYTES:
+        return None
+    return f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
+
+
+@refusal
+def text_with_control_characters(value: Any, where: str) -> str | None:
+    text = value if isinstance(value, str) else ""
+    found = [c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"]
+    if not found:
+        return None
+    return f"{where} has the control character {found[0]!r}, which a terminal may obey; take it out."
+
+
+@refusal
+def model_by_path(name: str | None, where: str) -> str | None:
+    if name is None or HUB_ID.fullmatch(name):
+        return None
+    return (
+        f"{where}: name is {brief(name)}, no id on the Hub; a config may name repositories only, so pass the model "
+        "yourself, as target= or draft=, or save the pair with it inside."
+    )
+
+
+@refusal
+def model_of_no_auto_class(auto_class: str | None, where: str) -> str | None:
+    if auto_class is None or AUTO_CLASS.fullmatch(auto_class):
+        return None
+    return f"{where}: auto_class is {brief(auto_class)}, no Auto class of transformers; {ANEW}."
+
+
+@refusal
+def model_of_strange_revision(revision: str | None, where: str) -> str | None:
+    if revision is None or (COMMIT_OR_NAME.fullmatch(revision) and ".." not in revision):
+        return None
+    return f"{where}: revision is {brief(revision)}, no name of a commit, branch or tag; {ANEW}."
+
+
+@refusal
+def model_outside_the_folder(subfolder: str, where: str) -> str | None:
+    if subfolder == "" or SUBFOLDER.fullmatch(subfolder):
+        return None
+    return f"{where}: subfolder is {brief(subfolder)}, no plain name of a folder inside the pair's; save it anew."
+
+
+def check_loading(given: Collection[str]) -> None:
+    """Whether the arguments for loading a pair leave it what is its own."""
+    for name in OF_PAIRS:
+        told = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
+        require(name not in given, told)
+
+
+def check_place(name: str, revision: str | None) -> None:
+    """Whether there can be something of this name, in this revision."""
+    is_folder = Path(name).is_dir()
+    known = is_folder or HUB_ID.fullmatch(name) is not None
+    require(known, f"{name!r} is neither a folder nor an id on the Hub; name one of them.")
+    told = f"revision={revision!r} is for repositories on the Hub, and {name!r} is a folder; leave it out."
+    require(revision is None or not is_folder, told)
+
+
+def check_text(text: bytes, where: str) -> Any:
+    """The values in a config's text, which is JSON in UTF-8."""
+    config_too_large(text, where)
+    try:
+        values = json.loads(text.decode("utf-8"))
+        json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
+        return values
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {ANEW}.") from error
+
+
+def check_schema(values: Any, known: int, where: str) -> None:
+    """Whether this version knows what the fields of a config mean."""
+    schema: Any = values.get("schema") if isinstance(values, dict) else None
+    told = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {ANEW}."
+    require(is_int(schema) and schema >= 1, told)
+    told = f"{where} has schema {schema} and this version reads up to {known}; install a newer hf_specx."
+    require(schema <= known, told)
+
+
+def check_object(value: Any, where: str) -> None:
+    """Whether a part of a config has fields."""
+    require(isinstance(value, dict), f"{where} is {brief(value)}, not an object; {ANEW}.")
+
+
+def check_no_other(given: Collection[str], known: Collection[str], needed: Collection[str], where: str) -> None:
+    """Whether a part of a config has the fields of its schema."""
+    unknown = min(set(given) - set(known), default=None)
+    require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
+    missing = min(set(needed) - set(given), default=None)
+    require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
+
+
+def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
+    """Whether a value of a config is of one of these types, and any text in it is plain."""
+    types = tuple(get_origin(option) or option for option in options)
+    widened = (*types, int) if float in types else types
+    too_large = isinstance(value, int) and abs(value) >= MAX_INTEGER
+    known = Any in options or (isinstance(value, widened) and not isinstance(value, bool) and not too_large)
+    names = " or ".join(str(t) if isinstance(t, GenericAlias) else getattr(t, "__name__", str(t)) for t in options)
+    require(known, f"{where} is {brief(value)}, not {names.replace('NoneType', 'null')}; {ANEW}.")
+    text_with_control_characters(value, where)
+
+
+def check_known_values(config: Any, where: str) -> None:
+    """Whether a `PairConfig` says what can be done, and names nothing outside the pair's folder and the Hub."""
+    for role in ("target", "draft"):
+        source, here = getattr(config, role), f"{where}: {role}"
+        model_by_path(source.name, here)
+        model_of_no_auto_class(source.auto_class, here)
+        model_of_strange_revision(source.revision, here)
+        model_outside_the_folder(source.subfolder, here)
+    target, draft = config.target, config.draft
+    require(
+        (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder),
+        f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under {target.subfolder!r}; "
+        "a draft needs a folder of its own.",
+    )
+    number = config.num_draft_tokens
+    check_choices(number, config.verification, config.layout, f"{where}: ")
+    told = f"{where}: num_draft_tokens={number} is above {MAX_RECOMMENDED}; give a smaller number, or 'auto'."
+    require(number == "auto" or number <= MAX_RECOMMENDED, told)
+    if config.costs is not None:
+        _check_costs(config.costs, f"{where}: costs has")
+    for i, measurement in enumerate(config.measurements):
+        for name, value in vars(measurement).items():
+            if name == "alpha":
+                _check_probability(value, f"{where}: alpha of measurements[{i}]")
+            elif isinstance(value, int | float):
+                told = f"{where}: {name} of measurements[{i}] is {value}, which nothing measures; see specx tune."
+                require(math.isfinite(value) and value > 0, told)
+
+
+def _check_costs(costs: Any, what: str) -> None:
+    row = "a row that is not {'target': {tokens: seconds}, 'draft': seconds} for 1 and at least one more number"
+    rounds = "rounds that are not {batch size: {candidates: seconds}}"
+    require(all(_is_row(*item) for item in costs.table.items()), f"{what} {row}; {MEASURE}.")
+    require(all(_are_rounds(*item) for item in costs.rounds.items()), f"{what} {rounds}; {MEASURE}.")
+    for name, alpha in costs.alpha.items():
+        _check_probability(alpha, f"{what} an alpha of {name} that")
+
+
+def _check_probability(alpha: float, what: str) -> None:
+    require(0 <= alpha <= 1, f"{what} is {alpha}, no probability; {MEASURE}.")
+
+
+def _is_row(batch: str, row: Any) -> bool:
+    if not (NUMBER.fullmatch(batch) and isinstance(row, dict) and row.keys() == {"target", "draft"}):
+        return False
+    times = row["target"]
+    if not isinstance(times, dict) or len(times) < 2 or "1" not in times or not all(map(NUMBER.fullmatch, times)):
+        return False
+    return all(map(_is_time, (*times.values(), row["draft"])))
+
+
+def _are_rounds(batch: str, row: Any) -> bool:
+    known = NUMBER.fullmatch(batch) and isinstance(row, dict) and row.keys() <= ROUNDS
+    return bool(known) and all(map(_is_time, row.values()))
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, float) and math.isfinite(value) and value > 0

@@ -1,0 +1,58 @@
+"""A drafter that reads the target's last hidden states, in every layout."""
+
+import pytest
+import torch
+from tiny import prompts, tiny
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.common.round import Draft, Round
+from hf_specx.drafting.drafter import Drafter
+
+
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+GREEDY = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": [5, 6], "pad_token_id": 0}
+pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+
+
+class Heads(Drafter):
+    """Linear heads on the state that the last token was chosen by, one for each candidate (Medusa, 2401.10774)."""
+
+    needs_hidden = True
+
+    def __init__(self, target: torch.nn.Module, number: int = 3):
+        torch.manual_seed(3)
+        self.heads = [torch.nn.Linear(32, 48, bias=False) for _ in range(number)]
+        self.target, self.alike = target, 0
+
+    def read(self, reading):
+        self.states = None
+
+    def propose(self, batch, lengths):
+        number = 0 if self.states is None else min(max(lengths), len(self.heads))
+        chosen = [head(self.states).argmax(-1) for head in self.heads[:number]]
+        tokens = torch.stack(chosen, 1) if chosen else batch.index.new_empty(len(batch.rows), 0)
+        return Draft(tokens, [min(length, number) for length in lengths], None, "heads")
+
+    def observe(self, done: Round):
+        hidden = done.forward.hidden
+        assert hidden.shape == (len(done.rows), done.draft.tokens.shape[1] + 1, 32)
+        torch.testing.assert_close(self.target.lm_head(hidden), done.forward.logits, atol=1e-4, rtol=1e-4)
+        states = hidden[torch.arange(len(hidden)), torch.tensor(done.accepted)]
+        self.states = states if done.stay is None else states[done.stay]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_states_are_those_that_logits_come_from(layout: str, rows: int):
+    target = tiny()
+    expected = target.generate(**prompts(rows), **GREEDY)
+    strategy = SpeculativeDecoding(Heads(target), layout=layout)
+    assert torch.equal(target.generate(**prompts(rows), **GREEDY, custom_generate=strategy), expected)
+    assert strategy.report.drafted > 0
+
+
+def test_states_are_not_compiled():
+    target = tiny()
+    strategy = SpeculativeDecoding(Heads(target), compile=True)
+    with pytest.raises(ValueError, match="Heads reads hidden states, which compiled forwards .*; use compile=False"):
+        target.generate(**prompts(2), **GREEDY, custom_generate=strategy)

@@ -1,0 +1,67 @@
+"""Verification as it must not be, for tests that have to see it."""
+
+import torch
+
+from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.verify import Verdict, pick, verify_block, verify_token
+
+
+class SharedNoise(RejectionRule):
+    """The recovered token is drawn by the number that its rejected candidate was drawn by."""
+
+    def choose(self, batch, scores, ahead, lengths):
+        state = self.drafts.generators[0].get_state()
+        token, probs = super().choose(batch, scores, ahead, lengths)
+        again = torch.Generator().set_state(state)
+        drawn = torch.rand(len(probs), generator=again, dtype=torch.float64)
+        self.drawn = [*(self.drawn if ahead else []), drawn]
+        return token, probs
+
+    def judge(self, batch, draft, scores):
+        right = self.verify
+
+        def wrong(candidates, q, p, uniforms, choice, proposed):
+            accepted = right(candidates, q, p, uniforms, choice, proposed).accepted
+            if candidates.shape[1]:
+                drawn = torch.stack([*self.drawn, choice], 1)  # [R, K + 1]
+                choice = drawn[torch.arange(len(accepted)), accepted]
+            return right(candidates, q, p, uniforms, choice, proposed)
+
+        self.verify = wrong
+        result = super().judge(batch, draft, scores)
+        self.verify = right
+        return result
+
+
+class GreedyDraft(RejectionRule):
+    """Candidates are the draft's argmax, and are judged as if drawn from its distribution."""
+
+    def choose(self, batch, scores, ahead, lengths):
+        return scores.argmax(-1), scores.softmax(-1)
+
+
+def block_to_first_failure(candidates, q, p, uniforms, choice, proposed) -> Verdict:
+    """Block verification with `break` where the paper goes on to the later indices."""
+    index = torch.arange(candidates.shape[1])
+    if not len(index):
+        return verify_block(candidates, q, p, uniforms, choice, proposed)
+    alone = [uniforms.where(index == i, 1.0) for i in index]  # no index but i can pass
+    passed = [verify_block(candidates, q, p, u, choice, proposed).accepted > 0 for u in alone]
+    run = torch.stack(passed, 1).cumprod(1).sum(1, keepdim=True)
+    return verify_block(candidates, q, p, torch.where(index + 1 == run, 0.0, 1.0).double(), choice, proposed)
+
+
+def token_without_unlikely(candidates, q, p, uniforms, choice, proposed) -> Verdict:
+    """Token verification that takes an unlikely candidate, and those after it, as not drafted."""
+    likely = q.gather(-1, candidates[..., None])[..., 0] > 0.15
+    drafted = likely.cumprod(1).bool()
+    return verify_token(candidates, q, p, uniforms, choice, drafted if proposed is None else drafted & proposed)
+
+
+CONTROLS: dict[str, tuple[str, str, str, object]] = {
+    "residual by the draft's noise": ("token", "sampling.rules", "RejectionRule", SharedNoise),
+    "residual replaced by the target": ("token", "sampling.verify", "_draw", lambda _, p, choice: pick(p, choice)),
+    "greedy draft, soft q": ("token", "sampling.rules", "RejectionRule", GreedyDraft),
+    "block up to the first failure": ("block", "sampling.rules", "verify_block", block_to_first_failure),
+    "unlikely candidates dropped": ("token", "sampling.rules", "verify_token", token_without_unlikely),
+}
