@@ -4,6 +4,8 @@ from hf_specx.common.round import Draft
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.drafting.suffix_pool import SuffixPool
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.streaming import BatchStreamer
 from hf_specx.equivalence.check import check
@@ -25,6 +27,8 @@ __all__ = [
     "SampledCandidateGenerator",
     "SpeculationReport",
     "SpeculativeDecoding",
+    "SuffixDraft",
+    "SuffixPool",
     "check",
     "generate",
 ]

@@ -15,6 +15,7 @@ from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.schedule import given_drafting
+from hf_specx.drafting.suffix import SuffixDraft  # noqa: F401  (published with the entry)
 from hf_specx.engine.plan import Withheld
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy

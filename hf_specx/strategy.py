@@ -30,6 +30,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.start import start, stateful_processors
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
+from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.calls import check_call, check_outputs
@@ -57,14 +58,15 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; or a `Drafter` of your own.
+            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, or one of your own.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
             of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
-            "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator`.
+            "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
+            `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query; on CUDA
@@ -228,6 +230,7 @@ class SpeculativeDecoding:
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 check_guidance(processor, model, len(prompt.input_ids))
+        drafter.meet(vocabulary(model))
         if drafter.model is not None:
             check_pair(model, drafter.model, self.tokenizer, self.draft_tokenizer)
 

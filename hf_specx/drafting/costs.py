@@ -212,10 +212,11 @@ class RoundTimes:
     Args:
         costs: with a row for at least one batch size; what other calls add to it meanwhile is not used.
         online: whether observed times are used at once; if not, since they would change sampled text, they are kept.
+        most: candidates of a round, at most.
     """
 
-    def __init__(self, costs: Costs, online: bool):
-        self.costs, self.online = costs.apart(), online
+    def __init__(self, costs: Costs, online: bool, most: int = MAX_DRAFT_TOKENS):
+        self.costs, self.online, self.most = costs.apart(), online, most
         self.costs.table = dict(costs.table)
         self.seen: dict[tuple[int, int], deque[float]] = {}
         self.bare: dict[int, list[float]] = {}
@@ -223,9 +224,10 @@ class RoundTimes:
         self.drafted = 0
 
     def __call__(self, batch: int) -> list[float]:
-        """T(B, γ), γ = 0 to `MAX_DRAFT_TOKENS`."""
+        """T(B, γ), γ = 0 to `most`."""
         distant = sorted(self.costs.rounds, key=lambda size: -abs(math.log(size / batch)))
-        ratios = {n: t / self._bare(size)[n] for size in distant for n, t in self.costs.rounds[size].items()}
+        rounds = [(size, n, t) for size in distant for n, t in self.costs.rounds[size].items() if n <= self.most]
+        ratios = {n: t / self._bare(size)[n] for size, n, t in rounds}
         if not ratios:
             return self._bare(batch)
         known = sorted(ratios.items())
@@ -233,7 +235,7 @@ class RoundTimes:
 
     def _bare(self, batch: int) -> list[float]:
         if batch not in self.bare:
-            self.bare[batch] = [self.costs.forwards(batch, number) for number in range(MAX_DRAFT_TOKENS + 1)]
+            self.bare[batch] = [self.costs.forwards(batch, number) for number in range(self.most + 1)]
         return self.bare[batch]
 
     def catch_up(self, batch: int, tokens: int) -> float:
@@ -275,4 +277,4 @@ def _between_ends(known: list[tuple[int, float]], x: int) -> float:
 
 
 def _on_grid(seconds: float) -> float:
-    return GRID ** round(math.log(seconds, GRID))
+    return GRID ** round(math.log(max(seconds, 1e-9), GRID))  # a clock may not see the shortest

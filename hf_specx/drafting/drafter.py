@@ -13,6 +13,8 @@ from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 
+from .costs import Costs
+
 
 @dataclass
 class Reading:
@@ -27,6 +29,7 @@ class Reading:
         prompt: prepared for the drafter's own model; None if it has none.
         layout: of that model.
         compiled: whether its forwards after the prompt are compiled.
+        costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
     """
 
     batch: Batch
@@ -37,13 +40,14 @@ class Reading:
     prompt: Prompt | None = None
     layout: str = "ragged"
     compiled: bool = False
+    costs: Costs | None = None
 
 
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
-    A call drives it in this order: `read`, then in each round `propose` and `observe`. One object serves one call at a
-    time.
+    A call drives it in this order: `meet`, `read`, then in each round `propose` and `observe`. One object serves one
+    call at a time.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
@@ -51,12 +55,18 @@ class Drafter(Protocol):
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
+        max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
     """
 
     model: PreTrainedModel | None = None
     decoder: Decoder | None = None
     has_probs: bool = False
     needs_hidden: bool = False
+    max_candidates: int | None = None
+
+    def meet(self, vocab_size: int) -> None:
+        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""
+        return
 
     def read(self, reading: Reading) -> None:
         """Begin a call."""

@@ -221,6 +221,7 @@ def make_schedule(
     batch: Batch,
     room: int | None,
     earlier: Schedule | None,
+    most: int | None = None,
 ) -> Schedule:
     """The schedule of a call: how many candidates its rounds draft.
 
@@ -231,8 +232,11 @@ def make_schedule(
         batch: its prompts.
         room: as for `Schedule`.
         earlier: that of the call before, from which "heuristic" goes on.
+        most: what "auto" means for a draft that finds its own number up to this one.
     """
     rows = len(batch.rows)
+    if drafting.number is None and most is not None:
+        drafting = drafting._replace(number=most)
     if drafting == Drafting() and costs is not None and room is not None:
         return Auto(costs, verification, rows, room, batch.lockstep)
     number = drafting.number

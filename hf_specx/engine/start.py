@@ -49,19 +49,19 @@ def start(
         prompt: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as `generate` prepared them.
-        costs: what "auto" goes by; times are measured if there are none for this batch size.
-        earlier: the schedule of the call before.
+        costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
         batch=make_batch(prompt, plan.lockstep),
         vocab_size=vocabulary(prompt.model),
-        rule=_rule(call, plan, prompt),
+        rule=_rule(call, plan, prompt, drafter.max_candidates),
         processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
         threshold=call.drafting.threshold,
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
+        costs=costs,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
@@ -83,8 +83,8 @@ def start(
     )
 
 
-def _rule(call: Call, plan: Plan, prompt: Prompt) -> Rule:
-    window = NOISE_WINDOW * (1 + (call.drafting.number or MAX_DRAFT_TOKENS))
+def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
+    window = NOISE_WINDOW * (1 + (call.drafting.number or most or MAX_DRAFT_TOKENS))
     return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
 
 
@@ -121,4 +121,5 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
             costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
             known = costs
     room = None if call.synced else run.stopping.max_new_tokens
-    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier)
+    most = run.drafter.max_candidates
+    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)

@@ -96,7 +96,9 @@ class RejectionRule:
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
         rows, most = draft.tokens.shape
-        draft_probs = probs[:, :0] if draft.probs is None else draft.probs
+        draft_probs = draft.probs
+        if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
+            draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
         uniforms = self.uniforms.uniforms(batch, most, draft.lengths)
         choice = self.residuals.uniforms(batch, 1, [1] * rows)[:, 0]
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)

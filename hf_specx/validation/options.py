@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from hf_specx.common.errors import brief, is_int, refusal, require
+from hf_specx.common.errors import brief, is_int, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.layouts.choose import LAYOUTS
 
@@ -24,17 +24,6 @@ DUCK_TYPED = {  # option: (attributes that are needed, remedy)
 }
 
 
-@refusal
-def draft_without_distribution(draft_model: Any, verification: Any) -> str | None:
-    has_probs = isinstance(draft_model, PreTrainedModel) or getattr(draft_model, "has_probs", False)
-    if has_probs or verification not in ("token", "block"):
-        return None
-    return (
-        f"verification={verification!r} needs the distribution that candidates were drawn from, which a "
-        f"{type(draft_model).__name__} does not give; use verification='coupled', exact for any candidates."
-    )
-
-
 def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model: Any) -> None:
     """The options of a strategy, whatever model it will serve.
 
@@ -44,7 +33,6 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
         draft_model: the draft.
     """
     check_draft(draft_model)
-    draft_without_distribution(draft_model, options["verification"])
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])

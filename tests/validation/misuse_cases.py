@@ -32,10 +32,9 @@ from misuse import (
     two_tokens,
 )
 from transformers import GenerationConfig, StaticCache
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx import SpeculativeDecoding, generate
+from hf_specx import generate
 from hf_specx.generate import NAMED
 from hf_specx.validation.calls import check_call
 from hf_specx.validation.models import check_target
@@ -45,14 +44,9 @@ SAMPLED = {"do_sample": True, "top_k": 0}
 MODES = {"penalty_alpha": 0.6, "dola_layers": "low", "prompt_lookup_num_tokens": 3, "assistant_early_exit": 1}
 MODES |= {"use_mtp": True, "speculation_type": "dflash", "assistant_ensemble_weight": 0.5}
 MODES |= {"constraints": [1], "force_words_ids": [[1]]}
-LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
 
 CASES = {
     # What a strategy is made of
-    "draft_without_distribution": (
-        "verification='block' needs the distribution.*use verification='coupled'",
-        lambda: SpeculativeDecoding(LOOKUP, verification="block"),
-    ),
     "compiled_in_another_layout": (
         "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
         partial(to_compile, {"layout": "padded"}),

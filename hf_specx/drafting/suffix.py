@@ -1,0 +1,174 @@
+"""A draft without a model: what followed the last tokens of a row where these stood before."""
+
+import copy
+from array import array
+from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.sampling.rules import RejectionRule
+
+from .candidates import no_candidates
+from .costs import RoundTimes
+from .draft_length import HASTE
+from .drafter import Drafter, Reading
+from .suffix_index import DEPTH
+from .suffix_pool import SuffixPool, check_number
+from .suffix_rows import Acceptance, Found, Rows
+
+
+ASSUMED = 0.2  # what one more candidate a row adds to a round, as a part of it, where that is not measured
+
+
+class SuffixDraft(Drafter):
+    """Proposes what followed the longest suffix of a row's text that stood before.
+
+    It is looked for in the row itself, in the other rows of the batch and in a pool of earlier texts. Of several
+    continuations the most frequent one is taken. How many candidates a row gets follows the number of tokens that
+    match, and how often candidates after such matches were kept so far in all calls with this draft, down to none.
+    With `seeds` under "token" or "block" each row is looked for in itself alone, so that it is independent of others.
+
+    Where candidates are judged by match ("coupled", the default, and greedy) the text is that of `generate`; under
+    "token" and "block" it has the same distribution, as everywhere. Calls in several threads may share it.
+
+    Args:
+        max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given.
+        min_match: tokens that must match at least. More than 32 are not told apart.
+        pool: each call adds its rows to it at its end.
+
+    Raises:
+        ValueError: if a number is not an int of 1 or more, or the pool is no `SuffixPool`.
+
+    Example:
+        >>> strategy = SpeculativeDecoding(SuffixDraft())
+        >>> model.generate(**inputs, max_new_tokens=128, custom_generate=strategy)
+    """
+
+    def __init__(self, max_candidates: int = 16, min_match: int = 2, pool: SuffixPool | None = None):
+        check_number("max_candidates", max_candidates, 1)
+        check_number("min_match", min_match, 1)
+        if not isinstance(pool, SuffixPool | None):
+            raise ValueError(f"pool is a {type(pool).__name__}; give a SuffixPool, or leave it out.")
+        self.max_candidates: int = max_candidates
+        self.min_match, self.pool = min(min_match, DEPTH), pool
+        self.acceptance = Acceptance()
+        self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
+
+    def meet(self, vocab_size: int) -> None:
+        """Check the pool's vocabulary."""
+        if self.pool is not None:
+            self.pool.meet(vocab_size)
+
+    def read(self, reading: Reading) -> None:
+        """Index the prompts."""
+        self.calls[reading.batch] = SuffixCall(reading, self)
+
+    def cost(self, batch: Batch) -> Callable[[int], object]:
+        """Nothing; but that forwards of the target are timed."""
+        return lambda _: None
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""
+        call = self.calls.get(batch)
+        if call is None or not any(lengths):
+            return no_candidates(batch)
+        found = call.find(batch, lengths)
+        width = max(len(one.tokens) for one in found)
+        if not width:
+            return no_candidates(batch)
+        tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
+        return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
+
+    def observe(self, done: Round) -> None:
+        """Take in what each row has emitted, how many of its candidates were kept, and how long that took."""
+        call = self.calls.get(done.batch)
+        if call is not None:
+            call.observe(done)
+
+
+class SuffixCall:
+    """What one call looks in, and how long its rounds take.
+
+    Args:
+        reading: of the call.
+        draft: whose acceptance it adds to, and whose pool it adds its rows to.
+    """
+
+    def __init__(self, reading: Reading, draft: SuffixDraft):
+        self.draft, self.costs = draft, reading.costs
+        self.times: RoundTimes | None = None
+        ids = {row: reading.batch.row(row) for row in reading.batch.rows}
+        known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
+        texts = {row: array("i", text.tolist()) for row, text in known.items()}
+        self.max_new_tokens = reading.processors.max_new_tokens
+        rule = reading.rule
+        self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
+        self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
+        if self.apart:
+            self.rows = [Rows({row: texts[row]}, copy.deepcopy(draft.acceptance)) for row in texts]
+        else:
+            earlier = () if draft.pool is None else draft.pool.indices
+            self.rows = [Rows(texts, draft.acceptance, earlier)] * len(texts)
+
+    def find(self, batch: Batch, lengths: list[int]) -> list[Found]:
+        """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
+        draft, rows = self.draft, batch.rows
+        found = [
+            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates))
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        if self.apart:
+            found = [self._cut([one], [1.0])[0] for one in found]
+        else:
+            left = [max(1, self.max_new_tokens - batch.counts[row]) for row in rows]
+            found = self._cut(found, [(number / max(left)) ** HASTE for number in left])
+        for row, one in zip(rows, found, strict=True):
+            self.rows[row].proposed[row] = one
+        return found
+
+    def _cut(self, found: list[Found], weights: list[float]) -> list[Found]:
+        """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row."""
+        tokens = [sum(weights)]
+        for depth in range(max(len(one.tokens) for one in found)):
+            here = [weight * sum(one.chances[depth : depth + 1]) for one, weight in zip(found, weights, strict=True)]
+            tokens.append(tokens[-1] + sum(here))
+        times = self._times(len(found), len(tokens))
+        most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
+        return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
+
+    def _times(self, rows: int, count: int) -> list[float]:
+        """Of rounds with 0 and more candidates a row, in any unit."""
+        if self.times is None and self.costs is not None and self.costs.table and not self.apart:
+            self.times = RoundTimes(self.costs, self.online, self.draft.max_candidates)
+        return [1 + ASSUMED * number for number in range(count)] if self.times is None else self.times(rows)
+
+    def observe(self, done: Round) -> None:
+        """A round is over."""
+        judged = zip(done.rows, done.accepted, done.judged, _emitted(done), strict=True)
+        for row, accepted, number, tokens in judged:
+            self.rows[row].observe(row, tokens, accepted, number)
+        if self.times is not None:
+            self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+        if done.finished:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self.times is not None and self.costs is not None:
+            self.costs.remember_rounds(self.times)
+        if self.draft.pool is not None:
+            self.draft.pool.add(*([t for t in rows.texts[row] if t >= 0] for row, rows in enumerate(self.rows)))
+
+
+def _emitted(done: Round) -> Iterator[list[int]]:
+    """What each row has emitted in a round, by one transfer to the host."""
+    batch, most = done.batch, max(done.emitted)
+    if not most:
+        return iter([[]] * len(done.rows))
+    rows = torch.tensor(done.rows)
+    columns = torch.tensor([batch.width + batch.counts[row] for row in done.rows])[:, None] + torch.arange(-most, 0)
+    rows, columns = rows.to(batch.ids.device), columns.clamp(min=0).to(batch.ids.device)
+    tokens = batch.ids[rows[:, None], columns].tolist()
+    return iter([text[most - number :] for text, number in zip(tokens, done.emitted, strict=True)])

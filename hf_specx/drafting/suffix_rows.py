@@ -1,0 +1,126 @@
+"""Candidates for a row from what followed its last tokens in other texts, and how often such candidates were kept."""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, SuffixIndex
+
+
+UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
+ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
+REMEMBERED = 0.99  # what earlier candidates are worth after one more match
+FRESH = 4096  # tokens that are indexed one by one before all are sorted anew, at least
+GROWTH = 8  # and at least one part in so many of what was sorted
+
+
+class Found(NamedTuple):
+    """Candidates of one row.
+
+    Attributes:
+        tokens: their ids.
+        chances: that each is kept, with all before it.
+        length: tokens of the match that they follow.
+    """
+
+    tokens: list[int]
+    chances: list[float]
+    length: int
+
+
+class Rows:
+    """Rows of a batch that are looked for in one another, and in earlier texts.
+
+    Args:
+        texts: token ids by row, which grow; -1 for one that is not of the vocabulary.
+        acceptance: of candidates by the length of their match.
+        earlier: indices of other texts.
+
+    Attributes:
+        proposed: candidates of the round that is going on, by row.
+    """
+
+    def __init__(self, texts: dict[int, array], acceptance: "Acceptance", earlier: Sequence[SuffixIndex] = ()):
+        self.texts, self.acceptance, self.earlier = texts, acceptance, earlier
+        self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
+        self.proposed: dict[int, Found] = {}
+
+    def find(self, row: int, min_match: int, most: int) -> Found:
+        """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
+        if not most:
+            return Found([], [], 0)
+        suffix = self.texts[row][: -DEPTH - 1 : -1]
+        indices = (self.fresh, self.sorted, *self.earlier)
+        matches = [index.longest(suffix) for index in indices]
+        length = max(length for length, _ in matches)
+        if length < min_match:
+            return Found([], [], 0)
+        rate = self.acceptance.rate(length)
+        most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
+        if not most:
+            return Found([], [], length)
+        followers: list[list[int]] = []
+        for index, (matched, at) in zip(indices, matches, strict=True):
+            if matched == length:
+                followers += [self._following(index, row, p, most) for p in index.positions(suffix, length, at)]
+        return Found(*_most_frequent(followers, most, rate), length)
+
+    def _following(self, index: SuffixIndex, row: int, position: int, most: int) -> list[int]:
+        """What follows a position; text that runs into its own end goes round."""
+        number, offset = position >> OFFSET_BITS, position & OFFSET
+        following = index.texts[number][offset : offset + most].tolist()
+        if len(following) < most and number == row and index.texts is self.texts:
+            following = (following * -(-most // len(following)))[:most]
+        return following
+
+    def observe(self, row: int, tokens: list[int], accepted: int, judged: int) -> None:
+        """A row has emitted tokens; of its candidates so many were judged, and accepted."""
+        found = self.proposed.pop(row, None)
+        if found is not None and found.length:
+            self.acceptance.note(found.length, accepted, judged)
+        text = self.texts[row]
+        for token in tokens:
+            text.append(token)
+            self.fresh.insert(row, len(text) - 1)
+        if len(self.fresh.order) > max(FRESH, len(self.sorted.order) // GROWTH):
+            self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+
+
+class Acceptance:
+    """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""
+
+    def __init__(self) -> None:
+        self.kept: Counter[int] = Counter()
+        self.tried: Counter[int] = Counter()
+
+    def rate(self, length: int) -> float:
+        """The chance that a candidate is kept, if those before it are."""
+        size = length.bit_length()
+        return (self.kept[size] + ASSUMED_WEIGHT * (1 - 0.5**size)) / (self.tried[size] + ASSUMED_WEIGHT)
+
+    def note(self, length: int, accepted: int, judged: int) -> None:
+        """A match of so many tokens was found; of its candidates so many were judged, maybe none."""
+        size = length.bit_length()
+        self.kept[size] = self.kept[size] * REMEMBERED + accepted  # type: ignore[assignment]
+        self.tried[size] = self.tried[size] * REMEMBERED + judged  # type: ignore[assignment]
+
+
+def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
+    """Token by token what most of the continuations have that agreed so far, and the chance that it is all kept."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    total, survival = len(followers), 1.0
+    while followers and len(tokens) < most:
+        depth, survival = len(tokens), survival * rate
+        followers = [following for following in followers if len(following) > depth]
+        counts = Counter(following[depth] for following in followers)
+        token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
+        chance = survival * count / total
+        if token < 0 or chance < UNLIKELY:
+            break
+        tokens.append(token)
+        chances.append(chance)
+        followers = [following for following in followers if following[depth] == token]
+    return tokens, chances

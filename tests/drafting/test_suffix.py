@@ -1,0 +1,206 @@
+"""A draft that looks for the end of a row's text in what was read and emitted, through `generate`."""
+
+import threading
+from functools import cache
+
+import pytest
+import torch
+import zoo
+from tiny import Forwards, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
+
+
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+MODEL_TYPES = ("llama", "gpt2", "mistral")
+GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
+SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
+NEW_TOKENS = 40
+pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+
+
+@cache
+def target(model_type: str = "llama") -> PreTrainedModel:
+    """Of few tokens, so that its text repeats itself."""
+    return tiny(model_type, vocab_size=12)
+
+
+@cache
+def cyclic() -> PreTrainedModel:
+    """Goes by the last token alone, so that its greedy text goes round."""
+    model = tiny(vocab_size=40)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:
+    """Prompts whose tokens repeat."""
+    inputs = prompts(rows, width)
+    return inputs | {"input_ids": inputs["input_ids"] % 12}
+
+
+def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
+    torch.manual_seed(4)
+    given = {} if strategy is None else {"custom_generate": strategy}
+    return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_equals_plain(model_type: str, rows: int, layout: str, settings: dict):
+    """With what an earlier call has left in the pool as well."""
+    inputs, draft = few_tokens(rows), SuffixDraft(pool=SuffixPool())
+    strategy = SpeculativeDecoding(draft, layout=layout, num_draft_tokens=8)
+    expected = run(target(model_type), inputs, **settings)
+    for _ in range(2):
+        assert torch.equal(run(target(model_type), inputs, strategy, **settings), expected)
+        assert strategy.report.verification == ("coupled" if settings["do_sample"] else "greedy")
+    assert strategy.report.accepted > NEW_TOKENS / 2  # the second time the whole text is in the pool
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_equals_plain_with_an_encoder(rows: int, settings: dict):
+    model, inputs = zoo.build("seq2seq", "t5"), prompts(rows)
+    strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool()), layout="padded", num_draft_tokens=8)
+    for _ in range(2):
+        assert torch.equal(run(model, inputs, strategy, **settings), run(model, inputs, **settings))
+    assert strategy.report.accepted > NEW_TOKENS / 2
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
+    inputs, drafted = few_tokens(4), []
+    settings = SAMPLED | {"eos_token_id": 3, "top_k": 4, "temperature": 0.5}
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool()), verification=verification)
+        given = {name: value[rows] for name, value in inputs.items()}
+        output = run(target(), given, strategy, **settings, seeds=[7 + row for row in rows])
+        drafted.append(strategy.report.drafted)
+        return output[:, inputs["input_ids"].shape[1] :].tolist()
+
+    def real(text: list[int]) -> list[int]:
+        return text[: next((n + 1 for n, token in enumerate(text) if token == 3), len(text))]
+
+    alone = [real(texts([row])[0]) for row in range(4)]
+    assert [real(text) for text in texts([0, 1, 2, 3])] == alone
+    assert len({len(text) for text in alone}) > 1
+    assert sum(drafted[:4]) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_end_inside_accepted_runs(rows: int):
+    inputs = few_tokens(rows)
+    for end in range(12):
+        strategy = SpeculativeDecoding(SuffixDraft())
+        settings = {"do_sample": False, "eos_token_id": end}
+        assert torch.equal(run(target(), inputs, strategy, **settings), run(target(), inputs, **settings))
+
+
+def test_few_forwards_on_text_that_repeats():
+    inputs, strategy = few_tokens(1), SpeculativeDecoding(SuffixDraft(), num_draft_tokens=8)
+    text = run(cyclic(), inputs, do_sample=False, max_new_tokens=80)
+    with Forwards(cyclic()) as forwards:
+        assert torch.equal(run(cyclic(), inputs, strategy, do_sample=False, max_new_tokens=80), text)
+    assert len(forwards.lengths) <= 30
+    assert max(forwards.lengths[1:]) == 9
+
+
+def test_the_text_of_a_mate_and_of_an_earlier_call_is_drafted():
+    """A row that has nothing to look for in itself copies what others have had before it."""
+    model, row = tiny(seed=5), prompts(1)
+    text = run(model, row, do_sample=False)
+    mate = {name: value.repeat(2, 1) for name, value in row.items()}
+    mate = {"input_ids": torch.nn.functional.pad(text, (0, 0, 0, 1)), "attention_mask": torch.ones(2, text.shape[1])}
+    mate["input_ids"][1, -11:] = row["input_ids"]
+    mate["attention_mask"][1, :-11] = 0
+    of_mates, pool = SpeculativeDecoding(SuffixDraft()), SuffixPool()
+    output = run(model, mate, of_mates, do_sample=False, max_new_tokens=30)
+    assert torch.equal(output[1, -30:], text[0, 11:41])
+    of_pool = SpeculativeDecoding(SuffixDraft(pool=pool))
+    first = [run(model, row, of_pool, do_sample=False), of_pool.report][1]
+    run(model, row, of_pool, do_sample=False)
+    assert len(pool) == 2 * text.shape[1]
+    assert of_pool.report.accepted > first.accepted
+    assert of_pool.report.rounds + of_pool.report.plain_steps < NEW_TOKENS / 3
+    assert of_mates.report.accepted_per_row[1] > 10
+
+
+def test_nothing_is_proposed_where_nothing_repeats():
+    """Tokens in order, each but once: every forward is one of plain decoding."""
+    model, inputs = tiny(vocab_size=300), prompts(4)
+
+    def counting(input_ids, scores):
+        return torch.full_like(scores, -1e4).scatter(1, input_ids[:, -1:] + 1, 0.0)
+
+    settings = {"do_sample": False, "logits_processor": [counting], "max_new_tokens": 30}
+    inputs["input_ids"] = (torch.arange(11) + 60 * torch.arange(1, 5)[:, None]) * inputs["attention_mask"]
+    strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=8)
+    with Forwards(model) as forwards:
+        output = run(model, inputs, strategy, **settings)
+    assert forwards.lengths[1:] == [1] * 29
+    assert strategy.report.drafted == 0
+    assert output[0, -1] == output[0, -30] + 29
+
+
+def test_matches_that_come_to_nothing_are_let_go():
+    """Sampled from nearly flat distributions; now and then it is tried again."""
+    model, draft = tiny(vocab_size=12, initializer_range=0.01), SuffixDraft()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=8)
+    run(model, few_tokens(4), strategy, do_sample=True, top_k=0, max_new_tokens=100)
+    assert 0 < strategy.report.drafted < 0.15 * strategy.report.emitted
+    assert draft.acceptance.rate(2) < 0.3
+
+
+def test_two_calls_at_once_with_one_draft():
+    draft, outputs = SuffixDraft(pool=SuffixPool(500)), {}
+    expected = {seed: run(target(), few_tokens(seed), do_sample=False) for seed in (1, 2, 3, 4)}
+
+    def call(rows: int) -> None:
+        strategy = SpeculativeDecoding(draft)
+        outputs[rows] = run(target(), few_tokens(rows), strategy, do_sample=False)
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(outputs[rows], expected[rows]) for rows in expected)
+    assert not draft.calls
+    assert 0 < len(draft.pool) <= 500
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_candidates": 0}, "max_candidates=0 is not an int of 1 or more"),
+        ({"max_candidates": -3}, "max_candidates=-3 is not an int"),
+        ({"max_candidates": 2.5}, r"max_candidates=2\.5 is not an int"),
+        ({"min_match": True}, "min_match=True is not an int"),
+        ({"min_match": "2"}, "min_match='2' is not an int"),
+        ({"pool": 5}, "pool is a int; give a SuffixPool, or leave it out"),
+    ],
+)
+def test_bad_options(options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        SuffixDraft(**options)
+
+
+def test_a_pool_of_another_vocabulary_is_refused_before_any_forward():
+    pool = SuffixPool(vocab_size=13)
+    with Forwards(target()) as forwards, pytest.raises(ValueError, match="13 tokens, and the target has 12; use"):
+        run(target(), few_tokens(1), SpeculativeDecoding(SuffixDraft(pool=pool)))
+    assert not forwards.lengths
+
+
+def test_the_number_that_the_user_gives_counts():
+    for given, most in ((3, 3), ("auto", 5)):
+        strategy = SpeculativeDecoding(SuffixDraft(max_candidates=5), num_draft_tokens=given)
+        run(target(), few_tokens(2), strategy, do_sample=False)
+        assert 0 < strategy.report.num_draft_tokens <= most

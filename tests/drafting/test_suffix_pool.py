@@ -1,0 +1,158 @@
+"""Texts of earlier calls: how many are kept, in which order they leave, files, threads, vocabularies."""
+
+import threading
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_specx import SuffixPool
+from hf_specx.drafting.suffix_index import SuffixIndex
+
+
+def text(seed: int, length: int = 30, vocab_size: int = 50) -> list[int]:
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def as_lists(pool: SuffixPool) -> list[list[int]]:
+    return [list(one) for one in pool.texts]
+
+
+def is_consistent(pool: SuffixPool) -> bool:
+    """Whether each index holds all positions of its texts and no others, in the order of one that is made anew."""
+    for index in pool.indices:
+        contexts = [index.before(position) for position in index.order]
+        anew = SuffixIndex(index.texts)
+        if sorted(index.order) != sorted(anew.order) or contexts != sorted(contexts):
+            return False
+    return True
+
+
+def test_the_oldest_texts_leave_first():
+    pool = SuffixPool(max_tokens=400)
+    for number in range(60):
+        pool.add(text(number))
+        held = as_lists(pool)
+        assert len(pool) == sum(map(len, held)) <= 400
+        assert held == [text(n) for n in range(number + 1 - len(held), number + 1)]
+        assert len(pool) >= min(30 * (number + 1), 400 - 400 // 8 - 30)
+    assert is_consistent(pool)
+
+
+def test_many_texts_at_once_and_one_by_one_are_the_same_texts():
+    one, many, given = SuffixPool(200), SuffixPool(200), [text(n, length) for n, length in enumerate((50, 3, 0, 90))]
+    many.add(*given)
+    for tokens in given:
+        one.add(torch.tensor(tokens, dtype=torch.int64))
+    assert as_lists(one) == as_lists(many) == [tokens for tokens in given if tokens]
+    many.add(*(text(n) for n in range(20)))
+    assert as_lists(many) == [text(n) for n in range(15, 20)]
+    many.add()
+    assert is_consistent(one)
+    assert is_consistent(many)
+
+
+def test_of_a_text_that_is_too_long_the_end_stays():
+    pool = SuffixPool(max_tokens=20)
+    pool.add(range(5))
+    pool.add(range(100))
+    assert as_lists(pool) == [list(range(80, 100))]
+
+
+def test_it_takes_12_bytes_a_token():
+    pool = SuffixPool(max_tokens=20_000)
+    for number in range(40):
+        pool.add(text(number, 1000))
+    positions = sum(index.order.itemsize * len(index.order) for index in pool.indices)
+    assert positions + sum(one.itemsize * len(one) for one in pool.texts) <= 12 * len(pool)
+    assert sum(len(index.order) for index in pool.indices) < len(pool) <= 20_000
+    assert len(pool.indices) <= 5
+
+
+def test_save_and_load(tmp_path: Path):
+    pool = SuffixPool(max_tokens=500, vocab_size=50)
+    pool.add(*(text(n) for n in range(5)))
+    pool.save(tmp_path / "pool")
+    again = SuffixPool.load(tmp_path / "pool")
+    assert as_lists(again) == as_lists(pool)
+    assert (again.max_tokens, again.vocab_size) == (500, 50)
+    assert [path.name for path in tmp_path.iterdir()] == ["pool"]
+    SuffixPool().save(tmp_path / "empty")
+    assert not len(SuffixPool.load(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"text",
+        {"format": "other"},
+        [1],
+        {"max_tokens": -1},
+        {"max_tokens": 10, "vocab_size": None},
+        {"max_tokens": 10, "vocab_size": None, "tokens": torch.tensor([1, 2]), "lengths": torch.tensor([3])},
+        {"max_tokens": 10, "vocab_size": 2, "tokens": torch.tensor([1, 2]), "lengths": torch.tensor([2])},
+        {"max_tokens": 10, "vocab_size": 2, "tokens": torch.tensor([0.5]), "lengths": torch.tensor([1])},
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path: Path, content):
+    if isinstance(content, bytes):
+        (tmp_path / "pool").write_bytes(content)
+    else:
+        known = {"format": "hf_specx.SuffixPool 1"}
+        torch.save(known | content if isinstance(content, dict) else content, tmp_path / "pool")
+    with pytest.raises(ValueError, match=r"pool is no file of SuffixPool\.save"):
+        SuffixPool.load(tmp_path / "pool")
+    with pytest.raises(FileNotFoundError):
+        SuffixPool.load(tmp_path / "none")
+
+
+def test_texts_of_another_vocabulary_are_refused():
+    pool = SuffixPool()
+    pool.add([1, 2, 60])
+    with pytest.raises(ValueError, match="of 61 tokens, and the target has 50; use a SuffixPool of its own"):
+        pool.meet(50)
+    pool.meet(64)
+    pool.meet(64)
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, and the target has 65"):
+        pool.meet(65)
+    for wrong in ([3, 64], [-1, 3]):
+        with pytest.raises(ValueError, match="outside of the pool's vocabulary, 0 to 63"):
+            pool.add([1], wrong)
+    assert as_lists(pool) == [[1, 2, 60]]
+
+
+@pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "many", None])
+def test_bounds_that_are_no_numbers_are_refused(wrong):
+    with pytest.raises(ValueError, match="max_tokens=.* is not an int of 1 or more"):
+        SuffixPool(max_tokens=wrong)
+
+
+@pytest.mark.parametrize("wrong", [[1.5], ["a"], 7, [2**31], torch.ones(2, 2).long()])
+def test_texts_that_are_no_token_ids_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"list of token ids, or a tensor \[n\]"):
+        SuffixPool().add(wrong)
+
+
+def test_threads_add_and_read_at_once():
+    pool, failures = SuffixPool(max_tokens=2000), []
+
+    def work(thread: int) -> None:
+        try:
+            for number in range(30):
+                pool.add(text(100 * thread + number))
+                for index in pool.indices:
+                    length, at = index.longest(array("i", reversed(text(100 * thread + number)))[:8])
+                    index.positions(array("i", [1]), 1, at)
+                    assert length <= 8
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(pool) <= 2000
+    assert is_consistent(pool)
