@@ -15,7 +15,7 @@ from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.schedule import given_drafting
-from hf_specx.drafting.suffix import SuffixDraft  # noqa: F401  (published with the entry)
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.plan import Withheld
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
@@ -60,8 +60,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
-            `draft_model` or `assistant_model`; else it is looked for as `find_draft` says, and the options that its
-            pair recommends are used. With `custom_generate`, that is called instead.
+            `draft_model` or `assistant_model`; else `prompt_lookup_num_tokens=n` means `SuffixDraft(n)`; else it is
+            looked for as `find_draft` says, and the options that its pair recommends are used. With
+            `custom_generate`, that is called instead.
 
     Returns:
         As `generate`.
@@ -83,7 +84,11 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             check_lifted(model)
         draft = either(kwargs, "draft_model", "assistant_model")
         options, costs = take_options(kwargs), Costs()
-        if draft is None:
+        lookup = setting("prompt_lookup_num_tokens", model, kwargs)
+        if draft is None and lookup is not None:
+            kwargs["prompt_lookup_num_tokens"] = None
+            draft, options = SuffixDraft(lookup), {"num_draft_tokens": lookup} | options
+        elif draft is None:
             draft, recommended, costs = find_draft(model, kwargs)
             options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)

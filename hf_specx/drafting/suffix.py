@@ -17,7 +17,7 @@ from .draft_length import HASTE
 from .drafter import Drafter, Reading
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
-from .suffix_rows import Acceptance, Found, Rows
+from .suffix_rows import Acceptance, Match, Rows
 
 
 ASSUMED = 0.2  # what one more candidate a row adds to a round, as a part of it, where that is not measured
@@ -113,7 +113,7 @@ class SuffixCall:
             earlier = () if draft.pool is None else draft.pool.indices
             self.rows = [Rows(texts, draft.acceptance, earlier)] * len(texts)
 
-    def find(self, batch: Batch, lengths: list[int]) -> list[Found]:
+    def find(self, batch: Batch, lengths: list[int]) -> list[Match]:
         """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
         draft, rows = self.draft, batch.rows
         found = [
@@ -129,7 +129,7 @@ class SuffixCall:
             self.rows[row].proposed[row] = one
         return found
 
-    def _cut(self, found: list[Found], weights: list[float]) -> list[Found]:
+    def _cut(self, found: list[Match], weights: list[float]) -> list[Match]:
         """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row."""
         tokens = [sum(weights)]
         for depth in range(max(len(one.tokens) for one in found)):
@@ -137,7 +137,7 @@ class SuffixCall:
             tokens.append(tokens[-1] + sum(here))
         times = self._times(len(found), len(tokens))
         most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
-        return [Found(one.tokens[:most], one.chances[:most], one.length) for one in found]
+        return [Match(one.tokens[:most], one.chances[:most], one.length) for one in found]
 
     def _times(self, rows: int, count: int) -> list[float]:
         """Of rounds with 0 and more candidates a row, in any unit."""

@@ -16,7 +16,7 @@ FRESH = 4096  # tokens that are indexed one by one before all are sorted anew, a
 GROWTH = 8  # and at least one part in so many of what was sorted
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """Candidates of one row.
 
     Attributes:
@@ -45,27 +45,27 @@ class Rows:
     def __init__(self, texts: dict[int, array], acceptance: "Acceptance", earlier: Sequence[SuffixIndex] = ()):
         self.texts, self.acceptance, self.earlier = texts, acceptance, earlier
         self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
-        self.proposed: dict[int, Found] = {}
+        self.proposed: dict[int, Match] = {}
 
-    def find(self, row: int, min_match: int, most: int) -> Found:
+    def find(self, row: int, min_match: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
         if not most:
-            return Found([], [], 0)
+            return Match([], [], 0)
         suffix = self.texts[row][: -DEPTH - 1 : -1]
         indices = (self.fresh, self.sorted, *self.earlier)
         matches = [index.longest(suffix) for index in indices]
         length = max(length for length, _ in matches)
         if length < min_match:
-            return Found([], [], 0)
+            return Match([], [], 0)
         rate = self.acceptance.rate(length)
         most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
         if not most:
-            return Found([], [], length)
+            return Match([], [], length)
         followers: list[list[int]] = []
         for index, (matched, at) in zip(indices, matches, strict=True):
             if matched == length:
                 followers += [self._following(index, row, p, most) for p in index.positions(suffix, length, at)]
-        return Found(*_most_frequent(followers, most, rate), length)
+        return Match(*_most_frequent(followers, most, rate), length)
 
     def _following(self, index: SuffixIndex, row: int, position: int, most: int) -> list[int]:
         """What follows a position; text that runs into its own end goes round."""

@@ -7,8 +7,9 @@ import pytest
 import torch
 import zoo
 from tiny import Forwards, prompts, tiny
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
+import hf_specx
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
@@ -204,3 +205,23 @@ def test_the_number_that_the_user_gives_counts():
         strategy = SpeculativeDecoding(SuffixDraft(max_candidates=5), num_draft_tokens=given)
         run(target(), few_tokens(2), strategy, do_sample=False)
         assert 0 < strategy.report.num_draft_tokens <= most
+
+
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_prompt_lookup_is_a_suffix_draft_at_any_batch_size(where: str, rows: int):
+    target, settings = tiny("llama", vocab_size=8), {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+    inputs = prompts(rows)
+    inputs["input_ids"] %= 8
+    expected = target.generate(**inputs, **settings)
+    asked = {"prompt_lookup_num_tokens": 4}
+    if where == "call":
+        settings |= asked
+    elif where == "config":
+        settings = {"generation_config": GenerationConfig(**settings, **asked)}
+    else:
+        target.generation_config.prompt_lookup_num_tokens = 4
+    with Forwards(target) as forwards:
+        assert torch.equal(hf_specx.generate(**inputs, **settings, model=target), expected)
+    assert len(forwards.lengths) < 40
+    assert max(forwards.lengths[1:]) == 5
