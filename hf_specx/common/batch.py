@@ -100,6 +100,10 @@ class Batch:
 
     def take(self, draft: Draft) -> Draft:
         """Write candidates after each row's end, where the target reads them; rows that are over get pads instead."""
+        fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
+        if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
+            shape = list(draft.tokens.shape)
+            raise ValueError(f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}.")
         tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
         self.put(tokens)
         return draft._replace(tokens=tokens)

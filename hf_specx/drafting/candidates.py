@@ -184,8 +184,14 @@ class GeneratorDrafter(Drafter):
         return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
     def observe(self, done: Round) -> None:
-        """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
-        for number, (row, length, emitted) in enumerate(zip(done.rows, done.draft.lengths, done.emitted, strict=True)):
-            if self.asked[number] and emitted:
-                scores = done.scores[number : number + 1, : length + 1]
-                self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, emitted - 1)
+        """Tell the generator of each row what was kept, as transformers does after each of its rounds.
+
+        Where positions are judged in order there are scores up to the last one that was judged.
+        """
+        counts = zip(done.rows, done.draft.lengths, done.accepted, done.gained, done.emitted, strict=True)
+        for index, (row, length, accepted, gained, emitted) in enumerate(counts):
+            if self.asked[index] and emitted:
+                # after a cut at a stop the last token counts as the one that follows what was kept
+                kept = min(accepted, gained) if emitted == gained else emitted - 1
+                scores = done.scores[index : index + 1, : length + 1]
+                self.generator.update_candidate_strategy(done.batch.row(row)[None], scores, kept)

@@ -112,6 +112,11 @@ class Schedule:
             wanted.append(number if room is None else min(number, room))
         return wanted
 
+    def rests(self, batch: Batch) -> bool:
+        """Whether no row drafts in the next round, and not because all texts end with it."""
+        goes_on = self.room is None or any(self.room - batch.counts[row] > 1 for row in batch.rows)
+        return goes_on and not any(self(batch))
+
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.next_call
@@ -209,7 +214,9 @@ class Resting:
                 self.left[row] = max(0, self.left.get(row, 0) - 1)
                 continue
             self.kept[row] = self.kept.get(row, 1.0) * RESTING_MEMORY + sum(chances) * (1 - RESTING_MEMORY)
-            if self.kept[row] < WORTHLESS:
+            if self.kept[row] >= WORTHLESS:
+                self.waits.pop(row, None)
+            else:
                 self.waits[row] = 2 * self.waits.get(row, 4)
                 self.left[row] = self.waits[row]
 

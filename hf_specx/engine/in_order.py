@@ -33,7 +33,8 @@ def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, For
         that was finished before has no candidates and gains nothing.
     """
     batch, most, first = run.batch, draft.tokens.shape[1], run.batch.counts[0]
-    early = run.processors(batch, draft, forward.logits)  # by the processors before the first that goes in order
+    # by the processors before the first that goes in order; at all positions, since a row may emit what fills it up
+    early = run.processors(batch, None, forward.logits)
     over, live = _over(run), ~_over(run)
     shown: list[torch.Tensor] = []
     kept: list[torch.Tensor] = []  # of each candidate [B, 2]: whether the row emits it, and its overlap

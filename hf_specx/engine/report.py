@@ -25,6 +25,7 @@ class RoundRecord(NamedTuple):
         emitted: tokens that entered the text, after such a cut.
         judged: candidates whose predecessors were all kept, as far as the round went.
         gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
+        longest: candidates of the row that had most of them.
     """
 
     drafted: int
@@ -32,6 +33,12 @@ class RoundRecord(NamedTuple):
     emitted: int
     judged: int = 0
     gained: int = 0
+    longest: int = 0
+
+    @property
+    def width(self) -> int:
+        """Candidates that the forwards of the round were made for."""
+        return max(self.drafted, self.longest)
 
 
 @dataclass
@@ -90,7 +97,7 @@ class SpeculationReport:
         counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
         for row, record in zip(done.rows, counts, strict=True):
             if record[-1]:
-                self.history[row].append(RoundRecord(*record))
+                self.history[row].append(RoundRecord(*record, drafted))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters.
@@ -232,7 +239,7 @@ class SpeculationReport:
         c, steps = self.cost_coefficient, self._steps
         if c is None or not steps:
             return None if c is None else 1.0
-        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.drafted * c + 1 for r in steps)
+        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.width * c + 1 for r in steps)
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -243,8 +250,8 @@ class SpeculationReport:
         costs, steps = self._costs, self._steps
         if costs is None or not steps:
             return None if costs is None else 1.0
-        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.drafted for r in steps)}}
-        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.drafted] for r in steps)
+        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.width for r in steps)}}
+        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.width] for r in steps)
 
     @property
     def _costs(self) -> Costs | None:

@@ -87,7 +87,7 @@ class Run:
         told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
-        if not (done.finished or any(map(self.schedule.number, self.batch.rows))):
+        if not done.finished and self.schedule.rests(self.batch):
             self.drafter.pause(self.batch)
 
     def lap(self, phase: str) -> None:

@@ -121,5 +121,5 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
             costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
             known = costs
     room = None if call.synced else run.stopping.max_new_tokens
-    most = run.drafter.max_candidates
+    most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)

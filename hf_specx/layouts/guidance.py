@@ -87,5 +87,5 @@ def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Pro
     kwargs = {"attention_mask": mask, "use_cache": True, "past_key_values": DynamicCache(config=prompt.model.config)}
     if prompt.kwargs.get("position_ids") is not None:
         kwargs["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)  # pads count too
-    alone = replace(prompt, input_ids=ids, kwargs=kwargs, keeps_past=False)
+    alone = replace(prompt, input_ids=ids, kwargs=kwargs, keeps_past=False, gives_hidden=False)
     return Guidance(processor.guidance_scale, make_decoder("ragged" if layout == "packed" else layout, alone))

@@ -123,8 +123,8 @@ class NoiseStream:
     In the latter case what a row gets depends on how many numbers it had before, and on nothing else.
     """
 
-    def __init__(self, generators: list[torch.Generator]):
-        self.generators = generators
+    def __init__(self, generators: list[torch.Generator], per_row: bool):
+        self.generators, self.per_row = generators, per_row
 
     def uniforms(self, batch: Batch, most: int, wanted: list[int]) -> torch.Tensor:
         """Numbers from [0, 1) for the decoding rows: [R, most] float64.
@@ -136,7 +136,7 @@ class NoiseStream:
                 others are 0.
         """
         noise = torch.empty(len(batch.rows), most, dtype=torch.float64, device=batch.index.device)
-        if len(self.generators) == 1:
+        if not self.per_row:
             return noise.uniform_(generator=self.generators[0])
         for row_noise, row, number in zip(noise, batch.rows, wanted, strict=True):
             row_noise[:number].uniform_(generator=self.generators[row])
@@ -148,7 +148,7 @@ def independent_streams(number: int, device: torch.device, seeds: list[int] | No
     """Streams whose seeds are drawn from the default generator, or for each row by one with the row's seed."""
     sources = [None] if seeds is None else _seeded(seeds, device)
     drawn = [torch.randint(2**62, (number,), generator=source, device=device).tolist() for source in sources]
-    return [NoiseStream(_seeded(column, device)) for column in zip(*drawn, strict=True)]
+    return [NoiseStream(_seeded(column, device), seeds is not None) for column in zip(*drawn, strict=True)]
 
 
 def _seeded(seeds: Iterable[int], device: torch.device) -> list[torch.Generator]:

@@ -113,7 +113,14 @@ def test_rows_that_are_over_stay_in_the_batch(settings: str):
     assert strategy.report.history[3][-2].gained > 1
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_without_a_distribution_there_is_nothing_to_reject_by(verification: str):
-    with pytest.raises(ValueError, match=f"'{verification}' needs the distribution .* which a Bigrams does not give"):
-        SpeculativeDecoding(Bigrams(), verification=verification)
+class Misshapen(Bigrams):
+    """Claims more candidates than it has."""
+
+    def propose(self, batch, lengths):
+        draft = super().propose(batch, lengths)
+        return draft._replace(lengths=[draft.tokens.shape[1] + 1] * len(lengths))
+
+
+def test_a_draft_is_what_it_claims_to_be():
+    with pytest.raises(ValueError, match="has tokens of shape .* for lengths"):
+        target().generate(**repetitive(2), **SETTINGS["greedy"], custom_generate=SpeculativeDecoding(Misshapen()))

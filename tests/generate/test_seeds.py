@@ -241,7 +241,7 @@ class OneStream(RejectionRule):
     def begin(self):
         super().begin()
         self.residuals, self.uniforms = (
-            NoiseStream([torch.Generator().manual_seed(g.initial_seed()) for g in self.drafts.generators])
+            NoiseStream([torch.Generator().manual_seed(g.initial_seed()) for g in self.drafts.generators], True)
             for _ in range(2)
         )
 
