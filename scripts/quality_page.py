@@ -23,7 +23,7 @@ def caption(found: dict[str, Any]) -> str:
         f"{made['python']}; at most {settings['new_tokens']} new tokens. Nucleus: T = {settings['temperature']}, "
         f"top-p {settings['top_p']}. {made['dtype']} on {made['device']}, torch {made['torch']}, transformers "
         f"{made['transformers']}. In brackets 95 % intervals: "
-        "bootstraps over prompts, of times over batches (widened by Student's t); exact ones of shares."
+        "bootstraps over prompts; exact ones of shares."
     )
 
 
@@ -33,19 +33,22 @@ def shown(value: float, interval: Sequence[float], form: str) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Tables of quality and speed, and of the differences between speculative and plain text, by batch size."""
+    """Tables of quality, and of the differences between speculative and plain text, by batch size.
+
+    Times are in the file of results; the README has one set of them, from another command.
+    """
     lines, differences = [], []
     for each in found["rows"]:
         first = [each["way"], str(each["batch"])]
         measured = [(each["quality"][name], digits) for name, (_, digits) in MEASURES.items()]
         means = [shown(m["prediction"], m["prediction_interval"], f".{digits}f") for m, digits in measured]
-        equal, faster = "", "1"
+        equal = ""
         if each["contender"] != PLAIN_NAME:
-            equal, faster = shown(**each["equal"], form=".0%"), shown(**each["speedup"], form=".2f")
+            equal = shown(**each["equal"], form=".0%")
             apart = [shown(m["difference"], m["interval"], f"+.{digits}f") for m, digits in measured]
             differences.append(row([*first, *apart]))
-        lines.append(row([*first, *means, equal, shown(**each["milliseconds"], form=".2f"), faster]))
-    above = headed("text", "batch", *HEADINGS, "equal to plain", "ms a token", "speed-up")
+        lines.append(row([*first, *means, equal]))
+    above = headed("text", "batch", *HEADINGS, "equal to plain")
     below = headed("minus plain", "batch", *HEADINGS)
     return "\n".join([caption(found), "", *above, *lines, "", *below, *differences])
 

@@ -197,15 +197,13 @@ def test_the_form_of_the_table(scripts):
     assert lines == [
         "96 prompts, the first 64 tokens of functions in 20 of the 27 held-out files (one in 20 by a hash, of 500) of "
         "Python 3.x; at most 32 new tokens. Nucleus: T = 0.8, top-p 0.95. float32 on cpu (some), torch 2, "
-        "transformers 5. In brackets 95 % intervals: bootstraps over prompts, of times over batches "
-        "(widened by Student's t); exact ones of shares.",
+        "transformers 5. In brackets 95 % intervals: bootstraps over prompts; exact ones of shares.",
         "",
-        "| text | batch | perplexity | ROUGE-L | distinct-2 | equal to plain | ms a token | speed-up |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        "| plain, greedy | 1 | 4.00 [2.00, 8.00] | 0.250 [0.125, 0.500] | 0.500 [0.250, 1.000] "
-        "|  | 7.50 [7.25, 8.00] | 1 |",
+        "| text | batch | perplexity | ROUGE-L | distinct-2 | equal to plain |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| plain, greedy | 1 | 4.00 [2.00, 8.00] | 0.250 [0.125, 0.500] | 0.500 [0.250, 1.000] |  |",
         "| speculative, greedy | 8 | 4.00 [2.00, 8.00] | 0.250 [0.125, 0.500] | 0.500 [0.250, 1.000] "
-        "| 100% [96%, 100%] | 7.50 [7.25, 8.00] | 1.50 [1.38, 1.62] |",
+        "| 100% [96%, 100%] |",
         "",
         "| minus plain | batch | perplexity | ROUGE-L | distinct-2 |",
         "| --- | ---: | ---: | ---: | ---: |",
