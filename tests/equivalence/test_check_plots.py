@@ -114,7 +114,7 @@ def test_pyplot_is_left_alone():
     code = """
 import sys
 import matplotlib
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/equivalence")
 from page_cases import made
 from hf_specx.equivalence.plots import plots
 
