@@ -24,7 +24,7 @@ FORMAT = "hf_specx.SuffixPool 1"
 class SuffixPool:
     """A bounded number of tokens of earlier texts, shared between calls; the oldest texts leave first.
 
-    It takes 12 bytes a token and about 250 a text, and while texts are added some 100 bytes more a token of those that are
+    It takes 12 bytes a token and about 250 a text; while texts are added, some 100 bytes more for each token that is
     sorted. Threads may read and add at once: a reader goes on with what was there when it began to look.
 
     Args:
