@@ -1,4 +1,4 @@
-"""Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT`, on an idle machine.
+"""Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT [TURNS]`, on an idle machine.
 
 Two processes, one in each tree, generate in turns: the pair in the package and a grafted one of 30M parameters, at
 batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto", and with "auto" at batch 8 on prompts of
@@ -17,10 +17,13 @@ from trees import ROOT, laid_out, worker
 
 
 TURNS, NEW_TOKENS, PROMPT_TOKENS = 15, 64, 32
-CASES = [
+CASES: list[dict[str, Any]] = [
+    {"pair": pair, "rows": 8, "compile": False, "number": "auto", "mixed": True} for pair in ("embedded", "30M")
+]
+CASES += [
     {"pair": pair, "rows": rows, "compile": compile, "number": number, "mixed": False}
-    for pair, rows, compile, number in itertools.product(("embedded", "30M"), (1, 8), (False, True), (5, "auto"))
-] + [{"pair": pair, "rows": 8, "compile": False, "number": "auto", "mixed": True} for pair in ("embedded", "30M")]
+    for compile, pair, rows, number in itertools.product((False, True), ("embedded", "30M"), (1, 8), (5, "auto"))
+]
 
 
 def load(name: str) -> tuple[Any, Any]:
@@ -86,11 +89,12 @@ def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         work()
         return
+    turns = int(sys.argv[2]) if len(sys.argv) > 2 else TURNS
     with laid_out(sys.argv[1]) as tree:
         old, new = worker(__file__, tree), worker(__file__, ROOT)
         for case in CASES:
             ratios = []
-            for turn in range(-2, TURNS):
+            for turn in range(-2, turns):
                 asked = case | {"seed": max(turn, 0)}
                 order = (old, new) if turn % 2 else (new, old)
                 found = {process.pid: seconds(process, asked) for process in order}
