@@ -113,7 +113,7 @@ def verify_block(
     # h is 0 / 0 only where p = q; then a later index always passes, so a NaN here changes nothing
     keep = mass / (mass + 1 - reach)
     passed = torch.nn.functional.pad(uniforms, (1, 0)) < keep
-    if proposed is not None:
+    if proposed is not None:  # q is 0 there, which makes `keep` NaN; that must not be what it depends on
         passed &= torch.nn.functional.pad(proposed, (1, 0), value=True)
     index = torch.arange(passed.shape[1], device=passed.device)
     accepted = (passed * index).amax(-1)  # the last one that passes counts, not the first that fails
