@@ -1,8 +1,10 @@
-"""Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT [TURNS]`, on an idle machine.
+"""Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT [PAIRS [eager|compiled]]`.
 
-Two processes, one in each tree, generate in turns: the pair in the package and a grafted one of 30M parameters, at
-batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto", and with "auto" at batch 8 on prompts of
-which half are noise. Each figure is the median of the turns' ratios, with the quartiles beside it.
+Two processes, one in each tree, generate in turns, on an idle machine: the pair in the package and a grafted one of
+30M parameters, at batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto", and with "auto" at
+batch 8 on prompts of which half are noise. Two processes of one tree differ by some 3 % for as long as they live,
+since their weights lie elsewhere in memory; so each case is measured in PAIRS fresh pairs of processes. Its figure is
+the median of the pairs' medians, with the least and the largest of these after it.
 """
 
 import itertools
@@ -11,12 +13,13 @@ import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from trees import ROOT, laid_out, worker
 
 
-TURNS, NEW_TOKENS, PROMPT_TOKENS = 15, 64, 32
+PAIRS, TURNS, NEW_TOKENS, PROMPT_TOKENS = 7, 5, 64, 32
 CASES: list[dict[str, Any]] = [
     {"pair": pair, "rows": 8, "compile": False, "number": "auto", "mixed": True} for pair in ("embedded", "30M")
 ]
@@ -84,26 +87,43 @@ def seconds(process: "subprocess.Popen[str]", case: dict[str, Any]) -> float:
     return taken
 
 
+def compare(tree: Path, cases: list[dict[str, Any]]) -> list[float]:
+    """The time of this tree over that of the other, case by case, in one pair of processes."""
+    old, new = worker(__file__, tree), worker(__file__, ROOT)
+    found = []
+    for case in cases:
+        ratios = []
+        for turn in range(-2, TURNS):  # two turns warm up
+            asked = case | {"seed": max(turn, 0)}
+            order = (old, new) if turn % 2 else (new, old)
+            taken = {process.pid: seconds(process, asked) for process in order}
+            ratios.append(taken[new.pid] / taken[old.pid])
+        found.append(statistics.median(ratios[2:]))
+    for process in (old, new):
+        process.communicate()
+    return found
+
+
 def main() -> None:
-    """Compare, case by case."""
+    """Compare, pair by pair, and print each case."""
     if sys.argv[1:2] == ["worker"]:
         work()
         return
-    turns = int(sys.argv[2]) if len(sys.argv) > 2 else TURNS
+    pairs = int(sys.argv[2]) if len(sys.argv) > 2 else PAIRS
+    only = sys.argv[3] if len(sys.argv) > 3 else ""
+    cases = [case for case in CASES if only != ("eager" if case["compile"] else "compiled")]
     with laid_out(sys.argv[1]) as tree:
-        old, new = worker(__file__, tree), worker(__file__, ROOT)
-        for case in CASES:
-            ratios = []
-            for turn in range(-2, turns):
-                asked = case | {"seed": max(turn, 0)}
-                order = (old, new) if turn % 2 else (new, old)
-                found = {process.pid: seconds(process, asked) for process in order}
-                if turn >= 0:
-                    ratios.append(found[new.pid] / found[old.pid])
-            low, median, high = statistics.quantiles(ratios, n=4)
-            print(f"{median:.3f} ({low:.3f} to {high:.3f}) of the time before: {json.dumps(case)}", flush=True)
-        for process in (old, new):
-            process.communicate()
+        found = []
+        for pair in range(pairs):
+            found.append(compare(tree, cases))
+            print(
+                f"pair {pair + 1} of {pairs}: {[round(ratio, 3) for ratio in found[-1]]}", file=sys.stderr, flush=True
+            )
+    for case, ratios in zip(cases, zip(*found, strict=True), strict=True):
+        median = statistics.median(ratios)
+        print(
+            f"{median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) of the time before: {json.dumps(case)}", flush=True
+        )
 
 
 if __name__ == "__main__":
