@@ -4,6 +4,7 @@ import copy
 import sys
 import warnings
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.cache.export import fill
+from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.costs import Costs
@@ -24,9 +26,12 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule, choose_drafting
 from hf_specx.engine.decode import decode
 from hf_specx.engine.in_order import decode_in_order
+from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.plan import Call, Listener, Plan, Withheld, make_plan
 from hf_specx.engine.ranks import is_synced
 from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.requests import Completion, Queue, Request, Waiting
+from hf_specx.engine.run import Run
 from hf_specx.engine.start import start, stateful_processors
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
@@ -36,6 +41,7 @@ from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.calls import check_call, check_outputs
 from hf_specx.validation.entry import check_withheld
 from hf_specx.validation.inputs import check_inputs
+from hf_specx.validation.many import check_many, check_queue
 from hf_specx.validation.models import check_pair, check_target
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list, check_guidance
@@ -176,26 +182,13 @@ class SpeculativeDecoding:
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
-        config, drafter = generation_config, make_drafter(self.draft_model)
+        config, earlier = generation_config, self.report if withheld.adds_reports else None
         stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
         prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
-        prompt.keeps_past, prompt.gives_hidden = bool(config.return_dict_in_generate or given), drafter.needs_hidden
-        self._check(prompt, logits_processor, drafter)
-        call = self._asked(withheld, prompt, drafter, as_list(seeds))
-        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        waiting = [type(p).__name__ for p in stateful_processors(logits_processor, prompt)] + stopping.stateful
-        plan = make_plan(call, prompt, drafter, waiting)
-        self.meet(model)
-        self._warn(plan, len(input_ids))
-        costs, earlier = self.costs, self.report if withheld.adds_reports else None
-        given_to_start = inputs_tensor, drafter, logits_processor, stopping, costs, self.schedule
-        run = start(call, plan, prompt, *given_to_start)
-        self.report = run.report
+        prompt.keeps_past = bool(config.return_dict_in_generate or given)
+        run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
         text = decode_in_order(run) if plan.in_order else decode(run)
-        run.report.compilations = compilations(run.target, drafter.decoder)
-        costs.remember(plan.verification, run.report.survival_rate, run.report.survival[1])
-        self.report = run.report if earlier is None else earlier + run.report
-        self.schedule = run.schedule
+        self._end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         if user_cache is not None and given:
             past = fill(user_cache, past)
@@ -203,6 +196,92 @@ class SpeculativeDecoding:
             return text
         decodes = model.config.is_encoder_decoder
         return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
+
+    @torch.no_grad()
+    def generate_many(
+        self,
+        model: PreTrainedModel,
+        requests: Iterable[Request | Sequence[int] | torch.Tensor],
+        *,
+        batch_size: int = 8,
+        ordered: bool = False,
+        logprobs: bool = False,
+        max_batch_tokens: int | None = None,
+        **generate_kwargs: Any,
+    ) -> Iterator[Completion]:
+        """Complete any number of prompts; a row that ends makes place for the next one.
+
+        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+
+        Args:
+            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
+            batch_size: the most rows that are decoded at once.
+            ordered: whether completions come in the order of the requests, rather than as they are done.
+            logprobs: whether completions carry log-probabilities of their tokens.
+            max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
+                limit. By default as many as half of the memory that is free on the device has room for.
+            **generate_kwargs: of `generate`, for all requests.
+
+        Returns:
+            An iterator of `Completion`. A request that can never be served is refused in its completion.
+
+        Raises:
+            ValueError: before any forward, if the call cannot be done exactly.
+
+        Example:
+            >>> for done in strategy.generate_many(model, prompts, max_new_tokens=128):
+            ...     print(done.index, tokenizer.decode(done.tokens))
+        """
+        model = unwrapped(model)
+        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        options = {"tokenizer": self.tokenizer} | generate_kwargs
+
+        def make_run(queue: Queue) -> Run:
+            prompt = queue.prompt(options)
+            seeds = queue.seeds if prompt.generation_config.do_sample else None
+            return self._start(Withheld(), prompt, None, queue.places[0].processors, queue.stopping, seeds, queue)[0]
+
+        drafter = make_drafter(self.draft_model)
+        models = [model] if drafter.model is None else [model, drafter.model]
+        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(models))
+        completions = complete_all(waiting, make_run, self._end, batch_size, logprobs)
+        yield from in_order(completions) if ordered else completions
+
+    def _start(
+        self,
+        withheld: Withheld,
+        prompt: Prompt,
+        inputs_tensor: torch.Tensor | None,
+        processors: LogitsProcessorList,
+        stopping: Stopping,
+        seeds: list[int] | None,
+        queue: Queue | None = None,
+    ) -> tuple[Run, Plan]:
+        """Check what was asked for, and put together what decodes it; nothing is read yet."""
+        drafter = make_drafter(self.draft_model)
+        prompt.gives_hidden = drafter.needs_hidden
+        longest = _width(prompt) + prompt.max_new_tokens if queue is None else max(x.longest for x in queue.places)
+        self._check(prompt, processors, drafter, longest)
+        call = self._asked(withheld, prompt, drafter, seeds)
+        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
+        waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+        plan = make_plan(call, prompt, drafter, waiting)
+        if queue is not None:
+            check_queue(plan.layout, plan.draft_layout, plan.reason)
+        self.meet(prompt.model)
+        self._warn(plan, len(prompt.input_ids))
+        given = inputs_tensor, drafter, processors, stopping, self.costs, self.schedule, queue
+        run = start(call, plan, prompt, *given)
+        self.report = run.report
+        return run, plan
+
+    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
+        """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
+        run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
+        self.report = run.report if earlier is None else earlier + run.report
+        self.schedule = run.schedule
 
     def _asked(self, withheld: Withheld, prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
         """What one call asks for."""
@@ -220,9 +299,9 @@ class SpeculativeDecoding:
             listeners=self.listeners,
         )
 
-    def _check(self, prompt: Prompt, processors: LogitsProcessorList, drafter: Drafter) -> None:
+    def _check(self, prompt: Prompt, processors: LogitsProcessorList, drafter: Drafter, longest: int) -> None:
         model, config = prompt.model, prompt.generation_config
-        check_target(model, _width(prompt) + prompt.max_new_tokens)
+        check_target(model, longest)
         asked = self.verification if config.do_sample else "greedy"
         check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", self.streamer)
         check_inputs(model, prompt.input_ids, config, prompt.kwargs)

@@ -24,6 +24,7 @@ from .outputs import Outputs
 from .plan import Call, Plan
 from .ranks import Ranks
 from .report import SpeculationReport
+from .requests import Queue
 from .run import Run
 from .streaming import Stream
 
@@ -41,6 +42,7 @@ def start(
     stopping: Stopping,
     costs: Costs,
     earlier: Schedule | None,
+    queue: Queue | None = None,
 ) -> Run:
     """Everything up to the first forward.
 
@@ -49,6 +51,7 @@ def start(
         prompt: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as `generate` prepared them.
+        queue: of requests, which have processors of their own.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
@@ -56,7 +59,9 @@ def start(
         batch=make_batch(prompt, plan.lockstep),
         vocab_size=vocabulary(prompt.model),
         rule=_rule(call, plan, prompt, drafter.max_candidates),
-        processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
+        processors=Processors([p for p in processors if can_look_ahead(p)], *limits)
+        if queue is None
+        else queue.processors(look_ahead=True),
         threshold=call.drafting.threshold,
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
@@ -64,7 +69,10 @@ def start(
         costs=costs,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
-    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
+    if queue is None:
+        of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
+    else:
+        of_target = queue.processors()
     return Run(
         target=target,
         drafter=drafter,
@@ -80,6 +88,7 @@ def start(
         reading=reading,
         make_schedule=partial(_schedule, call, plan, costs, earlier),
         listeners=call.listeners,
+        queue=queue,
     )
 
 
@@ -120,6 +129,8 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
         if step is not None:
             costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
             known = costs
-    room = None if call.synced else run.stopping.max_new_tokens
+    room = None if call.synced else [run.stopping.max_new_tokens] * len(run.batch.rows)
+    if run.queue is not None:
+        room = list(run.queue.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
