@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import is_int, require
 from hf_specx.common.round import Round
+from hf_specx.layouts.decoder import position_table
 from hf_specx.layouts.prompts import UNKNOWN, Prompt
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
 from hf_specx.sampling.processors import can_look_ahead
@@ -20,7 +21,6 @@ from hf_specx.validation.models import check_target
 
 
 MAX_SEED = 2**62  # of seeds that are drawn
-WIDTH_STEP = 32  # columns; a batch grows to whole multiples where a longer prompt comes
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,9 @@ class Waiting:
             seed = int(torch.randint(MAX_SEED, ()))
         entry = Entry(index, ids, seed, processors, stopping)
         check_target(self.model, entry.longest)
+        table = position_table(self.model)  # the last token is not fed
+        told = f"{len(ids)} tokens and {entry.limit} new ones are beyond the {table} positions of the target."
+        require(table is None or entry.longest - 1 <= table, told)
         told = f"{len(ids)} tokens and {entry.limit} new ones are more than max_batch_tokens={self.max_batch_tokens}."
         require(self.fits([entry]), told)
         return entry
@@ -234,7 +237,7 @@ class Queue:
         coming, self.coming = self.coming, {}
         widest = max((len(entry.input_ids) for entry in coming.values()), default=0)
         if widest > batch.width:
-            batch.widen(min(-(-widest // WIDTH_STEP) * WIDTH_STEP, 2 * widest) - batch.width)
+            batch.widen(widest - batch.width)
         for row, entry in coming.items():
             self.places[row] = entry
             batch.replace(row, entry.input_ids)
