@@ -1,10 +1,12 @@
 """Whether this tree is as fast as an earlier one: `python scripts/same_speed.py COMMIT [PAIRS [eager|compiled]]`.
 
 Two processes, one in each tree, generate in turns, on an idle machine: the pair in the package and a grafted one of
-30M parameters, at batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto", and with "auto" at
-batch 8 on prompts of which half are noise. Two processes of one tree differ by some 3 % for as long as they live,
-since their weights lie elsewhere in memory; so each case is measured in PAIRS fresh pairs of processes. Its figure is
-the median of the pairs' medians, with the least and the largest of these after it.
+30M parameters, at batch 1 and 8, eager and compiled, with 5 candidates a round and with "auto" (not compiled, where it
+would take a quarter of an hour to compile all its numbers), and with "auto" at batch 8 on prompts of which half are
+noise. Two processes of one tree differ by some 3 % for as long as they live, since their weights lie elsewhere in
+memory, and how many rounds a text takes is chance; so each case is measured in PAIRS fresh pairs of processes, each
+with seeds of its own. Its figures are the median of the pairs' medians of the time of a round, with the least and the
+largest of these, and the rounds of all texts together.
 """
 
 import itertools
@@ -26,6 +28,7 @@ CASES: list[dict[str, Any]] = [
 CASES += [
     {"pair": pair, "rows": rows, "compile": compile, "number": number, "mixed": False}
     for compile, pair, rows, number in itertools.product((False, True), ("embedded", "30M"), (1, 8), (5, "auto"))
+    if not (compile and number == "auto")
 ]
 
 
@@ -73,32 +76,34 @@ def work() -> None:
         started = time.perf_counter()
         target.generate(**given, do_sample=True, top_k=0, max_new_tokens=NEW_TOKENS, custom_generate=strategies[key])
         seconds = time.perf_counter() - started
-        print(json.dumps([seconds, strategies[key].report.compilations]), flush=True)
+        report = strategies[key].report
+        print(json.dumps([seconds, report.rounds + report.plain_steps, report.compilations]), flush=True)
 
 
-def seconds(process: "subprocess.Popen[str]", case: dict[str, Any]) -> float:
-    """What a worker takes for a case, tried again where something was compiled on the way."""
+def answer(process: "subprocess.Popen[str]", case: dict[str, Any]) -> tuple[float, int]:
+    """Seconds of a worker's round in a case, and its rounds; tried again where something was compiled on the way."""
     assert process.stdin is not None
     assert process.stdout is not None
-    taken, compilations = 0.0, 1
+    taken, rounds, compilations = 0.0, 1, 1
     while compilations:
         print(json.dumps(case), file=process.stdin, flush=True)
-        taken, compilations = json.loads(process.stdout.readline())
-    return taken
+        taken, rounds, compilations = json.loads(process.stdout.readline())
+    return taken / rounds, rounds
 
 
-def compare(tree: Path, cases: list[dict[str, Any]]) -> list[float]:
-    """The time of this tree over that of the other, case by case, in one pair of processes."""
+def compare(tree: Path, cases: list[dict[str, Any]], first_seed: int) -> list[tuple[float, int, int]]:
+    """In one pair of processes, case by case: the time of this tree's rounds over the other's, and their numbers."""
     old, new = worker(__file__, tree), worker(__file__, ROOT)
     found = []
     for case in cases:
-        ratios = []
+        turns = []
         for turn in range(-2, TURNS):  # two turns warm up
-            asked = case | {"seed": max(turn, 0)}
+            asked = case | {"seed": first_seed + max(turn, 0)}
             order = (old, new) if turn % 2 else (new, old)
-            taken = {process.pid: seconds(process, asked) for process in order}
-            ratios.append(taken[new.pid] / taken[old.pid])
-        found.append(statistics.median(ratios[2:]))
+            turns.append({process.pid: answer(process, asked) for process in order})
+        times = [turn[new.pid][0] / turn[old.pid][0] for turn in turns[2:]]
+        rounds = [sum(turn[process.pid][1] for turn in turns[2:]) for process in (new, old)]
+        found.append((statistics.median(times), rounds[0], rounds[1]))
     for process in (old, new):
         process.communicate()
     return found
@@ -115,15 +120,14 @@ def main() -> None:
     with laid_out(sys.argv[1]) as tree:
         found = []
         for pair in range(pairs):
-            found.append(compare(tree, cases))
+            found.append(compare(tree, cases, pair * TURNS))
             print(
-                f"pair {pair + 1} of {pairs}: {[round(ratio, 3) for ratio in found[-1]]}", file=sys.stderr, flush=True
+                f"pair {pair + 1} of {pairs}", [round(case[0], 3) for case in found[-1]], file=sys.stderr, flush=True
             )
-    for case, ratios in zip(cases, zip(*found, strict=True), strict=True):
-        median = statistics.median(ratios)
-        print(
-            f"{median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) of the time before: {json.dumps(case)}", flush=True
-        )
+    for case, every in zip(cases, zip(*found, strict=True), strict=True):
+        ratios, new, old = zip(*every, strict=True)
+        figure = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        print(f"a round {figure} of the time before, {sum(new)} rounds, {sum(old)} before: {json.dumps(case)}")
 
 
 if __name__ == "__main__":

@@ -168,13 +168,13 @@ class Auto(Schedule):
         costs: with times for at least one batch size; `end` adds those of this call.
         verification: of the call. Under "token" and "block" the number changes what is drawn, so only times known
             before the call are used there.
-        rows: B.
         room: [B], the most tokens that each row may emit.
         together: whether all rows advance by as many tokens as the slowest.
     """
 
-    def __init__(self, costs: Costs, verification: str, rows: int, room: list[int], together: bool):
+    def __init__(self, costs: Costs, verification: str, room: list[int], together: bool):
         super().__init__(Drafting(), MAX_DRAFT_TOKENS, room)
+        rows = len(room)
         self.costs, self.rows = costs, rows
         self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
         known = verification in costs.alpha
@@ -266,7 +266,7 @@ def make_schedule(
     if drafting.number is None and most is not None:
         drafting = drafting._replace(number=most)
     if drafting == Drafting() and costs is not None and room is not None:
-        return Auto(costs, verification, rows, room, batch.lockstep)
+        return Auto(costs, verification, room, batch.lockstep)
     number = drafting.number
     if number is None:
         number = FIXED_DRAFT_TOKENS if costs is None else costs.best_num_draft_tokens(rows, verification)

@@ -1,14 +1,23 @@
 """Any number of requests, in batches whose rows are filled again as they end."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
 
 from .decode import rounds
-from .requests import Completion, Queue, Waiting
+from .places import Places
+from .requests import Completion, Waiting
 from .run import Run
 
 
+@torch.no_grad()
 def complete_all(
-    waiting: Waiting, make_run: Callable[[Queue], Run], end: Callable[[Run], None], batch_size: int, logprobs: bool
+    waiting: Waiting,
+    start: Callable[..., tuple[Run, Any]],
+    end: Callable[[Run], None],
+    batch_size: int,
+    logprobs: bool,
 ) -> Iterator[Completion]:
     """What becomes of each request, as soon as it is done.
 
@@ -17,16 +26,18 @@ def complete_all(
 
     Args:
         waiting: the requests.
-        make_run: gives the run of a batch.
+        start: gives the run of a batch, from what `generate` prepared.
         end: is told of each run that is over.
         batch_size: the most rows of a batch.
         logprobs: whether completions have those of their tokens.
     """
     while entries := waiting.take_while_fits(batch_size):
-        queue = Queue(entries, waiting, logprobs)
-        run = make_run(queue)
+        places = Places(entries, waiting, logprobs)
+        prompt = places.prompt()
+        seeds = places.seeds if prompt.generation_config.do_sample else None
+        run, _ = start(prompt, None, entries[0].processors, places.stopping, seeds, places)
         for _ in rounds(run):
-            yield from queue.handed_on()
+            yield from places.handed_on()
         run.finish()
         end(run)
     yield from waiting.hand_on()

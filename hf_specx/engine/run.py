@@ -19,10 +19,10 @@ from hf_specx.sampling.stopping import Stopping
 
 from .dead_ends import DeadEnds
 from .outputs import Outputs
+from .places import Places
 from .plan import Listener
 from .ranks import Ranks
 from .report import SpeculationReport
-from .requests import Queue
 from .streaming import Stream
 
 
@@ -38,7 +38,7 @@ class Run:
         reading: what the drafter is told of the call; `vocab_size` is that of the target's logits once there are some.
         make_schedule: makes the schedule once both models have read the prompts; it may time their forwards.
         listeners: other objects that are told of each round.
-        queue: requests that wait for the places of rows that end; None if none do.
+        places: requests that wait for the places of rows that end; None if none do.
         finished: whether all rows have ended.
     """
 
@@ -56,7 +56,7 @@ class Run:
     reading: Reading
     make_schedule: Callable[["Run"], Schedule]
     listeners: tuple[Listener, ...] = ()
-    queue: Queue | None = None
+    places: Places | None = None
     finished: bool = False
     begun: bool = False
     schedule: Schedule = field(init=False)
@@ -76,7 +76,7 @@ class Run:
         self.lapped, self.begun = time.perf_counter(), True
 
     def _replace(self) -> None:
-        coming = {} if self.queue is None else self.queue.replace(self.batch)
+        coming = {} if self.places is None else self.places.replace(self.batch)
         for row, entry in coming.items():
             self.rule.admit(row, entry.seed)
             for processors in (self.processors, self.reading.processors):
@@ -107,7 +107,7 @@ class Run:
         """
         done.forward, done.scores, self.finished = forward, scores, done.finished
         told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
-        told += [] if self.queue is None else [self.queue]
+        told += [] if self.places is None else [self.places]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
         if not done.finished and self.schedule.rests(self.batch):

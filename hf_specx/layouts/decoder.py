@@ -18,8 +18,8 @@ from hf_specx.common.round import Draft, Round
 
 from .forward_outputs import EXTRAS, Forward, Notes
 from .inputs import has_rows, select
-from .position_tables import PositionTables
-from .prompts import UNKNOWN, Prompt
+from .position_tables import PositionTables, position_table
+from .prompts import UNLIMITED, Prompt
 
 
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
@@ -52,7 +52,7 @@ class Decoder:
         asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
         asked = asked if prompt.generation_config.return_dict_in_generate else {}
         self.notes = Notes(self.model.config, asked, self.cache, prompt.gives_hidden)
-        bounded = known_ids is None and prompt.max_new_tokens != UNKNOWN  # else by the target's own limits
+        bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
@@ -290,14 +290,6 @@ class Decoder:
             first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def position_table(model: PreTrainedModel) -> int | None:
-    """How many positions a learned table has; None where positions are computed."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "rope_parameters"):
-        return None
-    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
 
 
 def vocabulary(model: PreTrainedModel) -> int:
