@@ -4,6 +4,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -227,6 +228,23 @@ class SpeculativeDecoding:
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(models))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
         return in_order(completions) if ordered else completions
+
+    @contextmanager
+    def attached(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+        """Within this context `model.generate` is speculative, for code that cannot pass `custom_generate=`.
+
+        Example:
+            >>> with strategy.attached(model):
+            ...     trainer.train()
+        """
+        before = vars(model).get("generate")
+        vars(model)["generate"] = partial(type(model).generate, model, custom_generate=self)
+        try:
+            yield model
+        finally:
+            del vars(model)["generate"]
+            if before is not None:
+                vars(model)["generate"] = before
 
     def _start(
         self,

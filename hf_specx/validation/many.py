@@ -5,7 +5,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.common.errors import is_int, refusal, require
+from hf_specx.common.errors import is_int, require
 
 
 OF_ONE_REQUEST: tuple[str, ...] = (
@@ -20,19 +20,13 @@ OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_
 OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
 
 
-@refusal
-def queue_in_another_layout(layout: str, draft_layout: str, reason: str) -> str | None:
-    if {layout, draft_layout} == {"ragged"}:
-        return None
-    return (
+def check_queue(layout: str, draft_layout: str, reason: str) -> None:
+    """Check that prompts can be read in the places of rows that have ended."""
+    told = (
         f"rows can be filled again in the ragged layout alone, and this call has {layout!r} for the target "
         f"({reason}) and {draft_layout!r} for the draft; call generate for each batch instead."
     )
-
-
-def check_queue(layout: str, draft_layout: str, reason: str) -> None:
-    """Check that prompts can be read in the places of rows that have ended."""
-    queue_in_another_layout(layout, draft_layout, reason)
+    require({layout, draft_layout} == {"ragged"}, told)
 
 
 def check_many(

@@ -1,7 +1,9 @@
 """Checks of a target, and of a draft for it."""
 
 import inspect
+from collections.abc import Iterator
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import ENCODERS
@@ -9,18 +11,29 @@ from hf_specx.common.errors import refusal
 from hf_specx.layouts.decoder import vocabulary
 
 
-@refusal
-def target_in_training(target: PreTrainedModel) -> str | None:
-    if not target.training:
-        return None
-    return "the target is in training mode, where dropout makes its text random; call target.eval()."
+OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
 
 
 @refusal
-def draft_in_training(draft: PreTrainedModel) -> str | None:
-    if not draft.training:
+def random_in_training(role: str, model: PreTrainedModel) -> str | None:
+    names = list(_active_dropout(model))
+    if not names:
         return None
-    return "the draft is in training mode, where dropout draws random numbers; call draft.eval()."
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
+        f"{role}.eval(), or set these probabilities to 0."
+    )
+
+
+@refusal
+def trained_without_a_cache(role: str, model: PreTrainedModel) -> str | None:
+    if not any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return None
+    return (
+        f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval() "
+        "or gradient_checkpointing_disable() while it generates."
+    )
 
 
 @refusal
@@ -146,9 +159,26 @@ def check_lifted(model: PreTrainedModel) -> str | None:
     )
 
 
+def _active_dropout(model: PreTrainedModel) -> Iterator[str]:
+    """The modules of a model that draw random numbers or change in a forward, and what they are set to."""
+    for name, module in model.named_modules():
+        if not module.training:
+            continue
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            yield name
+        of_config = {} if (config := getattr(module, "config", None)) is None else vars(config)
+        for key, value in (of_config | vars(module)).items():
+            is_rate = isinstance(value, float) and value > 0
+            if is_rate and ("drop" in key or "jitter" in key) and not key.startswith(OF_OTHER_HEADS):
+                yield f"{name}.{key}={value}".removeprefix(".")
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0:
+            yield f"{name}.p={module.p}"
+
+
 def check_target(model: PreTrainedModel, max_length: int) -> None:
     """Check that the target can be decoded exactly, whatever the draft."""
-    target_in_training(model)
+    random_in_training("target", model)
+    trained_without_a_cache("target", model)
     weights_not_loaded("target", model)
     attends_in_both_directions(model)
     frequencies_that_change(model, max_length)
@@ -162,7 +192,8 @@ def check_pair(
 ) -> None:
     """Check that the draft can run, and that its token ids mean what the target's mean."""
     weights_not_loaded("draft", draft)
-    draft_in_training(draft)
+    random_in_training("draft", draft)
+    trained_without_a_cache("draft", draft)
     draft_with_an_encoder(target, draft)
     draft_that_hears(target, draft)
     other_mel_bins(target, draft)

@@ -249,3 +249,11 @@ def test_arguments_that_are_refused(options: dict, told: str):
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
     assert not forwards.ids
+
+
+def test_another_layout_is_refused():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2), layout="padded")
+    with Forwards(target) as forwards, pytest.raises(ValueError, match="ragged layout alone.*'padded'"):
+        list(strategy.generate_many(target, [[1]], **GREEDY))
+    assert not forwards.ids

@@ -13,7 +13,7 @@ SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
 
 
 def in_training():
-    return tiny(**SIZES).train()
+    return tiny(**SIZES, attention_dropout=0.1).train()
 
 
 def with_other_end():

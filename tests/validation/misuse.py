@@ -68,12 +68,20 @@ class Reader(CandidateGenerator):
     requires_model_outputs = True
 
 
+def checkpointing() -> PreTrainedModel:
+    """A model that trains with gradient checkpointing."""
+    model = tiny().train()
+    model.gradient_checkpointing_enable()
+    return model
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "target": tiny,
     "draft": lambda: tiny(seed=1),
     "narrow": lambda: tiny(hidden_size=16, head_dim=4),
     "other vocabulary": lambda: tiny(vocab_size=50),
-    "training": lambda: tiny().train(),
+    "training": lambda: tiny(attention_dropout=0.1).train(),
+    "checkpointing": lambda: checkpointing(),
     "no head": lambda: tiny().model,
     "empty": lambda: on_meta(),
     "both ways": lambda: BertLMHeadModel(BertConfig(**SMALL)).eval(),

@@ -78,8 +78,9 @@ CASES = {
         partial(to_compile, return_dict_in_generate=True, output_hidden_states=True),
     ),
     # The models
-    "target_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
-    "draft_in_training": ("the draft is in training mode.*draft.eval", partial(call, draft="training")),
+    "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
+    "random_in_training, draft": ("the draft is in training mode.*draft.eval", partial(call, draft="training")),
+    "trained_without_a_cache": ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
     "weights_not_loaded": ("the draft model has parameters on the meta device", partial(call, draft="empty")),
     "weights_not_loaded, target": ("the target model has parameters", lambda: check_target(get("empty"), 9)),
     "attends_in_both_directions": ("attends in both directions.*set is_decoder", partial(call, target="both ways")),
