@@ -238,7 +238,7 @@ class SpeculativeDecoding:
             ...     trainer.train()
         """
         before = vars(model).get("generate")
-        vars(model)["generate"] = partial(type(model).generate, model, custom_generate=self)
+        vars(model)["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
         try:
             yield model
         finally:
