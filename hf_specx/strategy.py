@@ -29,7 +29,7 @@ from hf_specx.engine.in_order import decode_in_order
 from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.places import Places
 from hf_specx.engine.plan import Call, Listener, Plan, Withheld, check_asked, check_models, make_plan, warn_of_lockstep
-from hf_specx.engine.ranks import is_synced
+from hf_specx.engine.ranks import is_synced, shares_rows
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request, Waiting
 from hf_specx.engine.run import Run
@@ -295,6 +295,7 @@ class SpeculativeDecoding:
             drafting=choose_drafting(self.num_draft_tokens, withheld.drafting, config, drafter.model),
             seeds=seeds,
             synced=is_synced(withheld.synced_gpus, *models),
+            shared=shares_rows(*models),
             listeners=self.listeners,
         )
 

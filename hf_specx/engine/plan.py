@@ -46,7 +46,8 @@ class Call:
         verification, layout, compile, streamer, stream_by: options of `SpeculativeDecoding`.
         drafting: how many candidates to draft in a round.
         seeds: one for each row; None for the default generator.
-        synced: whether other ranks have to run the same forwards.
+        synced: whether other ranks have to run the same forwards, each for rows of its own.
+        shared: whether other ranks decode the same rows, with other parts of the models.
         listeners: told of each round.
     """
 
@@ -58,6 +59,7 @@ class Call:
     drafting: Drafting
     seeds: list[int] | None = None
     synced: bool = False
+    shared: bool = False
     listeners: tuple[Listener, ...] = ()
 
 

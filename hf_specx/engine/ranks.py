@@ -13,6 +13,7 @@ from transformers.distributed.fsdp import is_fsdp_managed_module
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.layouts.decoder import Decoder
@@ -49,6 +50,42 @@ class Ranks:
         idle.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
         draft = idle.take(drafter.propose(idle, [schedule.number(row) for row in idle.rows]))
         processors(idle, draft, target(idle, draft).logits)  # guidance has a forward as well
+
+
+class Agreed(Schedule):
+    """The numbers of the first rank, for ranks that hold parts of one model and decode the same rows.
+
+    Each rank has its own clock and so finds its own numbers; with other numbers than the others it would wait for
+    ever in the midst of a forward.
+
+    Args:
+        own: what this rank would draft.
+        device: numbers are exchanged on it.
+    """
+
+    def __init__(self, own: Schedule, device: torch.device):
+        self.own, self.device = own, device
+        super().__init__(own.drafting, own.next_call, own.room)
+
+    def __call__(self, batch: Batch) -> list[int]:
+        lengths = torch.tensor(self.own(batch), device=self.device)
+        distributed.broadcast(lengths, 0)
+        return lengths.tolist()
+
+    def observe(self, done: Round) -> None:
+        self.own.observe(done)
+
+    def admit(self, row: int, room: int) -> None:
+        self.own.admit(row, room)
+
+    def end(self) -> None:
+        self.own.end()
+        self.next_call = self.own.next_call
+
+
+def shares_rows(*models: PreTrainedModel) -> bool:
+    """Whether a model is spread over ranks by tensor parallelism, so that all of them decode the same rows."""
+    return world_size() > 1 and any((getattr(model, "tp_size", None) or 1) > 1 for model in models)
 
 
 def is_synced(asked: bool | None, *models: PreTrainedModel) -> bool:

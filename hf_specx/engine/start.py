@@ -24,7 +24,7 @@ from .dead_ends import DeadEnds
 from .outputs import Outputs
 from .places import Places
 from .plan import Call, Plan, make_plan
-from .ranks import Ranks
+from .ranks import Agreed, Ranks
 from .report import SpeculationReport
 from .run import Run
 from .streaming import Stream
@@ -64,7 +64,7 @@ def start(
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
-        costs=costs,
+        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
     )
     return Run(
         target=(target := make_decoder(plan.layout, prompt, compiled=plan.compiled)),
@@ -137,7 +137,8 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     if run.places is not None:
         room = list(run.places.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
-    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
 
 
 def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:

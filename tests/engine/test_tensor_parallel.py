@@ -1,0 +1,111 @@
+"""A target of which two processes hold parts (`tp_plan="auto"`): all of them draft alike, and have the text of one."""
+
+import datetime
+import json
+import os
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from torch import distributed, multiprocessing
+from transformers import LlamaForCausalLM
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.drafting.costs import Costs
+from hf_specx.engine import start
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": [5]}
+SAMPLED = GREEDY | {"do_sample": True}
+CASES = {"greedy": (GREEDY, None), "coupled": (SAMPLED, "coupled"), "block": (SAMPLED, "block")}
+LIMIT = datetime.timedelta(seconds=20)  # of a meeting that the other never comes to
+
+
+class Clock:
+    """Time that goes by differently on each rank."""
+
+    def __init__(self, rank: int):
+        self.made, self.now = torch.Generator().manual_seed(rank), 0.0
+
+    def __call__(self) -> float:
+        self.now += float(torch.rand((), generator=self.made)) ** 4
+        return self.now
+
+
+def text(target, name: str, rank: int) -> tuple[list[list[int]], list[int]]:
+    """What a case gives, and the candidates of its rounds."""
+    options, verification = CASES[name]
+    strategy = SpeculativeDecoding(near(tiny(), 0.1), verification=verification, costs=Costs(clock=Clock(rank)))
+    seen: list[int] = []
+    strategy.listeners = (Numbers(seen),)
+    torch.manual_seed(0)
+    return target.generate(**prompts(3), **options, custom_generate=strategy).tolist(), seen
+
+
+def plain(target, name: str) -> list[list[int]]:
+    """The text of plain `generate`."""
+    torch.manual_seed(0)
+    return target.generate(**prompts(3), **CASES[name][0]).tolist()
+
+
+class Numbers:
+    def __init__(self, seen: list[int]):
+        self.seen = seen
+
+    def observe(self, done):
+        self.seen.append(max(done.draft.lengths))
+
+
+def play(rank: int, folder: str, agreed: bool) -> None:
+    """Run all cases on a rank, and leave what came of them in a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun sets them
+    distributed.init_process_group("gloo", f"file://{folder}/store{agreed}", LIMIT, 2, rank)
+    if not agreed:
+        start.Agreed = lambda schedule, device: schedule
+    found = {}
+    try:
+        target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()
+        assert target.tp_size == 2
+        for name in CASES:
+            found[name] = text(target, name, rank)
+    except Exception:
+        found["error"] = traceback.format_exc()
+    Path(folder, f"{agreed}{rank}.json").write_text(json.dumps(found))
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parallel")
+    tiny().save_pretrained(folder / "target")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[dict]:
+    multiprocessing.spawn(play, (str(folder), True), 2)
+    return [json.loads((folder / f"True{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_ranks_have_the_text_of_one_process(outcomes: list[dict], name: str):
+    assert all("error" not in seen for seen in outcomes), outcomes
+    (text_0, numbers_0), (text_1, numbers_1) = (seen[name] for seen in outcomes)
+    assert text_0 == text_1
+    assert numbers_0 == numbers_1
+    assert max(numbers_0) > 0
+    if name != "block":  # whose text follows the numbers, which follow the clock that fills the cost table
+        assert text_0 == plain(tiny(), name)
+
+
+def test_numbers_of_each_rank_fail(folder: Path):
+    """Forwards of other sizes meet: an error, or the time limit."""
+    try:
+        multiprocessing.spawn(play, (str(folder), False), 2)
+    except multiprocessing.ProcessExitedException:
+        return  # gloo aborts the process
+    outcomes = [json.loads((folder / f"False{rank}.json").read_text()) for rank in range(2)]
+    assert any("error" in seen for seen in outcomes)
