@@ -27,11 +27,12 @@ from hf_specx.engine.in_order import decode_in_order
 from hf_specx.engine.plan import Call, Listener, Plan, Withheld, make_plan
 from hf_specx.engine.ranks import is_synced
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.start import start, stateful_processors
+from hf_specx.engine.start import prepare_processors, start
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt, prepare
+from hf_specx.sampling.rewindable import in_use
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.calls import check_call, check_outputs
 from hf_specx.validation.entry import check_withheld
@@ -183,15 +184,16 @@ class SpeculativeDecoding:
         self._check(prompt, logits_processor, drafter)
         call = self._asked(withheld, prompt, drafter, as_list(seeds))
         prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        waiting = [type(p).__name__ for p in stateful_processors(logits_processor, prompt)] + stopping.stateful
+        processors, waiting = prepare_processors(logits_processor, prompt, stopping)
         plan = make_plan(call, prompt, drafter, waiting)
         self.meet(model)
         self._warn(plan, len(input_ids))
         costs, earlier = self.costs, self.report if withheld.adds_reports else None
-        given_to_start = inputs_tensor, drafter, logits_processor, stopping, costs, self.schedule
+        given_to_start = inputs_tensor, drafter, processors, stopping, costs, self.schedule
         run = start(call, plan, prompt, *given_to_start)
         self.report = run.report
-        text = decode_in_order(run) if plan.in_order else decode(run)
+        with in_use(processors, run.batch):
+            text = decode_in_order(run) if plan.in_order else decode(run)
         run.report.compilations = compilations(run.target, drafter.decoder)
         costs.remember(plan.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report

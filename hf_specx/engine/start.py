@@ -10,12 +10,15 @@ from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
+from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
+from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
 
@@ -37,7 +40,7 @@ def start(
     prompt: Prompt,
     inputs_tensor: torch.Tensor | None,
     drafter: Drafter,
-    processors: Sequence[LogitsProcessor],
+    processors: Sequence[Processor],
     stopping: Stopping,
     costs: Costs,
     earlier: Schedule | None,
@@ -48,7 +51,8 @@ def start(
         call, plan: what was asked for, and how it is decoded.
         prompt: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
-        drafter, processors, stopping: of the call, as `generate` prepared them.
+        drafter, stopping: of the call.
+        processors: of the call, as `prepare_processors` gives them.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
@@ -61,8 +65,11 @@ def start(
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
+        forces=not (call.synced or plan.compiled),
         costs=costs,
     )
+    if reading.forces and not drafter.has_probs and any(isinstance(p, TokenMasks) for p in processors):
+        drafter = ForcedDrafter(drafter, apart=call.seeds is not None and plan.verification in ("token", "block"))
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
@@ -88,12 +95,25 @@ def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
     return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
 
 
-def stateful_processors(processors: Sequence[LogitsProcessor], prompt: Prompt) -> list[LogitsProcessor]:
+def prepare_processors(
+    processors: Sequence[LogitsProcessor], prompt: Prompt, stopping: Stopping
+) -> tuple[Sequence[Processor], list[str]]:
+    """Processors with `TokenMasks` in place of some, and the names of what must be shown each token once, in order.
+
+    Where there are such names, all processors are as they were given.
+    """
+    ours = masked(processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    if not stopping.stateful and not stateful_processors(ours, prompt):
+        return ours, []
+    return processors, [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+
+
+def stateful_processors(processors: Sequence[Processor], prompt: Prompt) -> list[Processor]:
     """Those that must be shown each emitted token once, in order."""
     return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
 
 
-def _target_processors(processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str) -> list[Processor]:
+def _target_processors(processors: Sequence[Processor], prompt: Prompt, layout: str) -> list[Processor]:
     """All of them, with guidance replaced by our own unless a stateful one comes before it."""
     waiting = stateful_processors(processors, prompt)
     first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
@@ -122,4 +142,6 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
             known = costs
     room = None if call.synced else run.stopping.max_new_tokens
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
-    return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    schedule.most = run.processors.max_rollback
+    return schedule
