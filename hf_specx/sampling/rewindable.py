@@ -110,6 +110,7 @@ class TokenMasks(RoundProcessor):
         """
         texts = self._texts(batch, ahead + max(wanted) - 1)
         found: list[list[torch.Tensor]] = [[] for _ in texts]
+        shown = set()  # rows that were shown all that they have emitted
         for position in range(max(wanted)):
             here = []
             for index, row in enumerate(batch.rows):
@@ -117,14 +118,14 @@ class TokenMasks(RoundProcessor):
                 depth = emitted + ahead + position
                 if position == wanted[index] or len(found[index]) < position or 0 < self.max_new_tokens <= depth:
                     continue
+                shown.add(row)
                 if self._go(row, texts[index], depth - 1 if position else own.sure, depth, emitted):
                     here.append((index, row, depth))
             self._compute([(row, depth) for _, row, depth in here])
             for index, row, depth in here:
                 found[index].append(self.followed[row].masks[depth])
-        for row, number in zip(batch.rows, wanted, strict=True):
-            if number:
-                self._forget(self.followed[row], batch.counts[row])
+        for row in shown:
+            self._forget(self.followed[row], batch.counts[row])
         return found
 
     def _texts(self, batch: Batch, last: int) -> list[list[int]]:
@@ -157,7 +158,7 @@ class TokenMasks(RoundProcessor):
 
     def _forget(self, own: Followed, emitted: int) -> None:
         """A row was shown all tokens that it has emitted; masks before these are not needed again."""
-        own.sure = min(emitted, len(own.path))
+        own.sure = emitted
         own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= emitted}
 
     def _compute(self, wanted: list[tuple[int, int]]) -> None:
