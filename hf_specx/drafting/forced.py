@@ -47,8 +47,7 @@ class Growth:
         self.tokens: list[int | None] = [None] * rows
         self.draws = [False] * rows
         over = [False] * rows if batch.over is None else batch.over.tolist()
-        most = [self._room(row) if forces and not gone else 0 for row, gone in zip(batch.rows, over, strict=True)]
-        self.most = [min(room, processors.max_rollback) for room in most]
+        self.most = [self._room(row) if forces and not gone else 0 for row, gone in zip(batch.rows, over, strict=True)]
 
     def _room(self, row: int) -> int:
         """How many candidates a row may have; none before its first token, which the prompt's forward gives."""
@@ -57,13 +56,15 @@ class Growth:
 
     def next(self) -> bool:
         """Go to the next position; False if no row has a candidate there."""
-        rows, going = range(len(self.lengths)), [length == self.ahead for length in self.lengths]
+        rows, fits = range(len(self.lengths)), self.ahead < self.processors.max_rollback
+        going = [fits and length == self.ahead for length in self.lengths]
         asked = [going[i] and self.ahead < self.most[i] and sum(self.flags[i]) < MOST_FORCED for i in rows]
         masks = self.processors.allowed(self.batch, self.ahead, asked) if any(asked) else None
         if masks is None:
             self.tokens, self.draws = [None for _ in rows], [going[i] and self.has(i) for i in rows]
         else:
-            ended = [asked[i] and masks[i] is None for i in rows]  # by the candidate before
+            # by the candidate before, or because no token is left
+            ended = [asked[i] and ((mask := masks[i]) is None or not mask.any()) for i in rows]
             self.tokens = [only_token(mask) for mask in masks]
             free = [going[i] and not ended[i] and self.tokens[i] is None for i in rows]
             self.draws = [free[i] and self.has(i, masks[i]) for i in rows]
