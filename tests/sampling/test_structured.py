@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from structured import CASES, LIBRARIES, able, installed, make, pair, valid, vocabulary
+from grammar_cases import CASES, LIBRARIES, able, installed, make, pair, valid, vocabulary
 from tiny import Forwards, tiny
 
 from hf_specx import SpeculativeDecoding
