@@ -15,10 +15,10 @@ from hf_specx.layouts.choose import layouts_of, make_decoder
 from hf_specx.layouts.decoder import Decoder, vocabulary
 from hf_specx.layouts.prompts import prepare
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import GreedyRule, RejectionRule, Rule
+from hf_specx.sampling.rules import GreedyRule, Rule
 
 from .drafter import Drafter, Reading
-from .forced import Growth
+from .forced import Growth, stands_apart
 
 
 def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
@@ -69,7 +69,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         assert reading.prompt is not None
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
         self.threshold, self.forces = reading.threshold, reading.forces
-        self.apart = isinstance(self.rule, RejectionRule) and self.rule.seeds is not None
+        self.apart = stands_apart(self.rule)
         self.decoder = make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
         self.decoder.read()
 

@@ -13,12 +13,18 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import only_token
+from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
 ENOUGH_ROWS = 0.25  # the part of the rows for which a round may be made longer by forced tokens alone
+
+
+def stands_apart(rule: Rule) -> bool:
+    """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
+    return isinstance(rule, RejectionRule) and rule.seeds is not None
 
 
 class Growth:
@@ -130,17 +136,16 @@ class ForcedDrafter(Drafter):
 
     Args:
         inner: who else proposes.
-        apart: as in `Growth`.
     """
 
-    def __init__(self, inner: Drafter, apart: bool):
-        self.inner, self.apart = inner, apart
+    def __init__(self, inner: Drafter):
+        self.inner, self.apart = inner, False
         self.model, self.needs_hidden, self.max_candidates = inner.model, inner.needs_hidden, inner.max_candidates
         self.own: Draft | None = None
 
     def read(self, reading: Reading) -> None:
         """Begin a call."""
-        self.processors = reading.processors
+        self.processors, self.apart = reading.processors, stands_apart(reading.rule)
         self.inner.read(reading)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:

@@ -280,11 +280,12 @@ class SpeculationReport:
         return {name: getattr(self, name) for name in REPORTED}
 
     def __str__(self) -> str:
+        forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
         lines = [
             f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
             f"candidates, {self.plain_steps} without, {self.verification} verification, {self.layout} layout",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
-            f"{self.tokens_per_round:.2f} tokens a row and round, {self.forced} of {self.drafted} candidates forced",
+            f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         if self._costs:
             lines.append(

@@ -68,9 +68,8 @@ def start(
         forces=not (call.synced or plan.compiled),
         costs=costs,
     )
-    if reading.forces and not drafter.has_probs and any(isinstance(p, TokenMasks) for p in processors):
-        drafter = ForcedDrafter(drafter, apart=call.seeds is not None and plan.verification in ("token", "block"))
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
+    drafter = _with_forced(drafter, processors, reading)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
         target=target,
@@ -88,6 +87,13 @@ def start(
         make_schedule=partial(_schedule, call, plan, costs, earlier),
         listeners=call.listeners,
     )
+
+
+def _with_forced(drafter: Drafter, processors: Sequence[Processor], reading: Reading) -> Drafter:
+    """A drafter that adds forced tokens, if there may be any; a draft model's own adds them itself."""
+    if drafter.has_probs or not reading.forces or not any(isinstance(p, TokenMasks) for p in processors):
+        return drafter
+    return ForcedDrafter(drafter)
 
 
 def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:

@@ -107,6 +107,27 @@ def test_several_processors_together(target, draft):
     assert made.tolist() == plain.tolist()
 
 
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_seeded_rows_stand_alone(target, draft, drafts: str, verification: str):
+    """Also in how many forced tokens they propose."""
+    inputs, seeds = prompts(5), [4, 5, 6, 7, 8]
+    options = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+
+    def made(rows: list[int]) -> list[list[int]]:
+        strategy = SpeculativeDecoding(
+            draft if drafts == "model" else SuffixDraft(), num_draft_tokens=3, verification=verification
+        )
+        given = {name: value[rows] for name, value in inputs.items()}
+        processor = [OfOneRow(VOCAB_SIZE, 11)]
+        own = [seeds[row] for row in rows]
+        text = target.generate(**given, **options, logits_processor=processor, custom_generate=strategy, seeds=own)
+        assert strategy.report.forced > 0
+        return text.tolist()
+
+    assert made([0, 1, 2, 3, 4]) == [made([row])[0] for row in range(5)]
+
+
 class Calls(LogitsProcessor):
     """Keeps state, and nothing is known of it."""
 
