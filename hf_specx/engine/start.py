@@ -51,8 +51,7 @@ def start(
         call, plan: what was asked for, and how it is decoded.
         prompt: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
-        drafter, stopping: of the call.
-        processors: of the call, as `prepare_processors` gives them.
+        drafter, processors, stopping: of the call; processors as `prepare_processors` gives them.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
@@ -69,11 +68,10 @@ def start(
         costs=costs,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
-    drafter = _with_forced(drafter, processors, reading)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
         target=target,
-        drafter=drafter,
+        drafter=_with_forced(drafter, processors, reading),
         rule=reading.rule,
         processors=of_target,
         stopping=stopping,
