@@ -108,6 +108,11 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         source = "model" if growth.steps else "forced"
         return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Read new prompts."""
+        assert self.decoder is not None
+        self.decoder.admit(batch, rows)
+
     def observe(self, done: Round) -> None:
         """Drop rows that have left; rejected candidates are rolled back at the next step."""
         if self.decoder is not None and done.stay is not None:

@@ -162,6 +162,9 @@ class ForcedDrafter(Drafter):
         tokens, source = batch.index.new_tensor(columns).T, draft.source if any(kept) else "forced"
         return Draft(tokens, growth.lengths, None, source, growth.forced)
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        self.inner.admit(batch, rows)
+
     def observe(self, done: Round) -> None:
         """Tell the other drafter what became of its own candidates."""
         own = self.own
