@@ -24,8 +24,7 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule, choose_drafting
-from hf_specx.engine.decode import decode
-from hf_specx.engine.in_order import decode_in_order
+from hf_specx.engine.in_order import decode_call
 from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.places import Places
 from hf_specx.engine.plan import Call, Listener, Plan, Withheld, check_asked, check_models, make_plan, warn_of_lockstep
@@ -33,7 +32,7 @@ from hf_specx.engine.ranks import is_synced, shares_rows
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request, Waiting
 from hf_specx.engine.run import Run
-from hf_specx.engine.start import calibrate, start, stateful_processors
+from hf_specx.engine.start import calibrate, prepare_processors, start
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
@@ -169,7 +168,7 @@ class SpeculativeDecoding:
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers does not pass on; the streamer is ended by the caller."""
-        user_cache = model_kwargs.get("past_key_values")
+        user_cache: Any = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
@@ -178,11 +177,10 @@ class SpeculativeDecoding:
         prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
         prompt.keeps_past = bool(config.return_dict_in_generate or given)
         run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
-        text = decode_in_order(run) if plan.in_order else decode(run)
+        text = decode_call(run, plan.in_order)
         self._end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
-        if user_cache is not None and given:
-            past = fill(user_cache, past)
+        past = fill(user_cache, past) if given else past
         if not config.return_dict_in_generate:
             return text
         decodes = model.config.is_encoder_decoder
@@ -264,13 +262,13 @@ class SpeculativeDecoding:
         check_models(prompt, drafter, longest, self.tokenizer, self.draft_tokenizer)
         check_asked(call, prompt, processors)
         prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+        prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
             check_queue(plan.layout, plan.draft_layout, plan.reason)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
-        given = inputs_tensor, drafter, processors, stopping, self.costs, self.schedule, places
+        given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
         run = start(call, plan, prompt, *given)
         self.report = run.report
         return run, plan
@@ -315,6 +313,7 @@ class SpeculativeDecoding:
         model, drafter = unwrapped(model), make_drafter(self.draft_model)
         check_calibration(drafter.model)
         self.meet(model)
-        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
+        prompt = prepare(
+            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        )
         calibrate(self._asked(Withheld(), prompt, drafter, None), prompt, drafter, self.costs)

@@ -25,7 +25,7 @@ OPTIONS = {  # argument to option
     "top_k=": "--top-k ",
 }
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
-STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta"}
+STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}
 
 
 class TokenDecoder:
@@ -83,7 +83,8 @@ def round_origins(record: RoundRecord) -> list[str]:
     """The origin of each token that a row emitted in a round: a key of `STYLES`."""
     accepted = min(record.accepted, record.emitted)
     follower = "bonus" if record.accepted == record.drafted else "recovered"
-    return ["accepted"] * accepted + [follower] * (record.emitted - accepted)
+    kept = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
+    return kept + [follower] * (record.emitted - accepted)
 
 
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
@@ -104,10 +105,9 @@ def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDe
 
 def legend() -> Text:
     """One line that explains the styles."""
-    accepted, recovered, bonus = STYLES.items()
-    return Text.assemble(
-        accepted, ": drafted; ", recovered, ": the target's, after a rejection; ", bonus, ": the target's, else"
-    )
+    accepted, recovered, bonus, forced = STYLES.items()
+    drafted = Text.assemble(accepted, ": drafted; ", forced, ": the only token allowed; ")
+    return Text.assemble(drafted, recovered, ": the target's, after a rejection; ", bonus, ": the target's, else")
 
 
 def figure(value: Any) -> str:

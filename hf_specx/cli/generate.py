@@ -1,8 +1,12 @@
 """`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`."""
 
+import importlib.util
 import itertools
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -11,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_specx.common.errors import require
+from hf_specx.layouts.decoder import vocabulary
 from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.measure.store import provenance
 from hf_specx.measure.timer import Comparison, compare
@@ -61,6 +66,9 @@ def generate(
     ] = None,
     dtype: Dtype = "auto",
     repeats: Annotated[int, typer.Option(help="Timed runs of plain and of speculative generation, odd.")] = 5,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema that each text follows; needs xgrammar.")
+    ] = None,
     no_compare: Annotated[bool, typer.Option("--no-compare", help="No timing against plain generate.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,7 +84,8 @@ def generate(
         chosen = strategy_options(num_draft_tokens, verification)
         loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
         seed = torch.seed() % LARGEST_SEED if seed is None else seed
-        session = Session(loaded, options, 0 if no_compare else repeats, seed)
+        grammar = None if json_schema is None else json_grammar(json_schema, loaded)
+        session = Session(loaded, options, 0 if no_compare else repeats, seed, grammar)
         session.console.print(legend(), soft_wrap=True)
         runs = [session.run(batch) for batch in (demo_batches(loaded.prompts, pair) if demo else [given])]
     if as_json:
@@ -103,6 +112,42 @@ def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
     return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
 
 
+class NewProcessor(list[Any]):
+    """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Any]):
+        super().__init__([None])
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.make()])
+
+
+def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
+    """The `logits_processor` argument of `generate` for a JSON schema.
+
+    Raises:
+        ValueError: xgrammar is not installed, or cannot read the schema.
+    """
+    found = importlib.util.find_spec("xgrammar") is not None
+    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
+    xgrammar = importlib.import_module("xgrammar")
+    processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
+    size = vocabulary(pair.target)
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
+    schema = file.read_text()
+    try:
+        json.loads(schema)
+        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
+    return NewProcessor(partial(processor, grammar))
+
+
 @dataclass
 class Session:
     """What all batches of a command share.
@@ -111,15 +156,18 @@ class Session:
         options: for `generate`.
         repeats: timed runs of each contender; 0 for none.
         seed: of all random numbers.
+        grammar: that each text follows, if any.
     """
 
     pair: DraftTargetPair
     options: dict[str, Any]
     repeats: int
     seed: int
+    grammar: NewProcessor | None = None
 
     def __post_init__(self) -> None:
         self.console = Console()
+        self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
 
     def run(self, prompts: list[str]) -> dict[str, Any]:
         """Generate for a batch, print text, report and comparison, and return the same as plain values."""
@@ -130,7 +178,7 @@ class Session:
             self.console.print(Text(f"\n{prompts[0]}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.console), "run"
         torch.manual_seed(self.seed)
-        output = target.generate(**inputs, **self.options, custom_generate=strategy)  # type: ignore[operator]
+        output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
         report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
         assert report is not None
         new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)
@@ -152,7 +200,7 @@ class Session:
         """Time plain and speculative generation in turns, and print the comparison."""
         with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
             comparison = compare(
-                self.pair.target, self.pair.strategy, [inputs], self.options, self.repeats, self.seed, advance
+                self.pair.target, self.pair.strategy, [inputs], self.arguments, self.repeats, self.seed, advance
             )
         self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
         return comparison

@@ -1,6 +1,7 @@
 """What passes through one round: a draft, and then the record of what became of it."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,22 @@ class Draft(NamedTuple):
         lengths: [R], the number of candidates of each row, 0 to K.
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
         source: who proposed them.
+        forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
     """
 
     tokens: torch.Tensor
     lengths: list[int]
     probs: torch.Tensor | None = None
     source: str = "none"
+    forced: list[list[bool]] | None = None
+
+    @property
+    def drafted(self) -> int:
+        """The most candidates that a row has, except for forced ones that took no step of a draft model."""
+        if self.forced is None:
+            return self.tokens.shape[1]
+        proposed = [flags[:length] for flags, length in zip(self.forced, self.lengths, strict=True)]
+        return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
 
     @property
     def proposed(self) -> torch.Tensor | None:
@@ -34,7 +45,9 @@ class Draft(NamedTuple):
         """The candidates at one position as a draft of their own; an empty one after the last position."""
         here = slice(position, position + 1)
         lengths = [int(length > position) for length in self.lengths]
-        return Draft(self.tokens[:, here], lengths, None if self.probs is None else self.probs[:, here], self.source)
+        probs = None if self.probs is None else self.probs[:, here]
+        forced = None if self.forced is None else [flags[here] for flags in self.forced]
+        return Draft(self.tokens[:, here], lengths, probs, self.source, forced)
 
 
 class Judgement(NamedTuple):
@@ -90,3 +103,11 @@ class Round:
     finished: bool = False
     forward: Any = None
     scores: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @property
+    def chances(self) -> list[list[float]]:
+        """`survival` without forced candidates, which are kept if those before them are."""
+        if self.draft.forced is None:
+            return self.survival
+        pairs = zip(self.survival, self.draft.forced, strict=True)
+        return [[chance for chance, is_forced in zip(*pair, strict=False) if not is_forced] for pair in pairs]

@@ -18,6 +18,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
 from .drafter import Drafter, Reading
+from .forced import Growth, stands_apart
 
 
 def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
@@ -61,13 +62,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
         self.decoder: Decoder | None = None
         self.batch: Batch | None = None
-        self.threshold = 0.0
+        self.threshold, self.forces, self.apart = 0.0, False, False
 
     def read(self, reading: Reading) -> None:
         """Read the prompts of all rows."""
         assert reading.prompt is not None
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
-        self.threshold = reading.threshold
+        self.threshold, self.forces = reading.threshold, reading.forces
+        self.apart = stands_apart(self.rule)
         self.decoder = make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
         self.decoder.read()
 
@@ -78,26 +80,33 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         then depends only on those before it, so every verification stays exact.
         """
         assert self.decoder is not None
+        growth = Growth(self.processors, batch, lengths, self.forces, self.apart)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
-        while len(tokens) < max(lengths):
+        fed = -1  # the candidates before the last forward of this round
+        while growth.next():
             ahead = len(tokens)
-            logits = self._sized(self.decoder.step(batch, ahead))
-            scores = self.processors(batch, None, logits, ahead)[:, 0]
-            token, drawn_from = self.rule.choose(batch, scores, ahead, lengths)
+            if any(growth.draws):
+                logits = self._sized(self.decoder.step(batch, ahead, ahead - fed - 1))
+                scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
+            else:
+                scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
+            scores = growth.only(scores)
+            drawn = [ahead + draws for draws in growth.draws]
+            token, drawn_from = self.rule.choose(batch, scores, ahead, drawn)
             token = batch.padded(token)
             batch.put(token[:, None], ahead)
             tokens.append(token)
-            probs += [] if drawn_from is None else [drawn_from]
+            probs += [] if drawn_from is None else [drawn_from[:, None]]
             if self.threshold:
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
-                lengths = [
-                    length if chance >= self.threshold else min(length, ahead + 1)  # also at NaN
-                    for length, chance in zip(lengths, chances, strict=True)
-                ]
+                unlikely = [not chance >= self.threshold for chance in chances]  # also at NaN
+                growth.limits = [0 if x else most for x, most in zip(unlikely, growth.limits, strict=True)]
         if not tokens:
             return no_candidates(batch)
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, "model")
+        both = torch.cat(probs, 1) if probs else None
+        source = "model" if growth.steps else "forced"
+        return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Read new prompts."""

@@ -29,6 +29,7 @@ class Reading:
         prompt: prepared for the drafter's own model; None if it has none.
         layout: of that model.
         compiled: whether its forwards after the prompt are compiled.
+        forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
         costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
     """
 
@@ -40,6 +41,7 @@ class Reading:
     prompt: Prompt | None = None
     layout: str = "ragged"
     compiled: bool = False
+    forces: bool = False
     costs: Costs | None = None
 
 

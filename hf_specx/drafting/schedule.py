@@ -5,6 +5,7 @@ call may set them as well.
 """
 
 import statistics
+import sys
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,7 +98,10 @@ class Schedule:
 
     Attributes:
         next_call: the number that a call with the same drafting goes on with.
+        most: candidates of a row, at most.
     """
+
+    most = sys.maxsize
 
     def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
         self.drafting, self.room, self.next_call = drafting, room, number
@@ -108,7 +112,7 @@ class Schedule:
         wanted = []
         for row, is_over in zip(batch.rows, over, strict=True):
             room = None if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
-            number = 0 if is_over or not batch.counts[row] else self.number(row)
+            number = 0 if is_over or not batch.counts[row] else min(self.number(row), self.most)
             wanted.append(number if room is None else min(number, room))
         return wanted
 
@@ -187,7 +191,7 @@ class Auto(Schedule):
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
 
     def observe(self, done: Round) -> None:
-        drafted, before = done.draft.tokens.shape[1], self.rows
+        drafted, before = done.draft.drafted, self.rows
         self.rows = len(done.rows) if done.stay is None else len(done.stay)
         if not any(done.before):
             return  # the prompts' own step
@@ -199,7 +203,8 @@ class Auto(Schedule):
         live = [number for number, gained in enumerate(done.gained) if gained and done.before[number]]
         left = [max(1, room[done.rows[number]] - done.before[number]) for number in live]
         # a row that rests is counted as one that keeps nothing
-        survival = [done.survival[number] or [0.0] * drafted for number in live]
+        chances = done.chances
+        survival = [chances[number] or [0.0] * drafted for number in live]
         catch_up = partial(self.times.catch_up, self.rows)
         self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
 
@@ -231,7 +236,7 @@ class Resting:
 
     def observe(self, done: Round) -> None:
         """Count a round."""
-        for row, chances in zip(done.rows, done.survival, strict=True):
+        for row, chances in zip(done.rows, done.chances, strict=True):
             if not chances:
                 self.left[row] = max(0, self.left.get(row, 0) - 1)
                 continue

@@ -8,8 +8,16 @@ import torch
 
 from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.forward_outputs import Forward
+from hf_specx.sampling.rewindable import in_use
 
+from .decode import decode
 from .run import Run
+
+
+def decode_call(run: Run, in_order: bool) -> torch.Tensor:
+    """Generate in the one loop or the other; users' own processors are left where plain `generate` leaves them."""
+    with in_use(run.processors.at_once, run.batch):
+        return decode_in_order(run) if in_order else decode(run)
 
 
 def decode_in_order(run: Run) -> torch.Tensor:

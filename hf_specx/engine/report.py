@@ -10,8 +10,8 @@ from hf_specx.drafting.draft_length import expected_tokens
 
 
 REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
-REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
-REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
+REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged", "accepted"]
+REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
 REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
 REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
 
@@ -26,6 +26,8 @@ class RoundRecord(NamedTuple):
         judged: candidates whose predecessors were all kept, as far as the round went.
         gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
         longest: candidates of the row that had most of them.
+        forced: positions of candidates that were the only token allowed.
+        steps: the most candidates of a row that were not forced; None if none was.
     """
 
     drafted: int
@@ -34,6 +36,13 @@ class RoundRecord(NamedTuple):
     judged: int = 0
     gained: int = 0
     longest: int = 0
+    forced: tuple[int, ...] = ()
+    steps: int | None = None
+
+    @property
+    def draft_steps(self) -> int:
+        """Steps of the draft in the round."""
+        return self.width if self.steps is None else self.steps
 
     @property
     def width(self) -> int:
@@ -85,19 +94,21 @@ class SpeculationReport:
 
     def observe(self, done: Round) -> None:
         """Count a round; a row that gained nothing was finished before, and has no part in it."""
-        drafted = max(done.draft.lengths)
+        drafted, flags = max(done.draft.lengths), done.draft.forced
+        steps = None if flags is None else done.draft.drafted
         self.rounds += drafted > 0
         self.plain_steps += drafted == 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
         self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
         kept, tried = self.survival
-        for chances in done.survival:
+        for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
         counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
-        for row, record in zip(done.rows, counts, strict=True):
+        for index, (row, record) in enumerate(zip(done.rows, counts, strict=True)):
+            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
             if record[-1]:
-                self.history[row].append(RoundRecord(*record, drafted))
+                self.history[row].append(RoundRecord(*record, drafted, forced, steps))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters.
@@ -151,6 +162,11 @@ class SpeculationReport:
     def drafted(self) -> int:
         """Candidates, over all rows."""
         return sum(r.drafted for r in self._judged_rounds)
+
+    @property
+    def forced(self) -> int:
+        """Candidates that were the only token allowed, over all rows."""
+        return sum(len(r.forced) for r in self._judged_rounds)
 
     @property
     def accepted(self) -> int:
@@ -239,7 +255,7 @@ class SpeculationReport:
         c, steps = self.cost_coefficient, self._steps
         if c is None or not steps:
             return None if c is None else 1.0
-        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.width * c + 1 for r in steps)
+        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.draft_steps * c + 1 for r in steps)
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -250,8 +266,10 @@ class SpeculationReport:
         costs, steps = self._costs, self._steps
         if costs is None or not steps:
             return None if costs is None else 1.0
-        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.width for r in steps)}}
-        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.width] for r in steps)
+        sizes = [(r.width, r.draft_steps) for r in steps]
+        draft = costs.draft(self.rows)
+        target = {width: costs.target(self.rows, width + 1) for width in {0, *(width for width, _ in sizes)}}
+        return sum(r.gained for r in steps) * target[0] / sum(target[width] + n * draft for width, n in sizes)
 
     @property
     def _costs(self) -> Costs | None:
@@ -262,11 +280,12 @@ class SpeculationReport:
         return {name: getattr(self, name) for name in REPORTED}
 
     def __str__(self) -> str:
+        forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
         lines = [
             f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
             f"candidates, {self.plain_steps} without, {self.verification} verification, {self.layout} layout",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
-            f"{self.tokens_per_round:.2f} tokens a row and round",
+            f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
         if self._costs:
             lines.append(

@@ -11,12 +11,15 @@ from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
+from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
+from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
 
@@ -39,7 +42,7 @@ def start(
     prompt: Prompt,
     inputs_tensor: torch.Tensor | None,
     drafter: Drafter,
-    processors: Sequence[LogitsProcessor],
+    processors: Sequence[Processor],
     stopping: Stopping,
     costs: Costs,
     earlier: Schedule | None,
@@ -48,10 +51,9 @@ def start(
     """Everything up to the first forward.
 
     Args:
-        call, plan: what was asked for, and how it is decoded.
-        prompt: the target's.
+        call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
-        drafter, processors, stopping: of the call, as `generate` prepared them; `places`: of requests with their own.
+        drafter, processors, stopping: of the call, as prepared; `places`: of requests with their own.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
@@ -64,11 +66,12 @@ def start(
         prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
+        forces=not (call.synced or plan.compiled),
         costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
     )
     return Run(
         target=(target := make_decoder(plan.layout, prompt, compiled=plan.compiled)),
-        drafter=drafter,
+        drafter=_with_forced(drafter, processors, reading),
         rule=reading.rule,
         processors=of_target,
         stopping=stopping,
@@ -85,8 +88,15 @@ def start(
     )
 
 
+def _with_forced(drafter: Drafter, processors: Sequence[Processor], reading: Reading) -> Drafter:
+    """A drafter that adds forced tokens, if there may be any; a draft model's own adds them itself."""
+    if drafter.has_probs or not reading.forces or not any(isinstance(p, TokenMasks) for p in processors):
+        return drafter
+    return ForcedDrafter(drafter)
+
+
 def _processors(
-    processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str, stopping: Stopping, places: Places | None
+    processors: Sequence[Processor], prompt: Prompt, layout: str, stopping: Stopping, places: Places | None
 ) -> tuple[Processors, Processors]:
     """Those of the target, and those of the draft."""
     if places is not None:
@@ -101,12 +111,26 @@ def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
     return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
 
 
-def stateful_processors(processors: Sequence[LogitsProcessor], prompt: Prompt) -> list[LogitsProcessor]:
+def prepare_processors(
+    processors: Sequence[LogitsProcessor], prompt: Prompt, stopping: Stopping, places: Places | None = None
+) -> tuple[Sequence[Processor], list[str]]:
+    """Processors with `TokenMasks` in place of some, and the names of what must be shown each token once, in order.
+
+    Where there are such names, and for requests with their own, all processors are as they were given.
+    """
+    if places is None:
+        ours = masked(processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+        if not stopping.stateful and not stateful_processors(ours, prompt):
+            return ours, []
+    return processors, [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+
+
+def stateful_processors(processors: Sequence[Processor], prompt: Prompt) -> list[Processor]:
     """Those that must be shown each emitted token once, in order."""
     return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
 
 
-def _target_processors(processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str) -> list[Processor]:
+def _target_processors(processors: Sequence[Processor], prompt: Prompt, layout: str) -> list[Processor]:
     """All of them, with guidance replaced by our own unless a stateful one comes before it."""
     waiting = stateful_processors(processors, prompt)
     first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
@@ -138,6 +162,7 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
         room = list(run.places.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    schedule.most = run.processors.max_rollback
     return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
 
 

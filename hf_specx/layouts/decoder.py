@@ -157,13 +157,13 @@ class Decoder:
             self.held[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
 
-    def step(self, batch: Batch, ahead: int) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates, or after the emitted tokens; feeds what is missing."""
-        if ahead:
-            return self.feed(batch, 1, ahead, keep=1)
+    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; feeds what is missing, also `skipped` ones before the last."""
+        if ahead > skipped:
+            return self.feed(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):
             return self.after_prompt
-        return self.feed(batch, self.missing(batch), 0, keep=1)
+        return self.feed(batch, self.missing(batch) + ahead, ahead, keep=1)
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
 from hf_specx.sampling.processors import Processor, RoundProcessor
 
 from .choose import make_decoder
@@ -41,7 +42,7 @@ class Guidance(RoundProcessor):
     def __init__(self, scale: float, decoder: Decoder):
         self.scale, self.decoder = scale, decoder
 
-    def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+    def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         if not self.decoder.width:
             self.decoder.read()
         positions = scores.shape[1]

@@ -1,12 +1,15 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
-There are three kinds. A warper reads only the scores, so one call serves all positions. A stateless processor also
+There are four kinds. A warper reads only the scores, so one call serves all positions. A stateless processor also
 reads the prefix: it is called as `generate` would, on the whole batch with the exact prefix, once for each prefix
-length. A processor that keeps state between calls, or may, must see each emitted token once: see `in_order`.
+length. A processor whose state can be taken back follows the candidates: see `rewindable`. Any other that keeps state
+between calls, or may, must see each emitted token once: see `in_order`.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from transformers.generation import logits_process
@@ -55,11 +58,31 @@ STATELESS = frozenset(
 
 
 class RoundProcessor:
-    """A processor of this package: it follows the rows of a call, and takes all positions of a round at once."""
+    """A processor of this package: it follows the rows of a call, and takes all positions of a round at once.
 
-    def __call__(self, batch: Batch, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+    Attributes:
+        barred: as in `Processors`; what it says of a candidate that was rejected since is taken out of it.
+        max_rollback: how many candidates of a row it can take back.
+    """
+
+    barred: Mapping[tuple[int, int], Exception] = MappingProxyType({})
+    max_rollback: int = sys.maxsize
+
+    def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
         raise NotImplementedError
+
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
+        """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows.
+
+        Args:
+            wanted: [R], for which rows.
+
+        Returns:
+            None if the processor is no mask; in it None for rows that are not wanted, and where a candidate before is
+            excluded or ends its row.
+        """
+        return None
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         """Rows leave the batch; `stay` has the row indices [R'] of those that stay."""
@@ -78,6 +101,7 @@ class Processors:
     Attributes:
         stateful: names of the processors that must see each emitted token once, in order.
         in_order: the first of these and all that follow it, for the loop to call position by position.
+        max_rollback: candidates of a row that can be taken back, at most.
         barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
             no token, or raised. Where that text has a rejected candidate in it, the error does not count.
     """
@@ -97,6 +121,8 @@ class Processors:
         self.at_once = in_runs(processors[:first])
         self.in_order = LogitsProcessorList(processors[first:])
         self.barred: dict[tuple[int, int], Exception] = {}
+        limits = [p.max_rollback for p in self.at_once if isinstance(p, RoundProcessor)]
+        self.max_rollback = min(limits, default=sys.maxsize)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """
@@ -113,7 +139,8 @@ class Processors:
         self.barred.clear()
         for processor in self.at_once:
             if isinstance(processor, RoundProcessor):
-                scores = processor(batch, scores, ahead)
+                scores = processor(batch, draft, scores, ahead)
+                self.barred.update(processor.barred)
             elif isinstance(processor, HeadWarper):
                 scores = processor(scores.flatten(0, 1)).view_as(scores)
             elif type(processor) in WARPERS:
@@ -124,6 +151,18 @@ class Processors:
                     cells = self._cells(batch, draft, scores.shape[1], ahead)
                 scores = self._by_length(processor, batch, scores, cells)
         return scores
+
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
+        """As `RoundProcessor.allowed`, of all of them together."""
+        together: list[torch.Tensor | None] | None = None
+        for processor in self.at_once:
+            masks = processor.allowed(batch, ahead, wanted) if isinstance(processor, RoundProcessor) else None
+            if together is None or masks is None:
+                together = masks if together is None else together
+            else:
+                pairs = zip(together, masks, strict=True)
+                together = [None if one is None or other is None else one & other for one, other in pairs]
+        return together
 
     def observe(self, done: Round) -> None:
         """Let go of rows that have left."""

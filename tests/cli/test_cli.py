@@ -240,6 +240,28 @@ def test_demo_without_prompts(pair):
     assert "has no prompts of its own" in result.stderr
 
 
+def test_json_schema(tmp_path):
+    """By the embedded pair; plain `generate` gets a new processor in each of its turns."""
+    pytest.importorskip("xgrammar")
+    schema = {"type": "object", "properties": {"kind": {"const": "measurement"}}, "required": ["kind"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    arguments = ("Tom said", "--greedy", "--max-new-tokens", "24", "--json")
+    result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"), "--repeats", "1", colour=True)
+    run = document(result)["runs"][0]
+    assert json.loads(run["texts"][0]) == {"kind": "measurement"}
+    assert run["report"]["forced"] > 0
+    assert "\x1b[33m" in result.stdout
+    (tmp_path / "schema.json").write_text("{")
+    result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"))
+    assert result.exit_code == 2
+    assert "is no JSON schema that xgrammar can read" in result.stderr
+
+
+def test_json_schema_needs_xgrammar(pair, monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install xgrammar" in specx("a", "--json-schema", str(tmp_path / "schema.json")).stderr
+
+
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
 def test_text_is_shown_literally(pair, prompts):
     result = specx(*prompts, *FAST, "--greedy")

@@ -34,6 +34,7 @@ def test_errors_are_in_the_words_of_commands(capsys, error):
         (RoundRecord(2, 2, 3), ["accepted", "accepted", "bonus"]),
         (RoundRecord(3, 3, 2), ["accepted", "accepted"]),  # ended inside the accepted run
         (RoundRecord(3, 1, 1), ["accepted"]),
+        (RoundRecord(4, 3, 4, forced=(0, 2, 3)), ["forced", "accepted", "forced", "recovered"]),
     ],
 )
 def test_origins_of_a_round(record, origins):

@@ -1,0 +1,181 @@
+"""Forced tokens: where the processors leave one token, it is a candidate that nobody has to draft.
+
+Only what a mask forces is taken, token by token, and never what other tokens could spell. p and q are both 1 there, so
+it is kept wherever those before it are.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rewindable import only_token
+from hf_specx.sampling.rules import RejectionRule, Rule
+
+from .drafter import Drafter, Reading
+
+
+MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
+ENOUGH_ROWS = 0.25  # the part of the rows for which a round may be made longer by forced tokens alone
+
+
+def stands_apart(rule: Rule) -> bool:
+    """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
+    return isinstance(rule, RejectionRule) and rule.seeds is not None
+
+
+class Growth:
+    """The candidates of a round while they are found, position by position.
+
+    A row goes on while a draft has a candidate for it, or the next one is forced; forced ones do not count.
+
+    Args:
+        processors: of the call.
+        batch: the text; candidates are written after each row's end.
+        limits: [R], candidates of each row that a draft may find, forced ones aside.
+        forces: whether forced tokens are looked for.
+        apart: whether what a row gets must not depend on other rows.
+
+    Attributes:
+        lengths: [R], candidates so far.
+        flags: [R], which of these are forced.
+        tokens: [R], the forced token that comes next; None where it is not.
+        draws: [R], whether the draft has to find what comes next.
+    """
+
+    def __init__(self, processors: Processors, batch: Batch, limits: Sequence[int], forces: bool, apart: bool):
+        self.processors, self.batch, self.limits, self.apart = processors, batch, list(limits), apart
+        self.ahead, self.steps, rows = 0, 0, len(batch.rows)
+        self.lengths, self.flags = [0] * rows, [list[bool]() for _ in range(rows)]
+        self.tokens: list[int | None] = [None] * rows
+        self.draws = [False] * rows
+        over = [False] * rows if batch.over is None else batch.over.tolist()
+        self.most = [self._room(row) if forces and not gone else 0 for row, gone in zip(batch.rows, over, strict=True)]
+
+    def _room(self, row: int) -> int:
+        """How many candidates a row may have; none before its first token, which the prompt's forward gives."""
+        count, most = self.batch.counts[row], self.processors.max_new_tokens
+        return 0 if not count else most - count - 1 if most else MOST_FORCED
+
+    def next(self) -> bool:
+        """Go to the next position; False if no row has a candidate there."""
+        rows, fits = range(len(self.lengths)), self.ahead < self.processors.max_rollback
+        going = [fits and length == self.ahead for length in self.lengths]
+        asked = [going[i] and self.ahead < self.most[i] and sum(self.flags[i]) < MOST_FORCED for i in rows]
+        masks = self.processors.allowed(self.batch, self.ahead, asked) if any(asked) else None
+        if masks is None:
+            self.tokens, self.draws = [None for _ in rows], [going[i] and self.has(i) for i in rows]
+        else:
+            # by the candidate before, or because no token is left
+            ended = [asked[i] and ((mask := masks[i]) is None or not mask.any()) for i in rows]
+            self.tokens = [only_token(mask) for mask in masks]
+            free = [going[i] and not ended[i] and self.tokens[i] is None for i in rows]
+            self.draws = [free[i] and self.has(i, masks[i]) for i in rows]
+        forced = sum(token is not None for token in self.tokens)
+        if not any(self.draws) and (not forced or not (self.apart or forced >= ENOUGH_ROWS * len(rows))):
+            return False
+        for i in rows:
+            if self.draws[i] or self.tokens[i] is not None:
+                self.lengths[i] += 1
+                self.flags[i].append(not self.draws[i])
+        self.ahead, self.steps = self.ahead + 1, self.steps + any(self.draws)
+        return True
+
+    def has(self, index: int, mask: torch.Tensor | None = None) -> bool:
+        """Whether the draft has a candidate for a row at this position, where `mask` [V] allows several."""
+        return (self.ahead if self.apart else self.steps) < self.limits[index]
+
+    def only(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [R, V] with the forced tokens alone, in rows that have one."""
+        rows = [index for index, token in enumerate(self.tokens) if token is not None]
+        if not rows:
+            return scores
+        scores = scores.clone()
+        scores[rows] = -torch.inf
+        scores[rows, [token for token in self.tokens if token is not None]] = 0
+        return scores
+
+    @property
+    def forced(self) -> list[list[bool]] | None:
+        """As in `Draft`; None if no candidate is."""
+        return self.flags if any(map(any, self.flags)) else None
+
+
+class Given(Growth):
+    """With candidates that were found before: as long as they are allowed, and what is forced is among them.
+
+    Args:
+        draft: these candidates.
+    """
+
+    def __init__(self, processors: Processors, batch: Batch, draft: Draft, apart: bool):
+        super().__init__(processors, batch, draft.lengths, forces=True, apart=apart)
+        self.given = draft.tokens.tolist()
+
+    def has(self, index: int, mask: torch.Tensor | None = None) -> bool:
+        if self.ahead >= self.limits[index]:
+            return False
+        return mask is None or bool(mask[self.given[index][self.ahead]])
+
+    def column(self) -> list[int]:
+        """[R], the candidates at the position that `next` went to; 0 where there are none."""
+        at, found = self.ahead - 1, []
+        for index, token in enumerate(self.tokens):
+            mine = self.given[index][at] if at < self.limits[index] else None
+            if not self.draws[index] and token != mine:
+                self.limits[index] = min(self.limits[index], at)  # the others do not follow what stands here
+            found.append((mine if self.draws[index] else token) or 0)
+        return found
+
+
+class ForcedDrafter(Drafter):
+    """Another drafter without a distribution, whose candidates are joined by those that are forced.
+
+    Args:
+        inner: who else proposes.
+    """
+
+    def __init__(self, inner: Drafter):
+        self.inner, self.apart = inner, False
+        self.model, self.needs_hidden, self.max_candidates = inner.model, inner.needs_hidden, inner.max_candidates
+        self.own: Draft | None = None
+
+    def read(self, reading: Reading) -> None:
+        """Begin a call."""
+        self.processors, self.apart = reading.processors, stands_apart(reading.rule)
+        self.inner.read(reading)
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """What the other drafter proposes, up to `lengths` [R], and any number of forced tokens."""
+        draft = self.inner.propose(batch, lengths)
+        growth, columns = Given(self.processors, batch, draft, self.apart), []
+        while growth.next():
+            columns.append(growth.column())
+            batch.put(batch.index.new_tensor(columns[-1])[:, None], growth.ahead - 1)
+        kept = [min(pair) for pair in zip(growth.limits, growth.lengths, strict=True)]
+        self.own = draft._replace(lengths=kept)
+        if not columns:
+            return draft._replace(tokens=draft.tokens[:, :0], lengths=growth.lengths)
+        tokens, source = batch.index.new_tensor(columns).T, draft.source if any(kept) else "forced"
+        return Draft(tokens, growth.lengths, None, source, growth.forced)
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        self.inner.admit(batch, rows)
+
+    def observe(self, done: Round) -> None:
+        """Tell the other drafter what became of its own candidates."""
+        own = self.own
+        if own is not None:
+            accepted = [min(pair) for pair in zip(done.accepted, own.lengths, strict=True)]
+            judged = [min(pair) for pair in zip(done.judged, own.lengths, strict=True)]
+            done = replace(done, draft=own, accepted=accepted, judged=judged)
+        self.inner.observe(done)
+
+    def pause(self, batch: Batch) -> None:
+        self.inner.pause(batch)
+
+    def cost(self, batch: Batch) -> Callable[[int], object] | None:
+        return self.inner.cost(batch)

@@ -1,0 +1,240 @@
+"""Processors whose state follows the candidates of a round and is then taken back to what was kept.
+
+Such a processor says which tokens may come next, as a grammar does. So it also acts on the draft, whose candidates are
+then drawn from the masked distribution; each mask is computed once, and serves the judgement as well.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
+from hf_specx.common.round import Draft
+
+from .processors import RoundProcessor
+
+
+@runtime_checkable
+class RewindableProcessor(Protocol):
+    """A logits processor with a state for each row, which can be taken back token by token.
+
+    Plain `generate` calls it as any other; here these methods are called instead. Its result must be the scores with
+    -inf at every token that the mask does not have. An attribute `max_rollback` says how many tokens it can take back,
+    if that is limited. After a call it has been shown the emitted text without each row's last token, as after plain
+    `generate`, also where an exception has ended it.
+    """
+
+    def accept(self, row: int, token: int) -> None:
+        """Show it the next token of a row, 0 to B - 1 as in the whole batch; prompts are not shown."""
+
+    def rollback(self, row: int, count: int) -> None:
+        """Take back the last `count` tokens of a row."""
+
+    def mask(self, rows: list[int]) -> torch.Tensor:
+        """[len(rows), V] bool: the tokens that may come next in these rows."""
+
+
+@dataclass
+class Followed:
+    """What the processor of a row was shown.
+
+    Attributes:
+        path: tokens, emitted ones and then candidates.
+        sure: leading ones of these that are in the text for good.
+        masks: [V] bool, by the number of tokens before it.
+    """
+
+    path: list[int] = field(default_factory=list)
+    sure: int = 0
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def excludes(self, depth: int, token: int) -> bool:
+        mask = self.masks.get(depth)
+        return mask is not None and (token >= len(mask) or not mask[token])
+
+
+class TokenMasks(RoundProcessor):
+    """The tokens that a rewindable processor allows after each candidate of each row.
+
+    Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
+
+    Args:
+        processor: what says it.
+        vocab_size: V of the target.
+        eos_token_id: ids that end a row; nothing is asked after one. None if there are none.
+        max_new_tokens: of a row; 0 is no limit.
+        of_call: whether the processor was made for this call, so that nobody sees where it ends.
+    """
+
+    def __init__(
+        self,
+        processor: RewindableProcessor,
+        vocab_size: int,
+        eos_token_id: torch.Tensor | None = None,
+        max_new_tokens: int = 0,
+        of_call: bool = False,
+    ):
+        self.processor, self.of_call = processor, of_call
+        self.vocab_size, self.max_new_tokens = vocab_size, max_new_tokens
+        self.ends = set() if eos_token_id is None else set(eos_token_id.tolist())
+        self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
+        self.barred = getattr(processor, "barred", self.barred)
+        self.followed: dict[int, Followed] = {}
+        self.moving = False  # while the processor is shown tokens, or they are taken back
+
+    def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
+        """Where a row has no candidates, and after one that is excluded or ends its row, scores are left alone."""
+        positions = scores.shape[1]
+        wanted = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
+        masks = self.after(batch, ahead, wanted)
+        every = torch.ones(self.vocab_size, dtype=torch.bool)
+        cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
+        excluded = torch.stack(cells).logical_not_().view(scores.shape)
+        return scores.masked_fill(excluded.to(scores.device), -torch.inf)
+
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        return [masks[0] if masks else None for masks in self.after(batch, ahead, [int(x) for x in wanted])]
+
+    def after(self, batch: Batch, ahead: int, wanted: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Masks [V] at consecutive positions of each row, the first after `ahead` candidates.
+
+        Args:
+            wanted: [R], how many. A row has fewer where a candidate before is excluded or ends the row, or where its
+                text has no room.
+        """
+        texts = self._texts(batch, ahead + max(wanted) - 1)
+        found: list[list[torch.Tensor]] = [[] for _ in texts]
+        shown = set()  # rows that were shown all that they have emitted
+        for position in range(max(wanted)):
+            here = []
+            for index, row in enumerate(batch.rows):
+                emitted, own = batch.counts[row], self.followed[row]
+                depth = emitted + ahead + position
+                if position == wanted[index] or len(found[index]) < position or 0 < self.max_new_tokens <= depth:
+                    continue
+                shown.add(row)
+                if self._go(row, texts[index], depth - 1 if position else own.sure, depth, emitted):
+                    here.append((index, row, depth))
+            self._compute([(row, depth) for _, row, depth in here])
+            for index, row, depth in here:
+                found[index].append(self.followed[row].masks[depth])
+        for row in shown:
+            self._forget(self.followed[row], batch.counts[row])
+        return found
+
+    def _texts(self, batch: Batch, last: int) -> list[list[int]]:
+        """Of each decoding row the tokens that are not sure yet, and `last` candidates."""
+        new = []
+        for row in batch.rows:
+            own = self.followed.setdefault(row, Followed())
+            own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
+            new.append(batch.counts[row] - own.sure + last)
+        if max(new) <= 0:
+            return [[] for _ in new]
+        tokens = batch.last(max(new), last).tolist()
+        return [text[len(text) - count :] for text, count in zip(tokens, new, strict=True)]
+
+    def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
+        """Show a row's tokens from `start` to `depth`; False before a candidate that is excluded or ends the row."""
+        own = self.followed[row]
+        for number in range(start, depth):
+            token = text[number - own.sure]
+            if number >= emitted and (token in self.ends or own.excludes(number, token)):
+                return False
+            if number < len(own.path) and own.path[number] == token:
+                continue
+            self._rewind(row, number)
+            self.moving = True
+            self.processor.accept(row, token)
+            own.path.append(token)
+            self.moving = False
+        return True
+
+    def _forget(self, own: Followed, emitted: int) -> None:
+        """A row was shown all tokens that it has emitted; masks before these are not needed again."""
+        own.sure = emitted
+        own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= emitted}
+
+    def _compute(self, wanted: list[tuple[int, int]]) -> None:
+        """Masks of rows after so many tokens each, as far as they are not known."""
+        missing = [(row, depth) for row, depth in wanted if depth not in self.followed[row].masks]
+        for row, depth in missing:
+            self._rewind(row, depth)
+        if missing:
+            masks = self.processor.mask([row for row, _ in missing]).cpu()
+            for (row, depth), mask in zip(missing, masks, strict=True):
+                self.followed[row].masks[depth] = mask
+
+    def _rewind(self, row: int, depth: int) -> None:
+        own = self.followed[row]
+        if len(own.path) > depth:
+            self.moving = True
+            self.processor.rollback(row, len(own.path) - depth)
+            del own.path[depth:]
+            own.masks = {known: mask for known, mask in own.masks.items() if known <= depth}
+            self.moving = False
+
+    def begin(self, rows: int) -> None:
+        """Before anything is decoded: ask for the first masks.
+
+        Raises:
+            ValueError: if the masks are not of the target's vocabulary.
+        """
+        masks = self.processor.mask(list(range(rows))).cpu()
+        name, shape = type(self.processor).__name__, tuple(masks.shape)
+        right = masks.dtype == torch.bool and shape == (rows, self.vocab_size)
+        told = f"the mask of {name} is {masks.dtype} of shape {shape}, and the target needs torch.bool of shape "
+        require(right, f"{told}{(rows, self.vocab_size)}; make the processor for the target's vocabulary and batch.")
+        self.followed = {row: Followed(masks={0: masks[row]}) for row in range(rows)}
+
+    def finish(self, batch: Batch) -> None:
+        """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
+        for row, own in self.followed.items():
+            text = batch.ids[row, batch.width : batch.width + max(0, batch.counts[row] - 1)].tolist()
+            own.sure = min(own.sure, len(text))
+            known = list(takewhile(lambda pair: pair[0] == pair[1], zip(own.path, text, strict=False)))
+            if self.moving or len(own.path) - len(known) > self.max_rollback:
+                name = type(self.processor).__name__
+                warnings.warn(f"{name} is not where the text of row {row} is; use a new one.", stacklevel=2)
+                return
+            self._go(row, text[own.sure :], own.sure, len(text), len(text))
+            self._rewind(row, len(text))
+
+
+def only_token(mask: torch.Tensor | None) -> int | None:
+    """The one token that a mask [V] allows; None if it allows several, or none."""
+    if mask is None or int(mask.count_nonzero()) != 1:
+        return None
+    return int(mask.int().argmax())
+
+
+IN_USE: set[int] = set()  # ids of the rewindable processors of users that calls are using
+
+
+@contextmanager
+def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
+    """A context for one call, after which the rewindable processors of users are where plain `generate` leaves them.
+
+    Raises:
+        ValueError: if another call uses one of them, or its masks do not fit.
+    """
+    given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
+    busy = next((type(one.processor).__name__ for one in given if id(one.processor) in IN_USE), None)
+    require(busy is None, f"{busy} is used by another call, which has not ended; make one for each call.")
+    ids = {id(one.processor) for one in given}
+    IN_USE.update(ids)
+    try:
+        for one in processors:
+            if isinstance(one, TokenMasks):
+                one.begin(len(batch.rows))
+        yield
+    finally:
+        for one in given:
+            one.finish(batch)
+        IN_USE.difference_update(ids)

@@ -1,0 +1,286 @@
+"""Processors whose state is taken back: the text and the law of plain `generate`, in every layout, without its calls.
+
+Each p-value is that of a chi-square test of goodness of fit. The seeds are fixed; over all choices of them, some test
+of the right law would fail with probability 1e-4.
+"""
+
+import pytest
+import torch
+from automaton import Automaton
+from enumerated import NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
+from enumerated import VOCAB_SIZE as FEW
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessor
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.sampling import rewindable
+from hf_specx.sampling.rewindable import TokenMasks
+from hf_specx.sampling.rules import RejectionRule
+
+
+NUM_TESTS, END, NEW = 4, 7, 24
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def draft(target: PreTrainedModel) -> PreTrainedModel:
+    return near(target, 0.1)
+
+
+def both(target, strategy, rows=4, given=None, **options):
+    """(plain text, text, forwards of the target) under one seed, each with fresh processors from `given`."""
+    inputs = prompts(rows)
+    given = given or (lambda: [Automaton(VOCAB_SIZE, 11, always=END)])
+    options = {"max_new_tokens": NEW, "eos_token_id": END, "pad_token_id": 0, "top_k": 0, **options}
+    torch.manual_seed(3)
+    plain = target.generate(**inputs, **options, logits_processor=given())
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    with Forwards(target) as forwards:
+        made = target.generate(**inputs, **options, logits_processor=given(), custom_generate=strategy)
+    if strategy.report.verification == "coupled":
+        assert torch.equal(state, torch.get_rng_state())
+    return plain, made, len(forwards.ids)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_text_is_that_of_plain_generate(target, draft, layout: str, sampled: bool):
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, layout=layout, verification="coupled")
+    plain, made, forwards = both(target, strategy, do_sample=sampled, given=lambda: [Automaton(VOCAB_SIZE, 11)])
+    assert made.tolist() == plain.tolist()
+    assert strategy.report.layout == layout
+    assert forwards < NEW
+    assert strategy.report.forced > 0
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_rows_end_apart_and_some_are_free(target, draft, drafts: str, sampled: bool):
+    """Rows have other automata, by their number; two have none."""
+    strategy = SpeculativeDecoding(
+        draft if drafts == "model" else SuffixDraft(), num_draft_tokens=3, verification="coupled"
+    )
+    options = {"given": lambda: [Automaton(VOCAB_SIZE, 11, free=(1, 4), always=END)], "do_sample": sampled}
+    plain, made, forwards = both(target, strategy, rows=6, temperature=2.0 if sampled else None, **options)
+    assert made.tolist() == plain.tolist()
+    assert strategy.report.layout == "ragged"
+    assert strategy.report.forced > 0
+    assert forwards < NEW or drafts == "suffix"  # which finds nothing in the texts of the free rows
+    assert len(set(strategy.report.emitted_per_row)) > 1 or not sampled
+
+
+def test_forced_tokens_take_no_forward_of_the_draft(target, draft):
+    given = lambda: [Automaton(VOCAB_SIZE, 11, states=3)]  # noqa: E731
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=2)
+    with Forwards(draft) as forwards:
+        plain, made, _ = both(target, strategy, rows=1, given=given, eos_token_id=None)
+    assert made.tolist() == plain.tolist()
+    report = strategy.report
+    assert report.forced > 0
+    assert len(forwards.ids) - 1 <= report.drafted - report.forced
+    assert report.to_dict()["forced"] == report.forced
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 6])
+def test_rollback_may_be_limited(target, draft, num_draft_tokens: int):
+    """Where it takes back 2 tokens, no row has more candidates."""
+    given = lambda: [Automaton(VOCAB_SIZE, 11, max_rollback=2)]  # noqa: E731
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens)
+    plain, made, _ = both(target, strategy, given=given)
+    assert made.tolist() == plain.tolist()
+    assert 0 < strategy.report.num_draft_tokens <= 2
+
+
+def test_several_processors_together(target, draft):
+    def given():
+        return [Automaton(VOCAB_SIZE, 11, free=(0,)), Automaton(VOCAB_SIZE, 11, states=5, always=END)]
+
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    plain, made, _ = both(target, strategy, given=given, do_sample=False, repetition_penalty=1.2)
+    assert made.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("verification", ["coupled", "block"])
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_seeded_rows_stand_alone(target, draft, drafts: str, verification: str):
+    """Also in how many forced tokens they propose."""
+    inputs, seeds = prompts(5), [4, 5, 6, 7, 8]
+    options = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
+
+    def made(rows: list[int]) -> list[list[int]]:
+        strategy = SpeculativeDecoding(
+            draft if drafts == "model" else SuffixDraft(), num_draft_tokens=3, verification=verification
+        )
+        given = {name: value[rows] for name, value in inputs.items()}
+        processor = [OfOneRow(VOCAB_SIZE, 11)]
+        own = [seeds[row] for row in rows]
+        text = target.generate(**given, **options, logits_processor=processor, custom_generate=strategy, seeds=own)
+        assert strategy.report.forced > 0
+        return text.tolist()
+
+    assert made([0, 1, 2, 3, 4]) == [made([row])[0] for row in range(5)]
+
+
+class Calls(LogitsProcessor):
+    """Keeps state, and nothing is known of it."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores - (torch.arange(scores.shape[1]) == self.calls % 9).float()
+
+
+def test_beside_an_unknown_processor_it_is_called_in_order(target, draft):
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    plain, made, _ = both(target, strategy, given=lambda: [Automaton(VOCAB_SIZE, 11), Calls()])
+    assert made.tolist() == plain.tolist()
+    assert "Automaton, Calls must be shown each token once" in strategy.report.layout_reason
+
+
+class Interrupt:
+    """Stops a call after so many rounds."""
+
+    def __init__(self, rounds: int):
+        self.left = rounds
+
+    def observe(self, done):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("rounds", [3, None])
+def test_a_processor_is_left_where_the_text_is(target, draft, rounds):
+    """With all emitted tokens but the last, as plain `generate` leaves it; also after an interruption."""
+    processor, texts = Automaton(VOCAB_SIZE, 11), []
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+
+    class Keep:
+        def observe(self, done):
+            texts[:] = [done.batch.row(row).tolist()[-done.batch.counts[row] :] for row in range(3)]
+
+    strategy.listeners = (Keep(), *([Interrupt(rounds)] if rounds else []))
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "logits_processor": [processor]}
+    try:
+        target.generate(**prompts(3), **options, custom_generate=strategy)
+    except KeyboardInterrupt:
+        assert rounds
+    assert [processor.texts[row] for row in range(3)] == [text[:-1] for text in texts]
+    assert not rewindable.IN_USE
+
+
+def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
+    class Broken(Automaton):
+        def accept(self, row, token):
+            super().accept(row, token)
+            if len(self.texts[row]) == 9:
+                raise KeyboardInterrupt
+
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="Broken is not where the text"):
+        target.generate(
+            **prompts(2), max_new_tokens=NEW, logits_processor=[Broken(VOCAB_SIZE, 11)], custom_generate=strategy
+        )
+
+
+def test_two_calls_do_not_share_a_processor(target, draft):
+    processor, strategy = Automaton(VOCAB_SIZE, 11), SpeculativeDecoding(draft)
+
+    class Again:
+        def observe(self, done):
+            strategy.listeners = ()
+            target.generate(**prompts(2), logits_processor=[processor], max_new_tokens=4, custom_generate=strategy)
+
+    strategy.listeners = (Again(),)
+    with pytest.raises(ValueError, match="Automaton is used by another call"):
+        target.generate(**prompts(2), logits_processor=[processor], max_new_tokens=4, custom_generate=strategy)
+
+
+def test_masks_of_another_vocabulary_are_refused_before_any_forward(target, draft):
+    strategy = SpeculativeDecoding(draft)
+    with (
+        Forwards(target) as forwards,
+        pytest.raises(ValueError, match=r"the target needs torch.bool of shape \(2, 48\)"),
+    ):
+        target.generate(
+            **prompts(2), logits_processor=[Automaton(VOCAB_SIZE + 1, 11)], max_new_tokens=4, custom_generate=strategy
+        )
+    assert not forwards.ids
+
+
+def drawn(verification: str, batches: int, rows: int = 1024) -> torch.Tensor:
+    """As `enumerated.draw`, with a new automaton in each call, the same for all rows."""
+    target, draft = models()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
+    prompt = PROMPT.expand(rows, -1)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy}
+    torch.manual_seed(0)
+    given = [OfOneRow(FEW, PROMPT.shape[1], states=4) for _ in range(batches)]
+    inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    texts = [target.generate(**inputs, **options, logits_processor=[one]) for one in given]
+    return torch.cat(texts)[:, PROMPT.shape[1] : PROMPT.shape[1] + 4]
+
+
+class OfOneRow(Automaton):
+    """The same automaton for all rows."""
+
+    def state(self, row, text):
+        return super().state(0, text)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_law(verification: str):
+    tokens = drawn(verification, batches=20)
+    exact = exact_distribution([OfOneRow(FEW, PROMPT.shape[1], states=4)])
+    assert min(p_values(tokens, exact)) > 1e-4 / NUM_TESTS
+    assert max(p_values(tokens, exact_distribution([]))) < 1e-8
+
+
+def unmasked_q(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are drawn from the masked distribution, and judged by the one without a mask."""
+    right, choose, seen = TokenMasks.__call__, RejectionRule.choose, []
+
+    def masked(self, batch, draft, scores, ahead):
+        seen.append(scores)
+        return right(self, batch, draft, scores, ahead)
+
+    def wrong(self, batch, scores, ahead, lengths):
+        token, probs = choose(self, batch, scores, ahead, lengths)
+        return token, seen[-1][:, 0].softmax(-1) if seen and len(seen[-1]) == len(probs) else probs
+
+    monkeypatch.setattr(TokenMasks, "__call__", masked)
+    monkeypatch.setattr(RejectionRule, "choose", wrong)
+
+
+def no_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was rejected stays in the state."""
+    monkeypatch.setattr(OfOneRow, "rollback", lambda self, row, count: None)
+
+
+def forced_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forced token is judged as if it had been drawn from all tokens alike."""
+    choose = RejectionRule.choose
+
+    def wrong(self, batch, scores, ahead, lengths):
+        token, probs = choose(self, batch, scores, ahead, lengths)
+        return token, torch.where(probs.amax(-1, keepdim=True) == 1, 1 / probs.shape[-1], probs)
+
+    monkeypatch.setattr(RejectionRule, "choose", wrong)
+
+
+@pytest.mark.parametrize(
+    ("verification", "wrong"), [("token", unmasked_q), ("token", no_rollback), ("block", forced_as_drawn)]
+)
+def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: str, wrong):
+    wrong(monkeypatch)
+    exact = exact_distribution([OfOneRow(FEW, PROMPT.shape[1], states=4)])
+    assert min(p_values(drawn(verification, batches=20), exact)) < 1e-8

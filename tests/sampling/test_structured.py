@@ -1,0 +1,111 @@
+"""Structured output by the libraries that users have: the very text of plain `generate`, with candidates and masks."""
+
+import copy
+
+import pytest
+import torch
+from grammar_cases import CASES, LIBRARIES, able, installed, make, pair, valid, vocabulary
+from tiny import Forwards, tiny
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.drafting.suffix import SuffixDraft
+
+
+TEXTS = ["The answer as JSON: ", "Tom wrote", "Here is what the machine said, in short: ", "{}", "Once upon a time"]
+TEXTS += ["a b", "Colours", "My name is"]
+NEW = 40
+EVERY = [(library, case) for library in LIBRARIES for case in CASES if able(library, case)]
+FEW = EVERY[::7]
+
+
+def given(rows: int) -> dict[str, torch.Tensor]:
+    tokenizer = copy.copy(pair().tokenizer)
+    tokenizer.padding_side = "left"
+    return dict(tokenizer(TEXTS[:rows], return_tensors="pt", padding=True))
+
+
+def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = False) -> None:
+    """Text and generator are those of plain `generate` with a fresh processor, in fewer forwards; ended texts fit."""
+    if not installed(library) or (library == "prefix function" and not installed("outlines")):
+        pytest.skip(f"{library} is not installed")
+    target, inputs = pair().target, given(rows)
+    width = inputs["input_ids"].shape[1]
+    options = {"max_new_tokens": NEW, "do_sample": sampled} | ({"top_k": 0} if sampled else {})
+    torch.manual_seed(1)
+    plain = target.generate(**inputs, **options, logits_processor=[make(library, case, width)])
+    state = torch.get_rng_state()
+    draft = SuffixDraft() if suffix else pair().draft
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled" if sampled else None)
+    torch.manual_seed(1)
+    processor = make(library, case, width)
+    with Forwards(target) as forwards:
+        made = target.generate(**inputs, **options, logits_processor=[processor], custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+    assert torch.equal(state, torch.get_rng_state())
+    assert strategy.report.layout == "ragged"
+    assert len(forwards.ids) < plain.shape[1] - width
+    for new in plain[:, width:].tolist():
+        if 0 in new:
+            assert valid(case, pair().tokenizer.decode(new[: new.index(0)]))
+    if library != "prefix function":  # what the user made was not used up
+        torch.manual_seed(1)
+        assert target.generate(**inputs, **options, logits_processor=[processor]).tolist() == plain.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize(("library", "case"), FEW)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_text_is_that_of_plain_generate(library: str, case: str, sampled: bool):
+    check(library, case, 4 if sampled else 1, sampled)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize(("library", "case"), EVERY)
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_every_grammar(library: str, case: str, rows: int, sampled: bool):
+    check(library, case, rows, sampled)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_forced_tokens_alone_make_it_faster(sampled: bool):
+    check("xgrammar", "constants", 1, sampled, suffix=True)
+
+
+def test_each_row_may_have_a_grammar_of_its_own():
+    xgrammar = pytest.importorskip("xgrammar")
+    grammars = [make("xgrammar", case).compiled_grammars[0] for case in ("flat", "words", "endless", "array")]
+    inputs, target = given(4), pair().target
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain = target.generate(**inputs, **options, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(grammars)])
+    processor, strategy = xgrammar.contrib.hf.LogitsProcessor(grammars), SpeculativeDecoding(pair().draft)
+    made = target.generate(**inputs, **options, logits_processor=[processor], custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+    with pytest.raises(ValueError, match=r"4 compiled grammars for 3 rows"):
+        target.generate(**given(3), **options, logits_processor=[processor], custom_generate=strategy)
+
+
+@pytest.mark.parametrize("library", ["xgrammar", "outlines", "outlines llguidance"])
+def test_a_processor_in_the_middle_of_a_text_is_refused(library: str):
+    if not installed(library):
+        pytest.skip(f"{library} is not installed")
+    processor, target = make(library, "flat"), pair().target
+    target.generate(**given(1), max_new_tokens=3, do_sample=False, logits_processor=[processor])
+    strategy = SpeculativeDecoding(pair().draft)
+    with Forwards(target) as forwards, pytest.raises(ValueError, match="was used before"):
+        target.generate(**given(1), max_new_tokens=3, logits_processor=[processor], custom_generate=strategy)
+    assert not forwards.ids
+
+
+@pytest.mark.parametrize(("library", "size"), [("xgrammar", 9000), ("xgrammar", 300), ("outlines llguidance", 300)])
+def test_a_grammar_of_another_vocabulary_is_refused(library: str, size: int):
+    if not installed(library):
+        pytest.skip(f"{library} is not installed")
+    assert size != vocabulary()
+    target = tiny(vocab_size=size)
+    ids = torch.tensor([[5, 6, 7]])
+    strategy = SpeculativeDecoding(tiny(vocab_size=size, seed=1))
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=f"4096 tokens and the target has {size}"):
+        target.generate(ids, max_new_tokens=3, logits_processor=[make(library, "flat")], custom_generate=strategy)
+    assert not forwards.ids

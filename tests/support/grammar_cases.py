@@ -1,0 +1,142 @@
+"""Schemas and grammars, and the processors that users make of them with each library."""
+
+import importlib.util
+import json
+import re
+from functools import cache
+
+import torch
+from transformers.generation.logits_process import PrefixConstrainedLogitsProcessor
+
+from hf_specx import DraftTargetPair
+
+
+def _object(**properties: object) -> str:
+    return json.dumps({"type": "object", "properties": properties, "required": [*properties]})
+
+
+TEXT, WHOLE, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
+SHORT = {"type": "string", "maxLength": 8}
+NESTED = json.loads(_object(street=SHORT, number=WHOLE))
+SCHEMAS = {
+    "flat": _object(name=SHORT, age=WHOLE),
+    "nested": _object(name=SHORT, address=NESTED),
+    "enum": _object(colour={"enum": ["red", "green", "dark blue"]}, size={"enum": ["small", "large"]}),
+    "numbers": _object(width={"type": "number"}, height=WHOLE, exact=FLAG),
+    "escapes": _object(quote=TEXT),
+    "array": _object(tags={"type": "array", "items": {"enum": ["a", "bc"]}, "minItems": 2, "maxItems": 4}),
+    "constants": _object(kind={"const": "measurement of the temperature"}, unit={"const": "degrees Celsius"}, ok=FLAG),
+    "objects": _object(points={"type": "array", "items": json.loads(_object(x=WHOLE, y=WHOLE)), "maxItems": 2}),
+}
+REGEXES = {
+    "date": r"(19|20)[0-9]{2}-[01][0-9]-[0-3][0-9]",
+    "words": r"(the|a) (cat|dog) (sat|ran)( and (sat|ran))?\.",
+    "endless": r"[a-z ]+",
+}
+GRAMMARS = {"context-free": 'root ::= "(" inner ")"\ninner ::= "" | "(" inner ")" inner | [a-c] inner'}
+LARK = {"context-free": 'start: "(" inner ")"\ninner: "" | "(" inner ")" inner | /[a-c]/ inner'}
+CASES = [*SCHEMAS, *REGEXES, *GRAMMARS]
+LIBRARIES = {
+    "xgrammar": "xgrammar",
+    "outlines": "outlines",
+    "outlines xgrammar": "outlines",
+    "outlines llguidance": "outlines",
+    "prefix function": "",
+}
+
+
+def installed(library: str) -> bool:
+    needed = {LIBRARIES[library], *library.split()} & {"xgrammar", "outlines", "llguidance"}
+    return all(importlib.util.find_spec(name) for name in needed)
+
+
+@cache
+def pair() -> DraftTargetPair:
+    return DraftTargetPair.embedded(dtype=torch.float32)
+
+
+@cache
+def vocabulary() -> int:
+    return pair().target.config.vocab_size
+
+
+@cache
+def _xgrammar_compiler():
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo.from_huggingface(pair().tokenizer, vocab_size=vocabulary())
+    return xgrammar.GrammarCompiler(info)
+
+
+@cache
+def _compiled(case: str):
+    compiler = _xgrammar_compiler()
+    if case in SCHEMAS:
+        return compiler.compile_json_schema(SCHEMAS[case], any_whitespace=False)
+    return compiler.compile_regex(REGEXES[case]) if case in REGEXES else compiler.compile_grammar(GRAMMARS[case])
+
+
+@cache
+def _outlines(backend: str):
+    import outlines
+    from outlines.backends import _get_backend
+
+    return _get_backend(backend, outlines.from_transformers(pair().target, pair().tokenizer))
+
+
+def able(library: str, case: str) -> bool:
+    """Whether a library takes this kind of grammar."""
+    return not (case in GRAMMARS and library in ("outlines", "prefix function"))
+
+
+@cache
+def _automaton(case: str):
+    """What a prefix function knows: allowed tokens and next states of a regular expression, by outlines-core."""
+    backend = _outlines("outlines_core")
+    made = backend.get_json_schema_logits_processor(SCHEMAS[case]) if case in SCHEMAS else None
+    made = backend.get_regex_logits_processor(REGEXES[case]) if made is None else made
+    return made.index
+
+
+def prefix_function(case: str, width: int):
+    """A pure function of the text, of which the first `width` tokens are the prompt."""
+    index = _automaton(case)
+    transitions = index.get_transitions()
+
+    def allowed(row: int, text: torch.Tensor) -> list[int]:
+        state = index.get_initial_state()
+        for token in text[width:].tolist():
+            state = transitions[state].get(token, state)
+        return sorted(transitions.get(state, {0: state}))
+
+    return allowed
+
+
+def make(library: str, case: str, width: int = 0):
+    """A processor as a user makes it.
+
+    Args:
+        width: columns of the prompt, for a prefix function.
+    """
+    if library == "xgrammar":
+        from xgrammar.contrib.hf import LogitsProcessor
+
+        return LogitsProcessor(_compiled(case))
+    if library == "prefix function":
+        return PrefixConstrainedLogitsProcessor(prefix_function(case, width), 1)
+    backend = _outlines({"outlines": "outlines_core"}.get(library, library.split()[-1]))
+    if case in SCHEMAS:
+        return backend.get_json_schema_logits_processor(SCHEMAS[case])
+    if case in REGEXES:
+        return backend.get_regex_logits_processor(REGEXES[case])
+    return backend.get_cfg_logits_processor(LARK[case] if "llguidance" in library else GRAMMARS[case])
+
+
+def valid(case: str, text: str) -> bool:
+    """Whether a text that has ended is of the language of its case; of a context-free one, whether it is balanced."""
+    if case in REGEXES:
+        return re.fullmatch(REGEXES[case], text) is not None
+    if case in GRAMMARS:
+        return text.count("(") == text.count(")") and set(text) <= set("()abc")
+    value = json.loads(text)
+    return set(value) == set(json.loads(SCHEMAS[case])["required"])
