@@ -64,7 +64,7 @@ def start(
         costs=costs,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
-    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
+    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits, reading.processors.memory)
     return Run(
         target=target,
         drafter=drafter,
