@@ -53,14 +53,9 @@ def encoder_repetition(
 ) -> torch.Tensor | None:
     """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
 
-    def make() -> torch.Tensor | None:
-        ids: torch.Tensor = processor.encoder_input_ids
-        if prefixes.rows > len(ids):
-            ids = ids.repeat_interleave(prefixes.rows // len(ids), dim=0)
-        return ids if len(ids) == prefixes.rows and _below(ids, scores.shape[-1]) else None
-
-    ids = prefixes.kept((processor, scores.shape[-1]), make)  # [B, L]
-    if ids is None:
+    ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
+    known = prefixes.kept((processor, scores.shape[-1]), lambda: _below(ids, scores.shape[-1]))
+    if not known or len(ids) != prefixes.rows:
         return None
     index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
     return scores.scatter(-1, index, _penalised(scores.gather(-1, index), processor))
@@ -124,7 +119,8 @@ def sequence_bias(
     """A bias is added to the last token of each sequence of which the prefix ends with the others."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     vocab_size, dtype, device = scores.shape[-1], scores.dtype, scores.device
-    if max(map(max, biases)) >= vocab_size:
+    grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
+    if not grouped or max(map(max, biases)) >= vocab_size:
         return None
 
     def make() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
@@ -236,8 +232,14 @@ def length_penalty(
     start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id
     if prefixes.longest <= start:
         return scores
-    known = prefixes.kept((processor, scores.shape[-1]), lambda: _below(ends, scores.shape[-1]))
-    if not known or scores.dtype not in FULL:
+
+    def as_here() -> bool:
+        """Whether -inf stays -inf, which older versions of transformers make NaN."""
+        inside = _below(ends, scores.shape[-1])
+        text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
+        return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
+
+    if scores.dtype not in FULL or not prefixes.kept((processor, scores.shape[-1]), as_here):
         return None
     try:
         factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]

@@ -8,7 +8,7 @@ import torch
 from counting import counting
 from tiny import near, prompts, tiny
 from transformers.generation import logits_process as host
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
@@ -37,7 +37,6 @@ MAKERS = {
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
     "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
-    "encoder repetition of one": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(1)),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
     "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
     "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
@@ -120,7 +119,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Except for that of the watermark, with a text of one token to learn its list."""
+    """But once for one row, to learn the list of a watermark, and what becomes of -inf under a length penalty."""
     processor, batch, asked = MAKERS[name](4), text(4, seed=2), []
 
     def noted(self, input_ids, scores):
@@ -130,7 +129,7 @@ def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(processor), "__call__", noted)
     draft = drafted(batch, 3)
     Processors([processor])(batch, draft, drawn(batch, draft.tokens.shape[1] + 1))
-    assert not asked or ("watermark" in name and set(asked) == {1})
+    assert not asked or (name.startswith(("watermark", "length")) and set(asked) == {1})
 
 
 @pytest.mark.parametrize("width", [0, 1])
@@ -199,6 +198,14 @@ def test_a_subclass_is_called_itself():
     assert_alike(Mine(2.0), batch, draft, scores, Processors([Mine(2.0)])(batch, draft, scores))
 
 
+def test_one_input_of_an_encoder_for_several_rows():
+    batch = text(4, seed=2)
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    processor = host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(1))
+    assert_alike(processor, batch, draft, scores, Processors([processor])(batch, draft, scores))
+
+
 OUTSIDE = {
     "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.3),
     "n-grams": lambda: host.NoRepeatNGramLogitsProcessor(2),
@@ -220,19 +227,19 @@ def test_prompts_may_hold_ids_that_have_no_scores(name: str):
         assert_alike(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
 
 
-@pytest.mark.parametrize(
-    "processor",
-    [
-        host.RepetitionPenaltyLogitsProcessor(1.3, torch.zeros(3, dtype=torch.int64)),
-        host.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.full((4, 3), VOCAB)),
-        host.EncoderNoRepeatNGramLogitsProcessor(1, torch.full((4, 3), VOCAB)),
-        host.ForcedEOSTokenLogitsProcessor(WIDTH + 1, VOCAB),
-        host.ExponentialDecayLengthPenalty((0, 1.1), [VOCAB], 0),
-        host.ExponentialDecayLengthPenalty((0, 1e200), [END], 0),
-    ],
-    ids=lambda processor: type(processor).__name__,
-)
-def test_errors_are_those_of_transformers(processor: LogitsProcessor):
+REFUSED = {
+    "padding of other rows": lambda: host.RepetitionPenaltyLogitsProcessor(1.3, torch.zeros(3, dtype=torch.int64)),
+    "ids of the input": lambda: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.full((4, 3), VOCAB)),
+    "n-grams of the input": lambda: host.EncoderNoRepeatNGramLogitsProcessor(1, torch.full((4, 3), VOCAB)),
+    "forced end": lambda: host.ForcedEOSTokenLogitsProcessor(WIDTH + 1, VOCAB),
+    "penalised end": lambda: host.ExponentialDecayLengthPenalty((0, 1.1), [VOCAB], 0),
+    "penalty that overflows": lambda: host.ExponentialDecayLengthPenalty((0, 1e200), [END], 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_those_of_transformers(name: str):
+    processor = REFUSED[name]()
     batch, scores = text(4), torch.zeros(4, 1, VOCAB)
     batch.revive()
     with pytest.raises(Exception) as expected:  # noqa: PT011
