@@ -47,6 +47,7 @@ MAKERS = {
     "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
+    "bad words of repeats": lambda rows: host.NoBadWordsLogitsProcessor([[i, i, i, 3] for i in range(VOCAB)]),
     "sequence bias": lambda rows: host.SequenceBiasLogitsProcessor(
         [[[7], 0.1], [[4, 7], 0.7], [[1, 7], -0.3], [[2, 4, 7], 1.1], [[2, 1], -3.3]]
     ),
