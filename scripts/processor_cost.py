@@ -1,25 +1,26 @@
-"""What each logits processor costs: `python scripts/processor_cost.py [TURNS [NAME ...]]`, on an idle machine.
+"""What each logits processor costs: `python scripts/processor_cost.py [TURNS [NAME ...]]`.
 
-The pair in the package, in float32, sampled, at batch 1 and 8; contenders take turns in one process. For each
-processor of transformers there are three figures: the time of a round with it over that of a round without, both with
-5 candidates; and the speed of 5 candidates, and of the default, over that of plain `generate` under that processor.
-Each is the median of the turns' ratios; a round's time in a turn is the median of its rounds.
+The pair in the package, in float32, sampled, at batch 1 and 8; contenders take turns in one process of one thread. For
+each processor of transformers there are three figures: the time of a round with it over that of a round without, both
+with 5 candidates; and the speed of 5 candidates, and of the default, over that of plain `generate` under that
+processor. Each is the median of the turns' ratios; a round's time in a turn is the median of its rounds. It is CPU
+time, which other processes disturb less than wall time.
 """
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
+from hf_specx.common.round import Round
 
 
-TURNS, NEW_TOKENS, CANDIDATES = 9, 96, 5
+TURNS, NEW_TOKENS, CANDIDATES = 9, 64, 5
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "repetition_penalty": {"repetition_penalty": 1.05},
@@ -41,69 +42,75 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class Clock:
+    """Notes when each round ends."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def observe(self, done: Round) -> None:
+        self.ends.append(time.process_time())
+
+    def round_seconds(self) -> float:
+        """The median over the rounds of a call."""
+        return statistics.median(end - start for start, end in itertools.pairwise(self.ends))
+
+
 class Measured:
     """Times of calls on one batch.
 
     Args:
-        target: the target.
+        target, draft: the pair.
         inputs: prompts, as `generate` takes them.
     """
 
-    def __init__(self, target: PreTrainedModel, inputs: dict[str, torch.Tensor]):
-        self.target, self.inputs = target, inputs
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, inputs: dict[str, torch.Tensor]):
+        self.target, self.inputs, self.clock = target, inputs, Clock()
+        self.fixed = SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES)
+        self.default = SpeculativeDecoding(draft)
+        self.fixed.listeners = (self.clock,)
+        self.seconds({}, self.default, 0)  # measures its costs
 
     def seconds(self, settings: dict[str, Any], strategy: SpeculativeDecoding | None, seed: int) -> float:
         """Of one call; without a strategy, of plain `generate`."""
         given = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "eos_token_id": None, "pad_token_id": 1}
         given |= self.inputs | settings | {"custom_generate": strategy}
+        self.clock.ends.clear()
         torch.manual_seed(seed)
-        started = time.perf_counter()
+        started = time.process_time()
         self.target.generate(**given)  # type: ignore[operator]
-        return time.perf_counter() - started
+        return time.process_time() - started
 
-    def round_seconds(self, settings: dict[str, Any], strategy: SpeculativeDecoding, seed: int) -> float:
-        """The median over the rounds of a call."""
-        self.seconds(settings, strategy, seed)
-        assert strategy.report is not None
-        laps = [seconds[1:] for seconds in strategy.report.laps.values()]  # the first reads the prompts
-        return statistics.median(map(sum, zip(*laps, strict=True)))
-
-    def ratios(
-        self, settings: dict[str, Any], fixed: SpeculativeDecoding, default: SpeculativeDecoding, turns: int
-    ) -> list[float]:
-        """The three figures of a processor."""
-        contenders: dict[str, Callable[[int], float]] = {
-            "with": partial(self.round_seconds, settings, fixed),
-            "without": partial(self.round_seconds, {}, fixed),
-            "fixed": partial(self.seconds, settings, fixed),
-            "default": partial(self.seconds, settings, default),
-            "plain": partial(self.seconds, settings, None),
-        }
-        found = []
-        for turn in range(-1, turns):  # the first is not counted
-            order = [*contenders][turn % 5 :] + [*contenders][: turn % 5]
-            took = {name: contenders[name](turn + 1) for name in order}
-            plain = took["plain"]
-            found.append((took["with"] / took["without"], plain / took["fixed"], plain / took["default"]))
-        return [statistics.median(column) for column in zip(*found[1:], strict=True)]
+    def turn(self, settings: dict[str, Any], seed: int) -> tuple[float, float, float]:
+        """The three figures of a processor in one turn."""
+        took: dict[str, float] = {}
+        order = ["with", "without", "default", "plain"]
+        for name in order[seed % 4 :] + order[: seed % 4]:
+            if name in ("with", "without"):
+                took[name + " a call"] = self.seconds(settings if name == "with" else {}, self.fixed, seed)
+                took[name] = self.clock.round_seconds()
+            else:
+                took[name] = self.seconds(settings, self.default if name == "default" else None, seed)
+        plain = took["plain"]
+        return took["with"] / took["without"], plain / took["with a call"], plain / took["default"]
 
 
 def main() -> None:
     """Measure each setting, batch by batch."""
+    torch.set_num_threads(1)
     turns = int(sys.argv[1]) if len(sys.argv) > 1 else TURNS
     pair = DraftTargetPair.embedded()
     assert pair.tokenizer is not None
     target, draft = pair.target.float(), pair.draft.float()
-    fixed, default = SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES), SpeculativeDecoding(draft)
     print("| batch | processor | a round with over one without | 5 candidates over plain | default over plain |")
     print("| --- | --- | --- | --- | --- |")
     for rows in (1, 8):
         texts = [pair.prompts[i % len(pair.prompts)] for i in range(rows)]
         tokens = pair.tokenizer(texts, return_tensors="pt", padding=True)
-        measured = Measured(target, {name: tokens[name] for name in ("input_ids", "attention_mask")})
-        measured.seconds({}, default, 0)  # its costs
+        measured = Measured(target, draft, {name: tokens[name] for name in ("input_ids", "attention_mask")})
         for name in sys.argv[2:] or SETTINGS:
-            figures = measured.ratios(SETTINGS[name], fixed, default, turns)
+            found = [measured.turn(SETTINGS[name], seed) for seed in range(turns)]
+            figures = [statistics.median(column) for column in zip(*found, strict=True)]
             print(f"| {rows} | {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |", flush=True)
 
 

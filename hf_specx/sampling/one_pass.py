@@ -28,7 +28,7 @@ def repetition(
 ) -> torch.Tensor | None:
     """The scores of the tokens in columns [first, length) of each prefix are penalised."""
     ignored = processor.prompt_ignore_length
-    if not prefixes.prompts_below(scores.shape[-1]):
+    if not prefixes.prompts_inside(scores.shape[-1]):
         return None
     start = int(ignored or 0) if not isinstance(ignored, torch.Tensor) else 0
     first = torch.full_like(prefixes.lengths, start)  # [R, P]
@@ -52,9 +52,8 @@ def encoder_repetition(
     processor: logits_process.EncoderRepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor | None:
     """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
-
     ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
-    known = prefixes.kept((processor, scores.shape[-1]), lambda: _below(ids, scores.shape[-1]))
+    known = prefixes.kept((processor, scores.shape[-1]), lambda: _inside(ids, scores.shape[-1]))
     if not known or len(ids) != prefixes.rows:
         return None
     index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
@@ -75,42 +74,35 @@ def no_repeat_ngram(
     tokens, columns = prefixes.tokens()
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
     alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
-    return _excluded(scores, alike & (columns[size - 1 :] < prefixes.lengths[..., None]), ngrams[..., -1])
+    alike &= columns[size - 1 :] < prefixes.lengths[..., None]
+    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
+        return scores
+    vocab_size = scores.shape[-1]
+    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
+    # others, and ids outside of the vocabulary, go to a column of their own
+    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
 
 
 def encoder_no_repeat_ngram(
     processor: logits_process.EncoderNoRepeatNGramLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor | None:
     """As `no_repeat_ngram`, with the n-grams of the input of the encoder, or of the prompt."""
-    size, texts, device = processor.ngram_size, len(processor.generated_ngrams), scores.device
-
-    def make() -> torch.Tensor | None:
-        found = [
-            [[*start, token] for start, tokens in ngrams.items() for token in tokens]
-            for ngrams in processor.generated_ngrams
-        ]
-        most = max(map(len, found))
-        filled = [ngrams + [[-1] * size] * (most - len(ngrams)) for ngrams in found]
-        table = torch.tensor(filled, dtype=torch.int64, device=device).view(texts, most, size)
-        return table if not prefixes.rows % texts and _below(table, scores.shape[-1]) else None
-
-    table = prefixes.kept((processor, scores.shape[-1]), make)  # [E, N, n], filled up with -1
-    if table is None:
+    size, texts = processor.ngram_size, processor.generated_ngrams
+    if prefixes.rows % len(texts):
         return None
-    ngrams = table[prefixes.index // (prefixes.rows // texts)][:, None]  # [R, 1, N, n]
-    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)
-    there = (ngrams[..., -1] >= 0) & (prefixes.lengths[..., None] >= size - 1)
-    return _excluded(scores, alike & there, ngrams[..., -1])
-
-
-def _excluded(scores: torch.Tensor, where: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """-inf for tokens [R, 1, N] where [R, P, N] says so; ids outside of the vocabulary are left out."""
-    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
+    copies = prefixes.rows // len(texts)
+    found: list[tuple[int, int, int]] = []
+    lengths, starts = prefixes.lengths.tolist(), prefixes.last(size - 1).tolist()
+    for i, row in enumerate(prefixes.batch.rows):
+        ngrams = texts[row // copies]
+        for j, (length, start) in enumerate(zip(lengths[i], starts[i], strict=True)):
+            if length >= size - 1:
+                found += [(i, j, token) for token in ngrams.get(tuple(start), [])]
+    if not found:
         return scores
-    vocab_size = scores.shape[-1]
-    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
-    banned.scatter_(-1, torch.where(where, tokens.clamp(max=vocab_size), vocab_size), True)
-    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
+    index = torch.tensor(found, device=scores.device).unbind(-1)
+    return scores.index_put(index, scores.new_tensor(-torch.inf)) if _inside(index[-1], scores.shape[-1]) else None
 
 
 def sequence_bias(
@@ -147,10 +139,10 @@ def sequence_bias(
     if not tables:
         return biased
     added = single[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
-    for starts, places, amounts in tables:
+    for starts, columns, amounts in tables:
         size = starts.shape[1]
         ending = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
-        added.index_add_(1, places, torch.where(ending.flatten(0, 1), amounts, 0.0).to(dtype))
+        added.index_add_(1, columns, torch.where(ending.flatten(0, 1), amounts, 0.0).to(dtype))
     return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
 
 
@@ -218,7 +210,7 @@ def forced_eos(
 def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     if not prefixes.any_of_length(length):
         return scores
-    if not _below(torch.as_tensor(tokens), scores.shape[-1]):
+    if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
         return None
     only = scores.new_full(scores.shape[-1:], -torch.inf)
     only[tokens] = 0
@@ -229,13 +221,13 @@ def length_penalty(
     processor: logits_process.ExponentialDecayLengthPenalty, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor | None:
     """The scores of end tokens grow exponentially from a length on."""
-    start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id
+    start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
     if prefixes.longest <= start:
         return scores
 
     def as_here() -> bool:
         """Whether -inf stays -inf, which older versions of transformers make NaN."""
-        inside = _below(ends, scores.shape[-1])
+        inside = _inside(ends, scores.shape[-1])
         text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
         return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
 
@@ -268,9 +260,9 @@ def watermark(
     return torch.where(green, scores + processor.bias, scores)
 
 
-def _below(ids: torch.Tensor, vocab_size: int) -> bool:
+def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
     """Whether all ids are in the vocabulary."""
-    return not ids.numel() or int(ids.max()) < vocab_size
+    return bool(((ids >= 0) & (ids < vocab_size)).all())
 
 
 ONE_PASS: dict[type[LogitsProcessor], OnePass] = {

@@ -39,7 +39,7 @@ class Prefixes:
         return self.batch.ends[:, None] + torch.arange(self.ahead, last, device=self.index.device)
 
     def any_of_length(self, length: int) -> bool:
-        """Whether a prefix may have this length; one of another may not be a candidate's."""
+        """Whether some prefix may have this length: none has where rows of unequal length leave it out."""
         return self.shortest <= length <= self.longest
 
     def last(self, count: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Prefixes:
             ids = ids[self.index]
         return ids, torch.arange(start, self.longest, device=ids.device)
 
-    def prompts_below(self, vocab_size: int) -> bool:
+    def prompts_inside(self, vocab_size: int) -> bool:
         """Whether all ids of the prompts, and the pad, are in the vocabulary; emitted tokens are."""
         prompts = self.batch.ids[:, : self.batch.width]
         highest = self.kept("highest prompt id", lambda: int(prompts.max()) if prompts.numel() else 0)
