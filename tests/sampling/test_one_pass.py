@@ -5,12 +5,10 @@ Each is compared with the processor itself, called on one prefix after another w
 
 import pytest
 import torch
-from counting import counting
-from tiny import near, prompts, tiny
+from transformers import GenerationConfig
 from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.sampling import one_pass
@@ -207,6 +205,26 @@ def test_one_input_of_an_encoder_for_several_rows():
     assert_alike(processor, batch, draft, scores, Processors([processor])(batch, draft, scores))
 
 
+def test_only_rows_of_a_length_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    """Where a processor is called for each length, and no row's number matters."""
+    config = GenerationConfig(no_timestamps_token_id=4, eos_token_id=4, max_initial_timestamp_index=1)
+    processor = host.WhisperTimeStampLogitsProcessor(config, WIDTH)
+    batch, asked = text(8, seed=2), []
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    call = type(processor).__call__
+
+    def noted(self, input_ids, scores):
+        asked.append(len(input_ids))
+        return call(self, input_ids, scores)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(processor), "__call__", noted)
+        found = Processors([processor])(batch, draft, scores)
+    assert sum(asked) == sum(length + 1 for length in draft.lengths)
+    assert_alike(processor, batch, draft, scores, found)
+
+
 OUTSIDE = {
     "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.3),
     "n-grams": lambda: host.NoRepeatNGramLogitsProcessor(2),
@@ -253,41 +271,3 @@ def test_errors_are_those_of_transformers(name: str):
 def test_few_lists_of_a_watermark_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(one_pass, "MOST_GREENLISTS", 3)
     test_rejected_candidates_leave_nothing("watermark")
-
-
-MIXES = {
-    "chat": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "temperature": 0.7, "top_p": 0.9},
-    "long": {
-        "min_new_tokens": 20,
-        "eos_token_id": [5, 6],
-        "bad_words_ids": [[3, 4], [7]],
-        "begin_suppress_tokens": [9],
-    },
-    "marked": {
-        "sequence_bias": [[[9], 2.0], [[5, 6], -3.0]],
-        "encoder_repetition_penalty": 1.2,
-        "exponential_decay_length_penalty": (4, 1.1),
-        "forced_eos_token_id": 5,
-        "eos_token_id": 5,
-        "watermarking_config": {"bias": 2.0},
-    },
-    "own": {"logits_processor": [Mine(2.0), host.NoRepeatNGramLogitsProcessor(2)], "repetition_penalty": 1.2},
-}
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rows", [1, 8])
-@pytest.mark.parametrize("name", MIXES)
-def test_texts_are_those_of_plain_generate(name: str, rows: int, do_sample: bool):
-    target, inputs = tiny(), prompts(rows)
-    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | MIXES[name]
-    torch.manual_seed(1)
-    with counting(target) as plain:
-        expected = target.generate(**inputs, **settings)
-    for noise in (0.02, 2.0):
-        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
-        torch.manual_seed(1)
-        with counting(target) as forwards:
-            output = target.generate(**inputs, **settings, custom_generate=strategy)
-        assert torch.equal(output, expected)
-        assert noise > 1 or len(forwards) < 0.8 * len(plain)
