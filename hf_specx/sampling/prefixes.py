@@ -43,9 +43,11 @@ class Prefixes:
         return self.shortest <= length <= self.longest
 
     def last(self, count: int) -> torch.Tensor:
-        """The last tokens of each prefix: [R, P, count]; without meaning where a prefix is shorter."""
-        most = self.positions - 1
-        return self.batch.last(count + most, self.ahead + most).unfold(1, count, 1)
+        """The last tokens of each prefix, also pads: [R, P, count]; without meaning where it has fewer columns."""
+        self.batch.reserve(self.ahead + self.positions)
+        device, end = self.index.device, self.ahead + self.positions - 1
+        columns = self.batch.ends[:, None] + torch.arange(self.ahead - count, end, device=device)
+        return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
 
     def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
