@@ -102,8 +102,8 @@ def _processors(
     if places is not None:
         return places.processors(), places.processors(look_ahead=True)
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
-    ahead = [processor for processor in processors if can_look_ahead(processor)]
-    return Processors(_target_processors(processors, prompt, layout), *limits), Processors(ahead, *limits)
+    of_draft = Processors([processor for processor in processors if can_look_ahead(processor)], *limits)
+    return Processors(_target_processors(processors, prompt, layout), *limits, of_draft.memory), of_draft
 
 
 def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:

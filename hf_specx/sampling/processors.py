@@ -1,15 +1,17 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
 There are four kinds. A warper reads only the scores, so one call serves all positions. A stateless processor also
-reads the prefix: it is called as `generate` would, on the whole batch with the exact prefix, once for each prefix
-length. A processor whose state can be taken back follows the candidates: see `rewindable`. Any other that keeps state
-between calls, or may, must see each emitted token once: see `in_order`.
+reads the prefix: those of transformers are computed for all positions at once where `one_pass` knows how; any other is
+called as `generate` would, on the whole batch with the exact prefix, once for each prefix length. A processor whose
+state can be taken back follows the candidates: see `rewindable`. Any other that keeps state between calls, or may,
+must see each emitted token once: see `in_order`.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from transformers.generation import logits_process
@@ -18,6 +20,8 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 
+from .one_pass import ONE_PASS
+from .prefixes import Prefixes
 from .warping import HeadWarper, in_runs
 
 
@@ -55,6 +59,8 @@ STATELESS = frozenset(
         logits_process.WhisperTimeStampLogitsProcessor,
     }
 )
+# stateless, whatever the number of the row: they are called with the rows alone that have a prefix of the length
+ROW_FREE = frozenset({logits_process.WatermarkLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor})
 
 
 class RoundProcessor:
@@ -107,13 +113,18 @@ class Processors:
     """
 
     def __init__(
-        self, processors: Sequence[Processor], eos_token_id: torch.Tensor | None = None, max_new_tokens: int = 0
+        self,
+        processors: Sequence[Processor],
+        eos_token_id: torch.Tensor | None = None,
+        max_new_tokens: int = 0,
+        memory: dict[Hashable, Any] | None = None,
     ):
         """
         Args:
             processors: as `generate` prepared them, or a `RoundProcessor` in place of some.
             eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
             max_new_tokens: positions beyond the last token that can be emitted are skipped; 0 is no limit.
+            memory: what is computed once for a call, which draft and target may share.
         """
         self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
         self.stateful = [type(p).__name__ for p in processors if not can_look_ahead(p)]
@@ -123,6 +134,7 @@ class Processors:
         self.barred: dict[tuple[int, int], Exception] = {}
         limits = [p.max_rollback for p in self.at_once if isinstance(p, RoundProcessor)]
         self.max_rollback = min(limits, default=sys.maxsize)
+        self.memory: dict[Hashable, Any] = {} if memory is None else memory
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """
@@ -136,9 +148,13 @@ class Processors:
             [R, P, V] float32 scores as `generate` has them at each of these prefixes, before `in_order` is applied.
         """
         scores, cells = logits.float(), None
+        prefixes = Prefixes(batch, ahead, scores.shape[1], self.memory)
         self.barred.clear()
         for processor in self.at_once:
-            if isinstance(processor, RoundProcessor):
+            one_pass = ONE_PASS.get(type(processor))
+            if one_pass is not None and (found := one_pass(processor, prefixes, scores)) is not None:
+                scores = found
+            elif isinstance(processor, RoundProcessor):
                 scores = processor(batch, draft, scores, ahead)
                 self.barred.update(processor.barred)
             elif isinstance(processor, HeadWarper):
@@ -202,10 +218,12 @@ class Processors:
         result = scores.clone()
         for emitted, members in cells.items():
             index, position = torch.tensor(members, device=scores.device).unbind(-1)
-            row = batch.index[index]
+            row, prefix = batch.index[index], batch.prefix(emitted)
+            if type(processor) in ROW_FREE:
+                result[index, position] = processor(prefix[row], scores[index, position])
+                continue
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
-            prefix = batch.prefix(emitted)
             if type(processor) is logits_process.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
                 result[index, position] = self._constrained(processor, prefix, every, row.tolist(), emitted)
             else:

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from counting import counting
 from tiny import near, prompts, tiny
 from transformers import GenerationMixin, SynthIDTextWatermarkingConfig
 from transformers.generation import logits_process as host
@@ -32,6 +33,7 @@ SETTINGS = {
     "forced begin": {"forced_bos_token_id": 4},
     "suppressed": {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3, 4]},
     "watermark": {"watermarking_config": {"greenlist_ratio": 0.4, "bias": 2.0}},
+    "watermark by itself": {"watermarking_config": {"seeding_scheme": "selfhash", "context_width": 2}},
     "SynthID": {"watermarking_config": SYNTHID},
     "guidance": {"guidance_scale": 1.6},
     "renormalised": {"renormalize_logits": True, "remove_invalid_values": True},
@@ -181,3 +183,41 @@ def test_a_text_that_is_allowed_nothing_is_an_error_as_in_stock():
     strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4)
     with pytest.raises(ValueError, match="allows no token in row 1 after 3 new ones"):
         target.generate(**prompts(2), **settings, custom_generate=strategy)
+
+
+MIXES = {
+    "chat": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "temperature": 0.7, "top_p": 0.9},
+    "long": {
+        "min_new_tokens": 20,
+        "eos_token_id": [5, 6],
+        "bad_words_ids": [[3, 4], [7]],
+        "begin_suppress_tokens": [9],
+    },
+    "marked": {
+        "sequence_bias": [[[9], 2.0], [[5, 6], -3.0]],
+        "encoder_repetition_penalty": 1.2,
+        "exponential_decay_length_penalty": (4, 1.1),
+        "forced_eos_token_id": 5,
+        "eos_token_id": 5,
+        "watermarking_config": {"bias": 2.0},
+    },
+    "own": {"logits_processor": [RowAndPrefix(), host.NoRepeatNGramLogitsProcessor(2)], "repetition_penalty": 1.2},
+}
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("name", MIXES)
+def test_texts_are_those_of_plain_generate(name: str, rows: int, do_sample: bool):
+    target, inputs = tiny(), prompts(rows)
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24, "pad_token_id": 0} | MIXES[name]
+    torch.manual_seed(1)
+    with counting(target) as plain:
+        expected = target.generate(**inputs, **settings)
+    for noise in (0.02, 2.0):
+        strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
+        torch.manual_seed(1)
+        with counting(target) as forwards:
+            output = target.generate(**inputs, **settings, custom_generate=strategy)
+        assert torch.equal(output, expected)
+        assert noise > 1 or len(forwards) < 0.8 * len(plain)

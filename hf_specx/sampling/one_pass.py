@@ -1,0 +1,283 @@
+"""transformers' processors of the text, for all rows and positions at once.
+
+`ONE_PASS` has a function for each type: from a processor, the prefixes of the positions and scores [R, P, V] to what
+the processor itself gives for each row and prefix, to the bit; or to None where the processor itself has to be called,
+since it may raise. A subclass is not its type. The formulas are those of `transformers/generation/logits_process.py`.
+
+Nothing is carried from round to round but what depends on the processor and the prompts alone. So a rejected candidate
+leaves nothing behind.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process
+from transformers.generation.logits_process import LogitsProcessor
+
+from .prefixes import Prefixes
+
+
+OnePass = Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]
+FULL = (torch.float32, torch.float64)  # where a number in Python and a tensor's element round alike
+MOST_GREENLISTS = 256  # kept for one call, [V] bool each
+
+
+def repetition(
+    processor: logits_process.RepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """The scores of the tokens in columns [first, length) of each prefix are penalised."""
+    ignored = processor.prompt_ignore_length
+    if not prefixes.prompts_inside(scores.shape[-1]):
+        return None
+    start = int(ignored or 0) if not isinstance(ignored, torch.Tensor) else 0
+    first = torch.full_like(prefixes.lengths, start)  # [R, P]
+    if isinstance(ignored, torch.Tensor):
+        if len(ignored) != prefixes.rows:
+            return None
+        start = prefixes.kept((processor, "start"), lambda: int(ignored.min()))
+        first = ignored.to(first)[prefixes.index][:, None].expand_as(first)
+    if prefixes.longest <= start:
+        return scores
+    tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
+    lengths = prefixes.lengths[..., None]
+    counts = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
+    # a column that does not count stands for the last token, which does if any does
+    index = torch.where(counts, tokens[:, None], prefixes.last(1))
+    found = scores.gather(-1, index)
+    return scores.scatter(-1, index, torch.where(lengths > first[..., None], _penalised(found, processor), found))
+
+
+def encoder_repetition(
+    processor: logits_process.EncoderRepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
+    ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
+    known = prefixes.kept((processor, scores.shape[-1]), lambda: _inside(ids, scores.shape[-1]))
+    if not known or len(ids) != prefixes.rows:
+        return None
+    index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
+    return scores.scatter(-1, index, _penalised(scores.gather(-1, index), processor))
+
+
+def _penalised(scores: torch.Tensor, processor: Any) -> torch.Tensor:
+    return torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+
+
+def no_repeat_ngram(
+    processor: logits_process.NoRepeatNGramLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor:
+    """Excluded is the last token of each n-gram of the prefix that begins with the last n - 1 tokens."""
+    size = processor.ngram_size
+    if prefixes.longest < size:
+        return scores
+    tokens, columns = prefixes.tokens()
+    ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
+    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
+    alike &= columns[size - 1 :] < prefixes.lengths[..., None]
+    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
+        return scores
+    vocab_size = scores.shape[-1]
+    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
+    # others, and ids outside of the vocabulary, go to a column of their own
+    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
+
+
+def encoder_no_repeat_ngram(
+    processor: logits_process.EncoderNoRepeatNGramLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """As `no_repeat_ngram`, with the n-grams of the input of the encoder, or of the prompt."""
+    size, texts = processor.ngram_size, processor.generated_ngrams
+    if prefixes.rows % len(texts):
+        return None
+    copies = prefixes.rows // len(texts)
+    found: list[tuple[int, int, int]] = []
+    lengths, starts = prefixes.lengths.tolist(), prefixes.last(size - 1).tolist()
+    for i, row in enumerate(prefixes.batch.rows):
+        ngrams = texts[row // copies]
+        for j, (length, start) in enumerate(zip(lengths[i], starts[i], strict=True)):
+            if length >= size - 1:
+                found += [(i, j, token) for token in ngrams.get(tuple(start), [])]
+    if not found:
+        return scores
+    index = torch.tensor(found, device=scores.device).unbind(-1)
+    return scores.index_put(index, scores.new_tensor(-torch.inf)) if _inside(index[-1], scores.shape[-1]) else None
+
+
+def sequence_bias(
+    processor: logits_process.SequenceBiasLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """A bias is added to the last token of each sequence of which the prefix ends with the others."""
+    biases: dict[tuple[int, ...], float] = processor.sequence_bias
+    vocab_size, dtype, device = scores.shape[-1], scores.dtype, scores.device
+    grouped = hasattr(processor, "multi_token_biases")  # older versions of transformers add them in another order
+    if not grouped or max(map(max, biases)) >= vocab_size:
+        return None
+
+    def make() -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+        single = torch.zeros(vocab_size, device=device)
+        groups: dict[int, list[tuple[int, ...]]] = {}
+        for sequence, bias in biases.items():
+            if len(sequence) == 1:
+                single[sequence[0]] = bias
+            else:
+                groups.setdefault(len(sequence) - 1, []).append(sequence)
+        ends = sorted({sequence[-1] for group in groups.values() for sequence in group})
+        tables = [
+            (
+                torch.tensor([sequence[:-1] for sequence in group], device=device),  # [G, n]
+                torch.tensor([ends.index(sequence[-1]) for sequence in group], device=device),
+                torch.tensor([biases[sequence] for sequence in group], device=device),
+            )
+            for group in groups.values()
+        ]
+        return single.to(dtype), torch.tensor(ends, dtype=torch.int64, device=device), tables
+
+    single, ends, tables = prefixes.kept((processor, vocab_size, dtype, device), make)
+    biased = scores + single
+    if not tables:
+        return biased
+    added = single[ends].repeat(scores.shape[0] * scores.shape[1], 1)  # [R * P, E], summed in transformers' order
+    for starts, columns, amounts in tables:
+        size = starts.shape[1]
+        ending = (prefixes.last(size)[:, :, None] == starts).all(-1) & (prefixes.lengths[..., None] >= size)
+        added.index_add_(1, columns, torch.where(ending.flatten(0, 1), amounts, 0.0).to(dtype))
+    return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
+
+
+def min_length(
+    processor: logits_process.MinLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor:
+    """No end token in a prefix that is too short."""
+    return _without_ends(processor, processor.min_length, prefixes, scores)
+
+
+def min_new_tokens(
+    processor: logits_process.MinNewTokensLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor:
+    """No end token after too few new ones."""
+    return _without_ends(processor, processor.prompt_length_to_skip + processor.min_new_tokens, prefixes, scores)
+
+
+def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    if prefixes.shortest >= least:
+        return scores
+    return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
+
+
+def suppress(
+    processor: logits_process.SuppressTokensLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor:
+    """Some tokens are excluded."""
+    everywhere = torch.ones_like(prefixes.lengths, dtype=torch.bool)
+    return _without(processor, processor.suppress_tokens, prefixes, scores, everywhere)
+
+
+def suppress_at_begin(
+    processor: logits_process.SuppressTokensAtBeginLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor:
+    """Some tokens are excluded at one length."""
+    if not prefixes.any_of_length(processor.begin_index):
+        return scores
+    here = prefixes.lengths == processor.begin_index
+    return _without(processor, processor.begin_suppress_tokens, prefixes, scores, here)
+
+
+def _without(
+    processor: Any, tokens: torch.Tensor, prefixes: Prefixes, scores: torch.Tensor, where: torch.Tensor
+) -> torch.Tensor:
+    """Scores without `tokens` where [R, P] says so; ids outside of the vocabulary are left out."""
+    size, device = scores.shape[-1], scores.device
+    ids = prefixes.kept((processor, size), lambda: tokens[(tokens >= 0) & (tokens < size)].to(device))
+    return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
+
+
+def forced_bos(
+    processor: logits_process.ForcedBOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """One token only after a prefix of one."""
+    return _forced(processor, 1, processor.bos_token_id, prefixes, scores)
+
+
+def forced_eos(
+    processor: logits_process.ForcedEOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """End tokens only at the last position."""
+    return _forced(processor, processor.max_length - 1, processor.eos_token_id, prefixes, scores)
+
+
+def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    if not prefixes.any_of_length(length):
+        return scores
+    if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
+        return None
+    only = scores.new_full(scores.shape[-1:], -torch.inf)
+    only[tokens] = 0
+    return torch.where(prefixes.lengths[..., None] == length, only, scores)
+
+
+def length_penalty(
+    processor: logits_process.ExponentialDecayLengthPenalty, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """The scores of end tokens grow exponentially from a length on."""
+    start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
+    if prefixes.longest <= start:
+        return scores
+
+    def as_here() -> bool:
+        """Whether -inf stays -inf, which older versions of transformers make NaN."""
+        inside = _inside(ends, scores.shape[-1])
+        text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
+        return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
+
+    if scores.dtype not in FULL or not prefixes.kept((processor, scores.shape[-1]), as_here):
+        return None
+    try:
+        factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
+    except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
+        return None
+    ends, factor = ends.to(scores.device), torch.tensor(factors, dtype=torch.float64, device=scores.device)
+    found = scores[..., ends]
+    added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
+    return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))
+
+
+def watermark(
+    processor: logits_process.WatermarkLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
+) -> torch.Tensor | None:
+    """A bias is added to the tokens of a list that depends on the last token only ("lefthash")."""
+    if processor.seeding_scheme != "lefthash" or prefixes.shortest < processor.context_width:
+        return None
+    lists: dict[int, torch.Tensor] = prefixes.kept((processor, scores.shape[-1]), dict)
+    tokens = prefixes.last(1)[..., 0].flatten().tolist()
+    if len(lists) + len(tokens) > max(MOST_GREENLISTS, len(tokens)):
+        lists.clear()
+    for token in set(tokens) - lists.keys():
+        text = torch.full((1, processor.context_width), token, dtype=torch.int64, device=scores.device)
+        lists[token] = processor(text, torch.zeros_like(scores[:1, 0]))[0] != 0
+    green = torch.stack([lists[token] for token in tokens]).view_as(scores)
+    return torch.where(green, scores + processor.bias, scores)
+
+
+def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether all ids are in the vocabulary."""
+    return bool(((ids >= 0) & (ids < vocab_size)).all())
+
+
+ONE_PASS: dict[type[LogitsProcessor], OnePass] = {
+    logits_process.RepetitionPenaltyLogitsProcessor: repetition,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: encoder_repetition,
+    logits_process.NoRepeatNGramLogitsProcessor: no_repeat_ngram,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: encoder_no_repeat_ngram,
+    logits_process.SequenceBiasLogitsProcessor: sequence_bias,
+    logits_process.NoBadWordsLogitsProcessor: sequence_bias,
+    logits_process.MinLengthLogitsProcessor: min_length,
+    logits_process.MinNewTokensLengthLogitsProcessor: min_new_tokens,
+    logits_process.SuppressTokensLogitsProcessor: suppress,
+    logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
+    logits_process.ForcedBOSTokenLogitsProcessor: forced_bos,
+    logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
+    logits_process.ExponentialDecayLengthPenalty: length_penalty,
+    logits_process.WatermarkLogitsProcessor: watermark,
+}

@@ -1,0 +1,273 @@
+"""Processors of the text in one pass: for each row and position, to the bit what transformers' own gives there.
+
+Each is compared with the processor itself, called on one prefix after another with the whole batch.
+"""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as host
+from transformers.generation.logits_process import LogitsProcessorList
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
+from hf_specx.sampling import one_pass
+from hf_specx.sampling.one_pass import ONE_PASS
+from hf_specx.sampling.prefixes import Prefixes
+from hf_specx.sampling.processors import Processors
+
+
+VOCAB, WIDTH, PAD, END = 9, 6, 0, 5  # few tokens, so that they and n-grams come again
+
+
+def encoder_ids(rows: int) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (rows, 7), generator=torch.Generator().manual_seed(3))
+
+
+def masked(rows: int) -> torch.Tensor:
+    """How many columns of each prompt are pads."""
+    return (torch.arange(rows) * 2) % WIDTH
+
+
+MAKERS = {
+    "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
+    "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
+    "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
+    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
+    "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
+    "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
+    "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
+    "n-grams as long as the text": lambda rows: host.NoRepeatNGramLogitsProcessor(WIDTH + 3),
+    "encoder unigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(1, encoder_ids(rows)),
+    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
+    "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
+    "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
+    "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
+    "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
+    "bad words of repeats": lambda rows: host.NoBadWordsLogitsProcessor([[i, i, i, 3] for i in range(VOCAB)]),
+    "sequence bias": lambda rows: host.SequenceBiasLogitsProcessor(
+        [[[7], 0.1], [[4, 7], 0.7], [[1, 7], -0.3], [[2, 4, 7], 1.1], [[2, 1], -3.3]]
+    ),
+    "minimum length": lambda rows: host.MinLengthLogitsProcessor(WIDTH + 4, [END, 2, VOCAB + 3]),
+    "minimum of new tokens": lambda rows: host.MinNewTokensLengthLogitsProcessor(WIDTH, 3, END),
+    "minimum for all": lambda rows: host.MinNewTokensLengthLogitsProcessor(WIDTH, 99, END),
+    "suppressed": lambda rows: host.SuppressTokensLogitsProcessor([1, 4]),
+    "suppressed at first": lambda rows: host.SuppressTokensAtBeginLogitsProcessor([1, 4], WIDTH + 2),
+    "forced begin": lambda rows: host.ForcedBOSTokenLogitsProcessor(4),
+    "forced end": lambda rows: host.ForcedEOSTokenLogitsProcessor(WIDTH + 5, [END, 1]),
+    "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
+    "watermark": lambda rows: host.WatermarkLogitsProcessor(VOCAB, "cpu", bias=1.7),
+    "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
+}
+
+
+def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
+    """Prompts of unequal length, to which unequally many tokens were emitted; every fourth row has ended."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCAB, (rows, width), generator=generator)
+    mask = torch.arange(width) >= masked(rows)[:, None] % max(width, 1)
+    batch = Batch(ids * mask, mask if width else None, PAD)
+    for _ in range(seed):
+        emitted = torch.randint(0, 4, (rows,), generator=generator)
+        batch.emit(torch.randint(1, VOCAB, (rows, 3), generator=generator), emitted, emitted.tolist())
+    batch.retire([row for row in range(rows) if row % 4 == 3])
+    return batch
+
+
+def drafted(batch: Batch, seed: int = 0) -> Draft:
+    """Candidates, of each row its own number."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    lengths = [(row * 3 + seed) % 5 for row in batch.rows]
+    return batch.take(Draft(torch.randint(1, VOCAB, (len(lengths), max(lengths)), generator=generator), lengths))
+
+
+def drawn(batch: Batch, positions: int) -> torch.Tensor:
+    scores = 3 * torch.randn(len(batch.rows), positions, VOCAB, generator=torch.Generator().manual_seed(1))
+    scores[..., 1] = -torch.inf
+    return scores
+
+
+def assert_alike(processor, batch: Batch, draft: Draft, scores: torch.Tensor, found: torch.Tensor, ahead: int = 0):
+    """At each position up to a row's last: the scores of the processor that is called with the whole batch there."""
+    for index, row in enumerate(batch.rows):
+        for position in range(min(scores.shape[1], draft.lengths[index] + 1 - ahead)):
+            every = scores.new_zeros(len(batch.ids), VOCAB)
+            every[row] = scores[index, position]
+            expected = processor(batch.prefix(batch.counts[row] + ahead + position), every)[row]
+            assert found.dtype == expected.dtype
+            assert torch.equal(found[index, position], expected), (row, position)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(1, torch.float64), (4, torch.float32), (8, torch.float32)])
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_position_is_as_in_transformers(name: str, rows: int, dtype: torch.dtype):
+    """Also where nothing is drafted, and in the steps of the draft."""
+    ours, processor, memory = MAKERS[name](rows), MAKERS[name](rows), {}
+    batch = text(rows, seed=2)
+    for seed in range(5):
+        draft = drafted(batch, seed)
+        for ahead in range(min(2, draft.tokens.shape[1] + 1)):
+            scores = drawn(batch, draft.tokens.shape[1] + 1 - ahead).to(dtype)
+            given = scores.clone()
+            found = ONE_PASS[type(ours)](ours, Prefixes(batch, ahead, scores.shape[1], memory), scores)
+            assert found is not None
+            assert torch.equal(scores, given), "changed in place"
+            assert_alike(processor, batch, draft, scores, found, ahead)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
+    """But once for one row, to learn the list of a watermark, and what becomes of -inf under a length penalty."""
+    processor, batch, asked = MAKERS[name](4), text(4, seed=2), []
+
+    def noted(self, input_ids, scores):
+        asked.append(len(input_ids))
+        return scores
+
+    monkeypatch.setattr(type(processor), "__call__", noted)
+    draft = drafted(batch, 3)
+    Processors([processor])(batch, draft, drawn(batch, draft.tokens.shape[1] + 1))
+    assert not asked or (name.startswith(("watermark", "length")) and set(asked) == {1})
+
+
+@pytest.mark.parametrize("width", [0, 1])
+@pytest.mark.parametrize("name", MAKERS)
+def test_prompts_may_be_empty_or_one_token(name: str, width: int):
+    """As where a call is given embeddings, or the decoder of an encoder-decoder its first token."""
+    batch = text(4, width)
+    draft = drafted(batch, seed=1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    assert_alike(MAKERS[name](4), batch, draft, scores, Processors([MAKERS[name](4)])(batch, draft, scores))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_rejected_candidates_leave_nothing(name: str):
+    """Over rounds that keep some of the candidates and go on with another token."""
+    batch, processors, processor = text(4, seed=1), Processors([MAKERS[name](4)]), MAKERS[name](4)
+    generator = torch.Generator().manual_seed(8)
+    for seed in range(5):
+        draft = drafted(batch, seed)
+        for ahead in range(draft.tokens.shape[1]):
+            scores = drawn(batch, 1)
+            assert_alike(processor, batch, draft, scores, processors(batch, None, scores, ahead), ahead)
+        scores = drawn(batch, draft.tokens.shape[1] + 1)
+        assert_alike(processor, batch, draft, scores, processors(batch, draft, scores))
+        kept = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
+        tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
+        tokens[range(len(kept)), kept] = torch.randint(1, VOCAB, (len(kept),), generator=generator)
+        batch.emit(tokens, torch.tensor(kept) + 1, [number + 1 for number in kept])
+        if seed == 2:
+            batch.retire([0])
+
+
+class Mine(host.RepetitionPenaltyLogitsProcessor):
+    """A user's own, which is not what it inherits from."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        return scores + input_ids[:, -1:] + torch.arange(len(scores))[:, None]
+
+
+def test_processors_keep_their_order():
+    """With one of the user's own among them, and warpers before and after."""
+    several = [
+        host.SequenceBiasLogitsProcessor([[[4, 7], 0.7], [[2], -0.5]]),
+        host.RepetitionPenaltyLogitsProcessor(1.3, masked(8)),
+        host.NoRepeatNGramLogitsProcessor(2),
+        host.TemperatureLogitsWarper(0.7),
+        Mine(2.0),
+        host.RepetitionPenaltyLogitsProcessor(0.8),
+        host.MinNewTokensLengthLogitsProcessor(WIDTH, 5, END),
+        host.TopPLogitsWarper(0.9),
+        host.InfNanRemoveLogitsProcessor(),
+    ]
+    batch = text(8, seed=2)
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    found = Processors(several)(batch, draft, scores)
+    assert_alike(LogitsProcessorList(several), batch, draft, scores, found)
+
+
+def test_a_subclass_is_called_itself():
+    batch = text(4, seed=2)
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    assert_alike(Mine(2.0), batch, draft, scores, Processors([Mine(2.0)])(batch, draft, scores))
+
+
+def test_one_input_of_an_encoder_for_several_rows():
+    batch = text(4, seed=2)
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    processor = host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(1))
+    assert_alike(processor, batch, draft, scores, Processors([processor])(batch, draft, scores))
+
+
+def test_only_rows_of_a_length_are_looked_at(monkeypatch: pytest.MonkeyPatch):
+    """Where a processor is called for each length, and no row's number matters."""
+    config = GenerationConfig(no_timestamps_token_id=4, eos_token_id=4, max_initial_timestamp_index=1)
+    processor = host.WhisperTimeStampLogitsProcessor(config, WIDTH)
+    batch, asked = text(8, seed=2), []
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    call = type(processor).__call__
+
+    def noted(self, input_ids, scores):
+        asked.append(len(input_ids))
+        return call(self, input_ids, scores)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(processor), "__call__", noted)
+        found = Processors([processor])(batch, draft, scores)
+    assert sum(asked) == sum(length + 1 for length in draft.lengths)
+    assert_alike(processor, batch, draft, scores, found)
+
+
+OUTSIDE = {
+    "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.3),
+    "n-grams": lambda: host.NoRepeatNGramLogitsProcessor(2),
+    "bias": lambda: host.SequenceBiasLogitsProcessor([[[VOCAB + 1, 3], 2.0]]),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_prompts_may_hold_ids_that_have_no_scores(name: str):
+    """As those of images."""
+    batch = text(4, seed=2)
+    batch.ids[:, 3:5] = VOCAB + 1
+    draft = drafted(batch, 1)
+    scores = drawn(batch, draft.tokens.shape[1] + 1)
+    if name == "bias":
+        with pytest.raises(ValueError, match="vocabulary size"):
+            Processors([OUTSIDE[name]()])(batch, draft, scores)
+    else:
+        assert_alike(OUTSIDE[name](), batch, draft, scores, Processors([OUTSIDE[name]()])(batch, draft, scores))
+
+
+REFUSED = {
+    "padding of other rows": lambda: host.RepetitionPenaltyLogitsProcessor(1.3, torch.zeros(3, dtype=torch.int64)),
+    "ids of the input": lambda: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, torch.full((4, 3), VOCAB)),
+    "n-grams of the input": lambda: host.EncoderNoRepeatNGramLogitsProcessor(1, torch.full((4, 3), VOCAB)),
+    "forced end": lambda: host.ForcedEOSTokenLogitsProcessor(WIDTH + 1, VOCAB),
+    "penalised end": lambda: host.ExponentialDecayLengthPenalty((0, 1.1), [VOCAB], 0),
+    "penalty that overflows": lambda: host.ExponentialDecayLengthPenalty((0, 1e200), [END], 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_errors_are_those_of_transformers(name: str):
+    processor = REFUSED[name]()
+    batch, scores = text(4), torch.zeros(4, 1, VOCAB)
+    batch.revive()
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        processor(batch.prefix(0), scores[:, 0])
+    with pytest.raises(expected.type) as found:
+        Processors([processor])(batch, Draft(torch.zeros(4, 0, dtype=torch.int64), [0] * 4), scores)
+    assert str(found.value) == str(expected.value)
+
+
+def test_few_lists_of_a_watermark_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(one_pass, "MOST_GREENLISTS", 3)
+    test_rejected_candidates_leave_nothing("watermark")
