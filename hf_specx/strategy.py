@@ -176,7 +176,7 @@ class SpeculativeDecoding:
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
-        config, drafter = generation_config, make_drafter(self.draft_model)
+        config, drafter = generation_config, make_drafter(self.draft_model, model)
         stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
         prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
         prompt.keeps_past, prompt.gives_hidden = bool(config.return_dict_in_generate or given), drafter.needs_hidden
@@ -258,7 +258,8 @@ class SpeculativeDecoding:
         Raises:
             ValueError: if the draft has no forwards to time.
         """
-        model, drafter = unwrapped(model), make_drafter(self.draft_model)
+        model = unwrapped(model)
+        drafter = make_drafter(self.draft_model, model)
         check_calibration(drafter.model)
         self.meet(model)
         prompt = prepare(

@@ -20,11 +20,11 @@ from hf_specx.sampling.rules import GreedyRule, Rule
 from .drafter import Drafter, Reading
 
 
-def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
-    """A drafter for one call: of a draft model, of a `CandidateGenerator`, or the drafter that was given."""
+def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter", target: PreTrainedModel) -> Drafter:
+    """A drafter for one call with a target: of a draft model, of a `CandidateGenerator`, or of the drafter given."""
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft
+    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft.of(target)
 
 
 def no_candidates(batch: Batch) -> Draft:
@@ -47,6 +47,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """
 
     has_probs = True
+    source = "model"  # of its drafts
 
     def __init__(
         self,
@@ -65,11 +66,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def read(self, reading: Reading) -> None:
         """Read the prompts of all rows."""
-        assert reading.prompt is not None
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
         self.threshold = reading.threshold
-        self.decoder = make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
+        self.decoder = self._decoder(reading)
         self.decoder.read()
+
+    def _decoder(self, reading: Reading) -> Decoder:
+        assert reading.prompt is not None
+        return make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row, writing the candidates after the rows' ends.
@@ -97,7 +101,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
                 ]
         if not tokens:
             return no_candidates(batch)
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, "model")
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, self.source)
 
     def observe(self, done: Round) -> None:
         """Drop rows that have left; rejected candidates are rolled back at the next step."""

@@ -51,9 +51,11 @@ def start(
         drafter, processors, stopping: of the call, as `generate` prepared them.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
+    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
         batch=make_batch(prompt, plan.lockstep),
+        target=target,
         vocab_size=vocabulary(prompt.model),
         rule=_rule(call, plan, prompt, drafter.max_candidates),
         processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
@@ -63,7 +65,6 @@ def start(
         compiled=plan.compiled,
         costs=costs,
     )
-    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
         target=target,
