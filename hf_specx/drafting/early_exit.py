@@ -47,10 +47,7 @@ class EarlyExitDraft(Drafter):
     has_probs = True
 
     def __init__(self, exit_layer: int, head: nn.Module | None = None):
-        require(
-            is_int(exit_layer) and exit_layer >= 1,
-            f"exit_layer={brief(exit_layer)} is not an int of 1 or more; give the number of layers that draft.",
-        )
+        check_exit_layer("exit_layer", exit_layer)
         told = f"head is a {type(head).__name__}; give a module from hidden states to hidden states, or leave it out."
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
@@ -149,6 +146,12 @@ class SharedDecoder(RaggedDecoder):
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         """Nothing: the rows leave the target's cache."""
+
+
+def check_exit_layer(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless a value, given by this name, can be a number of layers."""
+    told = f"{name}={brief(value)} is not an int of 1 or more; give the number of layers that draft."
+    require(is_int(value) and value >= 1, told)
 
 
 def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:

@@ -51,11 +51,10 @@ def start(
         drafter, processors, stopping: of the call, as `generate` prepared them.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
-    target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     limits = (stopping.eos_token_id, stopping.max_new_tokens)
     reading = Reading(
         batch=make_batch(prompt, plan.lockstep),
-        target=target,
+        target=make_decoder(plan.layout, prompt, compiled=plan.compiled),
         vocab_size=vocabulary(prompt.model),
         rule=_rule(call, plan, prompt, drafter.max_candidates),
         processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
@@ -67,14 +66,14 @@ def start(
     )
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
     return Run(
-        target=target,
+        target=reading.target,
         drafter=drafter,
         rule=reading.rule,
         processors=of_target,
         stopping=stopping,
         batch=reading.batch,
         report=SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs),
-        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), target.notes),
+        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),
