@@ -78,11 +78,12 @@ class EarlyExitDraft(Drafter):
         require(self.head is None or not self.head.training, told)
         above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
         parts = [part.items() for module in above for part in (vars(module), module._modules)]
-        now = [(name, id(value)) for part in parts for name, value in part]
+        now = [(name, id(value)) for part in parts for name, value in part if name != "generation_config"]
         model, then = self.models.get(target, (None, []))
         if model is None or then != now:
             model = self._copy(target, path)
             self.models[target] = model, now
+        model.generation_config = target.generation_config
         return model
 
     def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
@@ -197,5 +198,5 @@ def _rebound(value: Any, module: nn.Module, made: nn.Module) -> Any:
     args = [_rebound(x, module, made) for x in value.args]
     named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
     bound = partial(_rebound(value.func, module, made), *args, **named)
-    vars(bound).update(vars(value))
+    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
     return bound
