@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.round import Draft
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Notes
 from hf_specx.layouts.ragged import RaggedDecoder
@@ -57,6 +58,10 @@ class EarlyExitDraft(Drafter):
     def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
         """The drafter of one call with this target."""
         return EarlyExitDrafter(self.first_layers(target))
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
+        raise NotImplementedError
 
     def first_layers(self, target: PreTrainedModel) -> PreTrainedModel:
         """The target without its later layers: a model that shares everything else with it, its weights among that.
