@@ -84,18 +84,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
-        draft = either(kwargs, "draft_model", "assistant_model")
-        options, costs = take_options(kwargs), Costs()
-        exit_layer, lookup = (setting(x, model, kwargs) for x in ("assistant_early_exit", "prompt_lookup_num_tokens"))
-        if draft is None and exit_layer is not None:
-            kwargs["assistant_early_exit"] = None
-            draft = early_exit(exit_layer)
-        elif draft is None and lookup is not None:
-            kwargs["prompt_lookup_num_tokens"] = None
-            draft, options = SuffixDraft(lookup), {"num_draft_tokens": lookup} | options
-        elif draft is None:
-            draft, recommended, costs = find_draft(model, kwargs)
-            options = recommended | options
+        options = take_options(kwargs)
+        draft, recommended, costs = take_draft(model, kwargs)
+        options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
         if "costs" in options:
             return run(strategy, owner, model, inputs, kwargs, reached)
@@ -141,6 +132,21 @@ def ending(streamer: Any) -> Iterator[list[bool]]:
 def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
     """`inputs` as a positional argument, since a class may name its first argument differently."""
     return [] if inputs is None else [inputs]
+
+
+def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
+    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
+    draft = either(kwargs, "draft_model", "assistant_model")
+    if draft is not None:
+        return draft, {}, Costs()
+    exit_layer, lookup = (setting(x, model, kwargs) for x in ("assistant_early_exit", "prompt_lookup_num_tokens"))
+    if exit_layer is not None:
+        kwargs["assistant_early_exit"] = None
+        return early_exit(exit_layer), {}, Costs()
+    if lookup is not None:
+        kwargs["prompt_lookup_num_tokens"] = None
+        return SuffixDraft(lookup), {"num_draft_tokens": lookup}, Costs()
+    return find_draft(model, kwargs)
 
 
 def early_exit(exit_layer: Any) -> EarlyExitDraft:

@@ -58,7 +58,8 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, or one of your own.
+            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, `EarlyExitDraft`, or one of
+            your own.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
