@@ -81,7 +81,7 @@ class StockExit(Contender):
             return self.target.generate(**inputs, **options, assistant_early_exit=self.exit_layer)  # type: ignore[operator]
 
 
-def compare(pair: BenchPair, draft: EarlyExitDraft, turns: int, new_tokens: int) -> None:
+def compare(pair: BenchPair, draft: EarlyExitDraft, rows: int, sampled: bool, turns: int, new_tokens: int) -> None:
     """Print how many times as fast as plain `generate` each is, and ours as transformers' own; medians of turns."""
     target, seeds = pair.target, list(range(turns))
 
@@ -94,23 +94,22 @@ def compare(pair: BenchPair, draft: EarlyExitDraft, turns: int, new_tokens: int)
         number_of = number if number == "auto" else int(number)
         return Contender(name, target, strategy=SpeculativeDecoding(draft, num_draft_tokens=number_of))
 
-    for rows, sampled in itertools.product((1, 8), (False, True)):
-        stock = ["transformers-defaults", "transformers-3", "transformers-5"] if rows == 1 else []
-        names = ["plain", *stock, "ours-auto", "ours-3", "ours-5"]
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": sampled}
-        options |= {"top_k": 0, "pad_token_id": 0} if sampled else {"pad_token_id": 0}
-        batches = [pair.inputs(rows, PROMPT_TOKENS + turn, new_tokens, turn) for turn in seeds]
-        found = Timer(make, batches, options, seeds).time(names)
-        console.print(f"{pair.name}, exit {draft.exit_layer}, batch {rows}, {'sampled' if sampled else 'greedy'}:")
-        for name in names:
-            rates = found[name].rates
-            shown = f"  {name}: {statistics.median(speedups(rates, found['plain'].rates)):.2f} of plain"
-            if stock and name.startswith("ours"):
-                each = [speedups(rates, found[x].rates) for x in stock]
-                shown += ", of transformers' own " + " ".join(f"{statistics.median(one):.2f}" for one in each)
-            reports = found[name].reports
-            rate = statistics.mean(report.acceptance_rate for report in reports) if reports else None
-            console.print(shown + ("" if rate is None else f", acceptance {rate:.2f}"))
+    stock = ["transformers-defaults", "transformers-3", "transformers-5"] if rows == 1 else []
+    names = ["plain", *stock, "ours-auto", "ours-3", "ours-5"]
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": sampled}
+    options |= {"top_k": 0, "pad_token_id": 0} if sampled else {"pad_token_id": 0}
+    batches = [pair.inputs(rows, PROMPT_TOKENS + turn, new_tokens, turn) for turn in seeds]
+    found = Timer(make, batches, options, seeds).time(names)
+    console.print(f"{pair.name}, exit {draft.exit_layer}, batch {rows}, {'sampled' if sampled else 'greedy'}:")
+    for name in names:
+        rates = found[name].rates
+        shown = f"  {name}: {statistics.median(speedups(rates, found['plain'].rates)):.2f} of plain"
+        if stock and name.startswith("ours"):
+            each = [speedups(rates, found[x].rates) for x in stock]
+            shown += ", of transformers' own " + " ".join(f"{statistics.median(one):.2f}" for one in each)
+        reports = found[name].reports
+        rate = statistics.mean(report.acceptance_rate for report in reports) if reports else None
+        console.print(shown + ("" if rate is None else f", acceptance {rate:.2f}"))
 
 
 def head_of_the_pair(out: Path, exit_layer: int, steps: int) -> nn.Linear:
@@ -136,6 +135,7 @@ def main(
     exit_layer: int = 2,
     out: Annotated[Path, typer.Option(help="the head of the embedded target")] = Path("build/exit-2.pt"),
     steps: int = 300,
+    batch: Annotated[list[int] | None, typer.Option(help="rows, 1 and 8 if not given")] = None,
     turns: int = 7,
     new_tokens: int = 64,
 ) -> None:
@@ -143,7 +143,9 @@ def main(
     measured = load_bench_pair(
         pair, "float32", [], lambda name, dtype: DraftTargetPair.from_pretrained(name, dtype=dtype)
     )
-    compare(measured, EarlyExitDraft(exit_layer, head=head), turns, new_tokens)
+    draft = EarlyExitDraft(exit_layer, head=head)
+    for rows, sampled in itertools.product(batch or (1, 8), (False, True)):
+        compare(measured, draft, rows, sampled, turns, new_tokens)
 
 
 if __name__ == "__main__":
