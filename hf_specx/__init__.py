@@ -8,6 +8,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import SuffixPool
 from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.requests import Completion, Request
 from hf_specx.engine.streaming import BatchStreamer
 from hf_specx.equivalence.check import check
 from hf_specx.equivalence.result import CheckResult
@@ -21,11 +22,13 @@ __version__ = "0.1.0"
 __all__ = [
     "BatchStreamer",
     "CheckResult",
+    "Completion",
     "Costs",
     "Draft",
     "DraftTargetPair",
     "Drafter",
     "EarlyExitDraft",
+    "Request",
     "SampledCandidateGenerator",
     "SpeculationReport",
     "SpeculativeDecoding",

@@ -2,20 +2,21 @@
 
 import copy
 import sys
-import warnings
 import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.logits_process import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.cache.export import fill
+from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.costs import Costs
@@ -24,27 +25,22 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule, choose_drafting
 from hf_specx.engine.decode import decode
 from hf_specx.engine.in_order import decode_in_order
-from hf_specx.engine.plan import Call, Listener, Plan, Withheld, make_plan
+from hf_specx.engine.many import complete_all, in_order
+from hf_specx.engine.places import Places
+from hf_specx.engine.plan import Call, Listener, Plan, Withheld, check_asked, check_models, make_plan, warn_of_lockstep
 from hf_specx.engine.ranks import is_synced
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.start import start, stateful_processors
+from hf_specx.engine.requests import Completion, Request, Waiting
+from hf_specx.engine.run import Run
+from hf_specx.engine.start import calibrate, start, stateful_processors
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
-from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.calls import check_call, check_outputs
 from hf_specx.validation.entry import check_withheld
-from hf_specx.validation.inputs import check_inputs
-from hf_specx.validation.models import check_pair, check_target
+from hf_specx.validation.many import check_many, check_queue
 from hf_specx.validation.options import check_calibration, check_options
-from hf_specx.validation.rows import as_list, check_guidance
-
-
-LOCKSTEP_COST = (
-    "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
-    "has been shown to be exact here; layout='lockstep' says that this is wanted."
-)
+from hf_specx.validation.rows import as_list
 
 
 class SpeculativeDecoding:
@@ -58,8 +54,7 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, `EarlyExitDraft`, or one of
-            your own.
+            `CandidateGenerator` that reads the text alone; `SuffixDraft`; `EarlyExitDraft`; or a `Drafter` of yours.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
@@ -177,26 +172,13 @@ class SpeculativeDecoding:
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
-        config, drafter = generation_config, make_drafter(self.draft_model, model)
+        config, earlier = generation_config, self.report if withheld.adds_reports else None
         stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
         prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
-        prompt.keeps_past, prompt.gives_hidden = bool(config.return_dict_in_generate or given), drafter.needs_hidden
-        self._check(prompt, logits_processor, drafter)
-        call = self._asked(withheld, prompt, drafter, as_list(seeds))
-        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        waiting = [type(p).__name__ for p in stateful_processors(logits_processor, prompt)] + stopping.stateful
-        plan = make_plan(call, prompt, drafter, waiting)
-        self.meet(model)
-        self._warn(plan, len(input_ids))
-        costs, earlier = self.costs, self.report if withheld.adds_reports else None
-        given_to_start = inputs_tensor, drafter, logits_processor, stopping, costs, self.schedule
-        run = start(call, plan, prompt, *given_to_start)
-        self.report = run.report
+        prompt.keeps_past = bool(config.return_dict_in_generate or given)
+        run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
         text = decode_in_order(run) if plan.in_order else decode(run)
-        run.report.compilations = compilations(run.target, drafter.decoder)
-        costs.remember(plan.verification, run.report.survival_rate, run.report.survival[1])
-        self.report = run.report if earlier is None else earlier + run.report
-        self.schedule = run.schedule
+        self._end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         if user_cache is not None and given:
             past = fill(user_cache, past)
@@ -205,10 +187,86 @@ class SpeculativeDecoding:
         decodes = model.config.is_encoder_decoder
         return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
 
+    def generate_many(
+        self,
+        model: PreTrainedModel,
+        requests: Iterable[Request | Sequence[int] | torch.Tensor],
+        *,
+        batch_size: int = 8,
+        ordered: bool = False,
+        logprobs: bool = False,
+        max_batch_tokens: int | None = None,
+        **generate_kwargs: Any,
+    ) -> Iterator[Completion]:
+        """Complete any number of prompts; a row that ends makes place for the next one.
+
+        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+
+        Args:
+            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
+            batch_size: the most rows that are decoded at once.
+            ordered: whether completions come in the order of the requests, rather than as they are done.
+            logprobs: whether completions carry log-probabilities of their tokens.
+            max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
+                limit. By default as many as half of the memory that is free on the device has room for.
+            **generate_kwargs: of `generate`, for all requests.
+
+        Returns:
+            An iterator of `Completion`. A request that can never be served is refused in its completion; a call that
+            cannot be done exactly raises a ValueError before any forward.
+
+        Example:
+            >>> for done in strategy.generate_many(model, prompts, max_new_tokens=128):
+            ...     print(done.index, tokenizer.decode(done.tokens))
+        """
+        model = unwrapped(model)
+        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        drafter, options = make_drafter(self.draft_model, model), {"tokenizer": self.tokenizer} | generate_kwargs
+        models = [model] if drafter.model is None else [model, drafter.model]
+        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(models))
+        completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
+        return in_order(completions) if ordered else completions
+
+    def _start(
+        self,
+        withheld: Withheld,
+        prompt: Prompt,
+        inputs_tensor: torch.Tensor | None,
+        processors: LogitsProcessorList,
+        stopping: Stopping,
+        seeds: list[int] | None,
+        places: Places | None = None,
+    ) -> tuple[Run, Plan]:
+        """Check what was asked for, and put together what decodes it; nothing is read yet."""
+        drafter = make_drafter(self.draft_model, prompt.model)
+        prompt.gives_hidden = drafter.needs_hidden
+        call = self._asked(withheld, prompt, drafter, seeds)
+        longest = None if places is None else max(entry.longest for entry in places.entries)
+        check_models(prompt, drafter, longest, self.tokenizer, self.draft_tokenizer)
+        check_asked(call, prompt, processors)
+        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
+        waiting = [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
+        plan = make_plan(call, prompt, drafter, waiting)
+        if places is not None:
+            check_queue(plan.layout, plan.draft_layout, plan.reason)
+        self.meet(prompt.model)
+        warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
+        given = inputs_tensor, drafter, processors, stopping, self.costs, self.schedule, places
+        run = start(call, plan, prompt, *given)
+        self.report = run.report
+        return run, plan
+
+    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
+        """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
+        run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
+        self.report = run.report if earlier is None else earlier + run.report
+        self.schedule = run.schedule
+
     def _asked(self, withheld: Withheld, prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
         """What one call asks for."""
         config = prompt.generation_config
-        models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
         return Call(
             verification=self.verification,
             layout=self.layout,
@@ -217,23 +275,9 @@ class SpeculativeDecoding:
             stream_by=self.stream_by,
             drafting=choose_drafting(self.num_draft_tokens, withheld.drafting, config, drafter.model),
             seeds=seeds,
-            synced=is_synced(withheld.synced_gpus, *models),
+            synced=is_synced(withheld.synced_gpus, prompt.model, drafter.model or prompt.model),
             listeners=self.listeners,
         )
-
-    def _check(self, prompt: Prompt, processors: LogitsProcessorList, drafter: Drafter) -> None:
-        model, config = prompt.model, prompt.generation_config
-        check_target(model, _width(prompt) + prompt.max_new_tokens)
-        asked = self.verification if config.do_sample else "greedy"
-        check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", self.streamer)
-        check_inputs(model, prompt.input_ids, config, prompt.kwargs)
-        check_outputs(model, config)
-        for processor in processors:
-            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                check_guidance(processor, model, len(prompt.input_ids))
-        drafter.meet(vocabulary(model))
-        if drafter.model is not None:
-            check_pair(model, drafter.model, self.tokenizer, self.draft_tokenizer)
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""
@@ -241,46 +285,16 @@ class SpeculativeDecoding:
             self.costs, self.schedule = Costs(), None
         self._served = weakref.ref(model)
 
-    def _warn(self, plan: Plan, rows: int) -> None:
-        """Warn once of what is slow."""
-        slow = plan.lockstep and not plan.in_order and rows > 1 and self.layout == "auto"
-        if slow and LOCKSTEP_COST not in self._said:
-            self._said.add(LOCKSTEP_COST)
-            warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
-
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-        """Time bare forwards of both models at this batch size and length, and put the times into `costs`.
-
-        Args:
-            model: the target.
-            input_ids: [B, L] int64, as `generate` takes them; their meaning does not matter.
+        """Time bare forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`.
 
         Raises:
             ValueError: if the draft has no forwards to time.
         """
-        model = unwrapped(model)
-        drafter = make_drafter(self.draft_model, model)
+        drafter = make_drafter(self.draft_model, model := unwrapped(model))
         check_calibration(drafter.model)
         self.meet(model)
-        prompt = prepare(
-            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        )
-        call = self._asked(Withheld(), prompt, drafter, None)
-        stopping = Stopping(StoppingCriteriaList(), input_ids.shape[1], input_ids.shape[1] + MAX_DRAFT_TOKENS + 1)
-        plan = make_plan(call, prompt, drafter, [])
-        run = start(call, plan, prompt, input_ids, drafter, [], stopping, self.costs, None)
-        run.target.read()
-        drafter.read(run.reading)
-        step = drafter.cost(run.batch)
-        assert step is not None
-        self.costs.measure(len(input_ids), partial(run.target.rehearse, run.batch), step)
-
-
-def _width(prompt: Prompt) -> int:
-    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
-    if prompt.model.config.is_encoder_decoder:
-        return prompt.input_ids.shape[1]
-    mask = prompt.kwargs.get("attention_mask")
-    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
-    return known if mask is None else mask.shape[-1]
+        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
+        calibrate(self._asked(Withheld(), prompt, drafter, None), prompt, drafter, self.costs)

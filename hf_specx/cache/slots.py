@@ -110,6 +110,20 @@ class SlotLayer(CacheLayerMixin):
                         stored[index] = stored[source]
             self.keys, self.values = self.keys[: len(stay)], self.values[: len(stay)]
 
+    def widen(self, count: int) -> None:
+        """Put `count` slots before the first."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
+            self.held += count
+
+    def take(self, other: "SlotLayer", rows: list[int], start: int, end: int) -> None:
+        """Copy the first slots of another layer, a row for each of `rows`, to the slots from `start` to `end`."""
+        assert self.keys is not None and self.values is not None and other.keys is not None  # noqa: PT018
+        assert other.values is not None
+        index = torch.tensor(rows, device=self.keys.device)
+        self.keys[index, :, start:end] = other.keys[:, :, : end - start]
+        self.values[index, :, start:end] = other.values[:, :, : end - start]
+
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots `kept` [n] of all rows, in that order."""
         if self.keys is not None and self.values is not None:
@@ -182,6 +196,21 @@ class SlotCache(Cache):
             assert isinstance(layer, SlotLayer)
             layer.keep(kept)
         self.slots.start = self.slots.written = len(kept)
+
+    def widen(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
+        self.slots.spare.clear()
+        self.slots.limit += count
+        for layer in self.layers:
+            assert isinstance(layer, SlotLayer)
+            layer.widen(count)
+
+    def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
+        """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
+        for layer, read in zip(self.layers, other.layers, strict=True):
+            assert isinstance(layer, SlotLayer)
+            assert isinstance(read, SlotLayer)
+            layer.take(read, rows, start, end)
 
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then."""

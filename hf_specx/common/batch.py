@@ -118,13 +118,22 @@ class Batch:
         return self.ids[:, : self.width + emitted]
 
     def last(self, count: int, ahead: int = 0) -> torch.Tensor:
-        """The `count` tokens of each decoding row that end `ahead` candidates after its end: [R, count]."""
+        """The `count` tokens of each decoding row that end `ahead` candidates after its end: [R, count].
+
+        A row that has fewer is preceded by its first token.
+        """
         if self.together is not None and (end := self.width + self.together + ahead) >= count:
             return self.ids[:, end - count : end].clone()
-        columns = self._columns(ahead - count, count).clamp_(min=0)
+        columns = self._columns(ahead - count, count)
+        if count - ahead > self.shortest():
+            columns = columns.maximum(self.starts[self.index, None])
         if len(self.rows) == len(self.ids):
             return self.ids.gather(1, columns)
         return self.ids[self.index[:, None], columns]
+
+    def shortest(self) -> int:
+        """Tokens of the shortest decoding row, its prompt among them."""
+        return min(self.prompt_lengths[row] + self.counts[row] for row in self.rows)
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
@@ -194,6 +203,20 @@ class Batch:
         self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id
         self.counts[row] = count
         self._note_together()
+
+    def replace(self, row: int, prompt: torch.Tensor) -> None:
+        """Put a prompt [l] in the place of a row that has ended, where `width` has room for it."""
+        self.ids[row] = self.pad_token_id
+        self.ids[row, self.width - len(prompt) : self.width] = prompt
+        self.starts[row], self.prompt_lengths[row], self.counts[row] = self.width - len(prompt), len(prompt), 0
+        self._select(self.rows)
+
+    def widen(self, columns: int) -> None:
+        """Put columns of pads before the prompts of all rows."""
+        self.ids = torch.nn.functional.pad(self.ids, (columns, 0), value=self.pad_token_id)
+        self.width += columns
+        self.starts = self.starts + columns
+        self.ends = self.ends + columns
 
     def retire(self, rows: list[int]) -> torch.Tensor | None:
         """Take rows out of the batch; returns the row indices [R'] of those that stay, None if all do."""

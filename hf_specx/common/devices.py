@@ -1,7 +1,8 @@
 """Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
 
+import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -39,6 +40,30 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued."""
     if device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
+
+
+def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
+    """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
+    free = _free_bytes(execution_device(models[0]))
+    return None if free is None else max(1, free // 2 // sum(map(_bytes_per_token, models)))
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    names: dict[str, int] = getattr(os, "sysconf_names", {})
+    if device.type != "cpu" or "SC_AVPHYS_PAGES" not in names:
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _bytes_per_token(model: PreTrainedModel) -> int:
+    """Of keys and values in all layers."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pairs = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads)
+    return int(2 * pairs * width * model.dtype.itemsize)
 
 
 def _cpu_name() -> str:

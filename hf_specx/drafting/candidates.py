@@ -103,6 +103,11 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             return no_candidates(batch)
         return Draft(torch.stack(tokens, 1), lengths, torch.stack(probs, 1) if probs else None, self.source)
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Read new prompts."""
+        assert self.decoder is not None
+        self.decoder.admit(batch, rows)
+
     def observe(self, done: Round) -> None:
         """Drop rows that have left; rejected candidates are rolled back at the next step."""
         if self.decoder is not None and done.stay is not None:

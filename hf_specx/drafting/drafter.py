@@ -87,6 +87,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """New prompts have the places of these rows: `batch.row(row)`."""
+        return
+
     def observe(self, done: Round) -> None:
         """Learn what was kept of the draft in a round, and which rows go on."""
         return

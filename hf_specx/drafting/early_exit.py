@@ -147,11 +147,14 @@ class SharedDecoder(RaggedDecoder):
         """Nothing: the target has."""
 
     def step(self, batch: Batch, ahead: int) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates of rows that have emitted a token."""
+        """Logits [R, 1, V] after `ahead` candidates; also where the target has read prompts alone."""
         return self.feed(batch, 1, ahead, keep=1)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         """Nothing: the rows leave the target's cache."""
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Nothing: the target has read their prompts."""
 
 
 def check_exit_layer(name: str, value: Any) -> None:

@@ -92,14 +92,14 @@ class Schedule:
     Args:
         drafting: what was asked for.
         number: candidates of a round, at first.
-        room: the most tokens that a row may emit. A row that is nearly done drafts no more than it can emit together
-            with the token that follows; None if all rows and ranks must draft alike.
+        room: [B], the most tokens that each row may emit. A row that is nearly done drafts no more than it can emit
+            together with the token that follows; None if all rows and ranks must draft alike.
 
     Attributes:
         next_call: the number that a call with the same drafting goes on with.
     """
 
-    def __init__(self, drafting: Drafting, number: int, room: int | None):
+    def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
         self.drafting, self.room, self.next_call = drafting, room, number
 
     def __call__(self, batch: Batch) -> list[int]:
@@ -107,14 +107,14 @@ class Schedule:
         over = [False] * len(batch.rows) if batch.over is None else batch.over.tolist()
         wanted = []
         for row, is_over in zip(batch.rows, over, strict=True):
-            room = None if self.room is None else max(0, self.room - batch.counts[row] - 1)
+            room = None if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
             number = 0 if is_over or not batch.counts[row] else self.number(row)
             wanted.append(number if room is None else min(number, room))
         return wanted
 
     def rests(self, batch: Batch) -> bool:
         """Whether no row drafts in the next round, and not because all texts end with it."""
-        goes_on = self.room is None or any(self.room - batch.counts[row] > 1 for row in batch.rows)
+        goes_on = self.room is None or any(self.room[row] - batch.counts[row] > 1 for row in batch.rows)
         return goes_on and not any(self(batch))
 
     def number(self, row: int) -> int:
@@ -124,6 +124,11 @@ class Schedule:
     def observe(self, done: Round) -> None:
         """Count a round."""
 
+    def admit(self, row: int, room: int) -> None:
+        """A new prompt has the place of a row, and may emit so many tokens."""
+        if self.room is not None:
+            self.room[row] = room
+
     def end(self) -> None:
         """The call is over."""
 
@@ -131,7 +136,7 @@ class Schedule:
 class Heuristic(Schedule):
     """As transformers does, but for each row: 2 more after a round that kept all of its candidates, else 1 less."""
 
-    def __init__(self, drafting: Drafting, number: int, room: int | None):
+    def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
         super().__init__(drafting, number, room)
         self.first, self.numbers = number, dict[int, int]()
 
@@ -143,6 +148,10 @@ class Heuristic(Schedule):
             if length:
                 number = self.number(row)
                 self.numbers[row] = number + 2 if accepted == length else max(1, number - 1)
+
+    def admit(self, row: int, room: int) -> None:
+        super().admit(row, room)
+        self.numbers.pop(row, None)
 
     def end(self) -> None:
         if self.numbers and self.drafting.schedule == "heuristic":
@@ -159,19 +168,19 @@ class Auto(Schedule):
         costs: with times for at least one batch size; `end` adds those of this call.
         verification: of the call. Under "token" and "block" the number changes what is drawn, so only times known
             before the call are used there.
-        rows: B.
-        room: the most tokens that a row may emit.
+        room: [B], the most tokens that each row may emit.
         together: whether all rows advance by as many tokens as the slowest.
     """
 
-    def __init__(self, costs: Costs, verification: str, rows: int, room: int, together: bool):
+    def __init__(self, costs: Costs, verification: str, room: list[int], together: bool):
         super().__init__(Drafting(), MAX_DRAFT_TOKENS, room)
-        self.costs, self.rows, self.most_emitted = costs, rows, room
+        rows = len(room)
+        self.costs, self.rows = costs, rows
         self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
         known = verification in costs.alpha
         alpha, weight = (costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
-        self.wanted = self.chooser.first(self.times(rows), room)
+        self.wanted = self.chooser.first(self.times(rows), max(room))
         self.resting = None if together else Resting()
 
     def number(self, row: int) -> int:
@@ -185,12 +194,19 @@ class Auto(Schedule):
         self.times.observe(before, drafted)
         if self.resting is not None:
             self.resting.observe(done)
-        live = [number for number, gained in enumerate(done.gained) if gained]  # others were finished before
-        left = [max(1, self.most_emitted - done.before[number]) for number in live]
+        room = self.room or []
+        # others were finished before, or had nothing to draft after
+        live = [number for number, gained in enumerate(done.gained) if gained and done.before[number]]
+        left = [max(1, room[done.rows[number]] - done.before[number]) for number in live]
         # a row that rests is counted as one that keeps nothing
         survival = [done.survival[number] or [0.0] * drafted for number in live]
         catch_up = partial(self.times.catch_up, self.rows)
         self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
+
+    def admit(self, row: int, room: int) -> None:
+        super().admit(row, room)
+        if self.resting is not None:
+            self.resting.admit(row)
 
     def end(self) -> None:
         self.costs.remember_rounds(self.times)
@@ -206,6 +222,11 @@ class Resting:
 
     def rests(self, row: int) -> bool:
         return self.left.get(row, 0) > 0
+
+    def admit(self, row: int) -> None:
+        """A new prompt has the place of a row."""
+        for known in (self.kept, self.waits, self.left):
+            known.pop(row, None)
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -226,7 +247,7 @@ def make_schedule(
     costs: Costs | None,
     verification: str,
     batch: Batch,
-    room: int | None,
+    room: list[int] | None,
     earlier: Schedule | None,
     most: int | None = None,
 ) -> Schedule:
@@ -245,7 +266,7 @@ def make_schedule(
     if drafting.number is None and most is not None:
         drafting = drafting._replace(number=most)
     if drafting == Drafting() and costs is not None and room is not None:
-        return Auto(costs, verification, rows, room, batch.lockstep)
+        return Auto(costs, verification, room, batch.lockstep)
     number = drafting.number
     if number is None:
         number = FIXED_DRAFT_TOKENS if costs is None else costs.best_num_draft_tokens(rows, verification)

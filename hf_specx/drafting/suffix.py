@@ -82,6 +82,11 @@ class SuffixDraft(Drafter):
         tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
         return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Index new prompts, in place of texts that have ended."""
+        if batch in self.calls:
+            self.calls[batch].admit(batch, rows)
+
     def observe(self, done: Round) -> None:
         """Take in what each row has emitted, how many of its candidates were kept, and how long that took."""
         call = self.calls.get(done.batch)
@@ -100,9 +105,8 @@ class SuffixCall:
     def __init__(self, reading: Reading, draft: SuffixDraft):
         self.draft, self.costs = draft, reading.costs
         self.times: RoundTimes | None = None
-        ids = {row: reading.batch.row(row) for row in reading.batch.rows}
-        known = {row: text.where((text >= 0) & (text < reading.vocab_size), -1) for row, text in ids.items()}
-        texts = {row: array("i", text.tolist()) for row, text in known.items()}
+        self.vocab_size = reading.vocab_size
+        texts = {row: self._text(reading.batch, row) for row in reading.batch.rows}
         self.max_new_tokens = reading.processors.max_new_tokens
         rule = reading.rule
         self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
@@ -155,11 +159,29 @@ class SuffixCall:
         if done.finished:
             self._finish()
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """New prompts have the places of rows, whose texts go to the pool."""
+        for row in rows:
+            if self.draft.pool is not None:
+                self.draft.pool.add(self._known(row))
+            text = self._text(batch, row)
+            if self.apart:
+                self.rows[row] = Rows({row: text}, copy.deepcopy(self.draft.acceptance))
+            else:
+                self.rows[row].replace(row, text)
+
+    def _known(self, row: int) -> list[int]:
+        return [token for token in self.rows[row].texts[row] if token >= 0]
+
+    def _text(self, batch: Batch, row: int) -> array:
+        text = batch.row(row)
+        return array("i", text.where((text >= 0) & (text < self.vocab_size), -1).tolist())
+
     def _finish(self) -> None:
         if self.times is not None and self.costs is not None:
             self.costs.remember_rounds(self.times)
         if self.draft.pool is not None:
-            self.draft.pool.add(*([t for t in rows.texts[row] if t >= 0] for row, rows in enumerate(self.rows)))
+            self.draft.pool.add(*(self._known(row) for row in range(len(self.rows))))
 
 
 def _emitted(done: Round) -> Iterator[list[int]]:

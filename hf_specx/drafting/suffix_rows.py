@@ -87,6 +87,12 @@ class Rows:
         if len(self.fresh.order) > max(FRESH, len(self.sorted.order) // GROWTH):
             self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
 
+    def replace(self, row: int, text: array) -> None:
+        """Another text has the place of a row; all are indexed anew."""
+        self.texts[row] = text
+        self.proposed.pop(row, None)
+        self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+
 
 class Acceptance:
     """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""

@@ -32,6 +32,10 @@ class DeadEnds:
                 if count < settled[row]:
                     raise error
 
+    def admit(self, row: int) -> None:
+        """A new prompt has the place of a row."""
+        self.found.pop(row, None)
+
     def refuse(self, batch: Batch, undefined: list[bool], over: list[bool]) -> None:
         """Raise the error of a row that is about to emit a token where there is none to choose.
 

@@ -1,12 +1,23 @@
 """The loop: draft, one target forward, verify and append until a stop (Leviathan et al. 2022, Algorithm 1)."""
 
+from collections.abc import Iterator
+
 import torch
+
+from hf_specx.common.round import Round
 
 from .run import Run
 
 
 def decode(run: Run) -> torch.Tensor:
-    """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it.
+    """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it."""
+    for _ in rounds(run):
+        pass
+    return run.finish()
+
+
+def rounds(run: Run) -> Iterator[Round]:
+    """Each round of a call, until every row has stopped and nothing waits for its place.
 
     After a round the target's cache holds exactly each row's prompt and emitted tokens except the last. The draft's
     holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention.
@@ -23,4 +34,5 @@ def decode(run: Run) -> torch.Tensor:
         done = run.batch.append(draft, judgement, run.stopping)
         run.publish(done, forward, scores)
         run.lap("verify")
-    return run.finish()
+        run.admit()  # new prompts in the places of rows that ended
+        yield done

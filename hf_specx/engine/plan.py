@@ -1,8 +1,12 @@
 """What one call asks for, and how it is decoded: its verification, its layouts, and whether position by position."""
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
@@ -12,10 +16,19 @@ from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
+from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt
-from hf_specx.validation.calls import check_past
+from hf_specx.validation.calls import check_call, check_outputs, check_past
+from hf_specx.validation.inputs import check_inputs
+from hf_specx.validation.models import check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
-from hf_specx.validation.rows import check_fixed, check_in_order, check_seeds, check_synced
+from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
+
+
+LOCKSTEP_COST = (
+    "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
+    "has been shown to be exact here; layout='lockstep' says that this is wanted."
+)
 
 
 class Listener(Protocol):
@@ -133,6 +146,48 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     return plan
 
 
+def check_models(
+    prompt: Prompt,
+    drafter: Drafter,
+    longest: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    draft_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Raise a `ValueError` if the target cannot be decoded, or the draft is none for it.
+
+    Args:
+        prompt: the target's.
+        drafter: who proposes.
+        longest: tokens that a row can come to hold; None is what the prompt says.
+        tokenizer, draft_tokenizer: of the models, where they are known.
+    """
+    check_target(prompt.model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
+    drafter.meet(vocabulary(prompt.model))
+    if drafter.model is not None:
+        check_pair(prompt.model, drafter.model, tokenizer, draft_tokenizer)
+
+
+def check_asked(call: Call, prompt: Prompt, processors: Sequence[LogitsProcessor]) -> None:
+    """Raise a `ValueError` if what was given to `generate` cannot be done exactly."""
+    model, config = prompt.model, prompt.generation_config
+    asked = call.verification if config.do_sample else "greedy"
+    check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", call.streamer)
+    check_inputs(model, prompt.input_ids, config, prompt.kwargs)
+    check_outputs(model, config)
+    for processor in processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            check_guidance(processor, model, len(prompt.input_ids))
+
+
+def _width(prompt: Prompt) -> int:
+    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
+    if prompt.model.config.is_encoder_decoder:
+        return prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get("attention_mask")
+    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
+    return known if mask is None else mask.shape[-1]
+
+
 def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
     chosen, reason = choose_layout(prompt.model, layout)
     past: Any = prompt.kwargs.get("past_key_values")
@@ -151,3 +206,10 @@ def _check(plan: Plan, call: Call, rows: int) -> None:
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
         check_synced(plan.states, plan.stateful)
+
+
+def warn_of_lockstep(plan: Plan, asked: str, rows: int, said: set[str]) -> None:
+    """Warn of a layout that is slow, unless it was asked for or that was said before."""
+    if plan.lockstep and not plan.in_order and rows > 1 and asked == "auto" and LOCKSTEP_COST not in said:
+        said.add(LOCKSTEP_COST)
+        warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)

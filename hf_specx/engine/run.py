@@ -12,12 +12,14 @@ from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Forward
+from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 from hf_specx.sampling.stopping import Stopping
 
 from .dead_ends import DeadEnds
 from .outputs import Outputs
+from .places import Places
 from .plan import Listener
 from .ranks import Ranks
 from .report import SpeculationReport
@@ -36,6 +38,7 @@ class Run:
         reading: what the drafter is told of the call; `vocab_size` is that of the target's logits once there are some.
         make_schedule: makes the schedule once both models have read the prompts; it may time their forwards.
         listeners: other objects that are told of each round.
+        places: requests that wait for the places of rows that end; None if none do.
         finished: whether all rows have ended.
     """
 
@@ -53,19 +56,38 @@ class Run:
     reading: Reading
     make_schedule: Callable[["Run"], Schedule]
     listeners: tuple[Listener, ...] = ()
+    places: Places | None = None
     finished: bool = False
+    begun: bool = False
     schedule: Schedule = field(init=False)
     started: float = field(default_factory=time.perf_counter)
 
     def admit(self) -> None:
-        """Read the prompts with both models."""
+        """Read the prompts with both models; after a round those that have the places of rows that ended."""
+        if self.begun:
+            self._replace()
+            return
         self.stream.prompt(self.batch)
         self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
         self.reading.vocab_size = self.target.after_prompt.shape[-1]
         self.drafter.read(self.reading)
         self.schedule = self.make_schedule(self)
-        self.lapped = time.perf_counter()
+        self.lapped, self.begun = time.perf_counter(), True
+
+    def _replace(self) -> None:
+        coming = {} if self.places is None else self.places.replace(self.batch)
+        for row, entry in coming.items():
+            self.rule.admit(row, entry.seed)
+            for processors in (self.processors, self.reading.processors):
+                assert isinstance(processors, RequestProcessors)
+                processors.admit(row, entry.processors, entry.limit)
+            self.schedule.admit(row, entry.limit)
+            self.dead_ends.admit(row)
+        if coming:
+            self.target.admit(self.batch, list(coming))
+            self.drafter.admit(self.batch, list(coming))
+            self.lap("read")
 
     def active(self) -> bool:
         """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
@@ -85,6 +107,7 @@ class Run:
         """
         done.forward, done.scores, self.finished = forward, scores, done.finished
         told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
+        told += [] if self.places is None else [self.places]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
         if not done.finished and self.schedule.rests(self.batch):

@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
@@ -21,7 +22,8 @@ from hf_specx.sampling.stopping import Stopping
 
 from .dead_ends import DeadEnds
 from .outputs import Outputs
-from .plan import Call, Plan
+from .places import Places
+from .plan import Call, Plan, make_plan
 from .ranks import Ranks
 from .report import SpeculationReport
 from .run import Run
@@ -41,6 +43,7 @@ def start(
     stopping: Stopping,
     costs: Costs,
     earlier: Schedule | None,
+    places: Places | None = None,
 ) -> Run:
     """Everything up to the first forward.
 
@@ -48,23 +51,11 @@ def start(
         call, plan: what was asked for, and how it is decoded.
         prompt: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
-        drafter, processors, stopping: of the call, as `generate` prepared them.
+        drafter, processors, stopping: of the call, as `generate` prepared them; `places`: of requests with their own.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
-    limits = (stopping.eos_token_id, stopping.max_new_tokens)
-    reading = Reading(
-        batch=make_batch(prompt, plan.lockstep),
-        target=make_decoder(plan.layout, prompt, compiled=plan.compiled),
-        vocab_size=vocabulary(prompt.model),
-        rule=_rule(call, plan, prompt, drafter.max_candidates),
-        processors=Processors([p for p in processors if can_look_ahead(p)], *limits),
-        threshold=call.drafting.threshold,
-        prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
-        layout=plan.draft_layout,
-        compiled=plan.compiled,
-        costs=costs,
-    )
-    of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)
+    of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
+    reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
     return Run(
         target=reading.target,
         drafter=drafter,
@@ -80,7 +71,43 @@ def start(
         reading=reading,
         make_schedule=partial(_schedule, call, plan, costs, earlier),
         listeners=call.listeners,
+        places=places,
     )
+
+
+def _reading(
+    call: Call,
+    plan: Plan,
+    prompt: Prompt,
+    inputs_tensor: torch.Tensor | None,
+    drafter: Drafter,
+    processors: Processors,
+    costs: Costs,
+) -> Reading:
+    """What the drafter is told of the call, with the decoder of the target."""
+    return Reading(
+        batch=make_batch(prompt, plan.lockstep),
+        target=make_decoder(plan.layout, prompt, compiled=plan.compiled),
+        vocab_size=vocabulary(prompt.model),
+        rule=_rule(call, plan, prompt, drafter.max_candidates),
+        processors=processors,
+        threshold=call.drafting.threshold,
+        prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
+        layout=plan.draft_layout,
+        compiled=plan.compiled,
+        costs=costs,
+    )
+
+
+def _processors(
+    processors: Sequence[LogitsProcessor], prompt: Prompt, layout: str, stopping: Stopping, places: Places | None
+) -> tuple[Processors, Processors]:
+    """Those of the target, and those of the draft."""
+    if places is not None:
+        return places.processors(), places.processors(look_ahead=True)
+    limits = (stopping.eos_token_id, stopping.max_new_tokens)
+    ahead = [processor for processor in processors if can_look_ahead(processor)]
+    return Processors(_target_processors(processors, prompt, layout), *limits), Processors(ahead, *limits)
 
 
 def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
@@ -120,6 +147,22 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
         if step is not None:
             costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
             known = costs
-    room = None if call.synced else run.stopping.max_new_tokens
+    room = None if call.synced else [run.stopping.max_new_tokens] * len(run.batch.rows)
+    if run.places is not None:
+        room = list(run.places.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     return make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+
+
+def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:
+    """Time bare forwards of both models after a prompt, and put the times into `costs`."""
+    rows, width = prompt.input_ids.shape
+    stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
+    run = start(
+        call, make_plan(call, prompt, drafter, []), prompt, prompt.input_ids, drafter, [], stopping, costs, None
+    )
+    run.target.read()
+    drafter.read(run.reading)
+    step = drafter.cost(run.batch)
+    assert step is not None
+    costs.measure(rows, partial(run.target.rehearse, run.batch), step)

@@ -18,8 +18,8 @@ from hf_specx.common.round import Draft, Round
 
 from .forward_outputs import EXTRAS, Forward, Notes
 from .inputs import has_rows, select
-from .position_tables import PositionTables
-from .prompts import Prompt
+from .position_tables import PositionTables, position_table
+from .prompts import UNLIMITED, Prompt
 
 
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
@@ -31,7 +31,8 @@ class Decoder:
 
     Attributes:
         width: slots that the prompts take in the cache, pads among them; known once they are read.
-        after_prompt: logits [B, 1, V] after the last tokens of the prompts.
+        after_prompt: logits [B, 1, V] after the last tokens of the prompts; `opening` says whether all rows are those
+            that these were read with.
         held: [B], how many tokens after its prompt each row was fed so far, candidates among them.
         notes: what the forwards gave besides logits, where the call wants it.
     """
@@ -51,14 +52,15 @@ class Decoder:
         asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
         asked = asked if prompt.generation_config.return_dict_in_generate else {}
         self.notes = Notes(self.model.config, asked, self.cache, prompt.gives_hidden)
-        self.max_positions = None if known_ids is None else position_table(self.model)
+        bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
+        self.max_positions = None if bounded else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
         self.left: dict[int, Columns] = {}
         self.every: dict[str, Any] = {}
         self.per_row: set[str] = set()
         self.holes: torch.Tensor | None = None  # [B, width] bool, hidden slots after the pads, if there are any
         self.crossed: Columns = []
-        self.width = 0
+        self.width, self.opening = 0, True
         decodes = self.model.config.is_encoder_decoder
         side = "decoder_" if decodes else ""
         self.mask_name, self.position_name = f"{side}attention_mask", f"{side}position_ids"
@@ -96,6 +98,16 @@ class Decoder:
         if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
             self.crossed = columns_of(self.cache.cross_attention_cache)
 
+    can_admit = False  # whether `widen` and `admit` work
+
+    def widen(self, count: int) -> None:
+        """Put `count` slots that hold no token before the prompts of all rows."""
+        raise NotImplementedError
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Read the prompts of rows that have just been put in the places of others; nothing is emitted there yet."""
+        raise NotImplementedError
+
     def _first(self) -> torch.Tensor:
         """The first forward of `generate`: logits [B, 1, V] after the last tokens."""
         given = self.kwargs | self.notes.asked | {self.cache_name: self.cache}
@@ -122,7 +134,7 @@ class Decoder:
         Before any token is emitted and without candidates it needs no forward: reading the prompts has given these.
         """
         most = draft.tokens.shape[1]
-        if not most and not any(batch.counts):
+        if self.opening and not most and not any(batch.counts):
             return Forward(self.after_prompt, self.notes.last_hidden(first=True))
         return Forward(self.feed(batch, 1 + most, most, 1 + most), self.notes.last_hidden())
 
@@ -149,7 +161,7 @@ class Decoder:
         """Logits [R, 1, V] after `ahead` candidates, or after the emitted tokens; feeds what is missing."""
         if ahead:
             return self.feed(batch, 1, ahead, keep=1)
-        if not any(batch.counts):
+        if self.opening and not any(batch.counts):
             return self.after_prompt
         return self.feed(batch, self.missing(batch), 0, keep=1)
 
@@ -278,14 +290,6 @@ class Decoder:
             first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def position_table(model: PreTrainedModel) -> int | None:
-    """How many positions a learned table has; None where positions are computed."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "rope_parameters"):
-        return None
-    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
 
 
 def vocabulary(model: PreTrainedModel) -> int:

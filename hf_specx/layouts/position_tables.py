@@ -65,3 +65,11 @@ def by_column(
         here = (columns == column).to(found.device)[:, None]
         vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
     return vectors.view(rows, count, -1)
+
+
+def position_table(model: PreTrainedModel) -> int | None:
+    """How many positions a learned table has; None where positions are computed."""
+    config = model.config.get_text_config(decoder=True)
+    if hasattr(config, "rope_parameters"):
+        return None
+    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)

@@ -1,6 +1,7 @@
 """What a model reads: inputs that `generate` has prepared; for a draft, those of its target, prepared once more."""
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_specx.common.errors import refusal
 
 
+UNLIMITED = sys.maxsize
 NOT_SHARED = {
     "attention_mask",
     "position_ids",
@@ -34,7 +36,7 @@ class Prompt:
         generation_config: with the lengths and special tokens of this call.
         kwargs: inputs of the model's forward, the cache among them.
         keeps_past: whether the cache is wanted at the end.
-        max_new_tokens: no text gets more new tokens.
+        max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
         gives_hidden: whether forwards hand over their last hidden states.
     """
 

@@ -13,11 +13,13 @@ from hf_specx.common.batch import Batch
 
 from .attention import grouped_queries
 from .decoder import DROPPED, Decoder
-from .prompts import Prompt
+from .prompts import Prompt, prepare
 
 
 class RaggedDecoder(Decoder):
     """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
+
+    can_admit = True
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
@@ -32,6 +34,8 @@ class RaggedDecoder(Decoder):
             last = torch.arange(first, ahead, device=tokens.device)
             emitted = (batch.ends - batch.width)[:, None] + last  # [R, q], with the candidates
             longest, even = max(counts), len(set(counts)) == 1
+            if -first > batch.shortest():  # a row with fewer tokens is fed its first one again and again
+                emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         else:
             longest, even = batch.together, True
             emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
@@ -56,6 +60,39 @@ class RaggedDecoder(Decoder):
         if self.notes.asked:
             self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
+
+    def widen(self, count: int) -> None:
+        self.cache.widen(count)
+        self.width += count
+        self.pads, self.absent = self.pads + count, self.absent + count
+        self.padding = [number + count for number in self.padding]
+        if self.holes is not None:
+            self.holes = torch.nn.functional.pad(self.holes, (count, 0))
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        if batch.width > self.width:
+            self.widen(batch.width - self.width)
+        index = torch.tensor(rows, device=batch.ids.device)
+        width = max(batch.prompt_lengths[row] for row in rows)
+        ids = batch.ids[index, batch.width - width : batch.width]
+        mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
+        given = {"input_ids": ids, "attention_mask": mask.long()}
+        fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
+        fresh.read()
+        self.opening = False
+        self._take(fresh, [batch.rows.index(row) for row in rows], self.width - width, self.width)
+        self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
+        self.absent = self.absent.index_copy(0, index, fresh.absent + self.width - width)
+        for row, number in zip(rows, fresh.padding, strict=True):
+            self.held[row], self.padding[row] = 0, number + self.width - width
+        if self.holes is not None:
+            self.holes = self.holes.index_fill(0, index, False)
+        if self.first_position is not None and fresh.first_position is not None:
+            self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
+
+    def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
+        """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
+        self.cache.take(fresh.cache, indices, start, end)
 
     def _mask(self, batch: Batch, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """None if one token of each row sees all that the cache holds."""

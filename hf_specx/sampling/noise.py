@@ -93,6 +93,11 @@ class SeededNoise:
     def begin(self) -> None:
         pass
 
+    def admit(self, row: int, seed: int) -> None:
+        """A new prompt with a seed of its own has the place of a row."""
+        self.generators[row].manual_seed(seed)
+        self.held[row], self.first[row] = deque(), 0
+
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """As `StockNoise.at`."""
         end = ahead + probs.shape[1]

@@ -40,6 +40,9 @@ class Rule(Protocol):
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
 
+    def admit(self, row: int, seed: int) -> None:
+        """A new prompt with a seed of its own has the place of a row; only where all rows have seeds."""
+
     def alone(self) -> AbstractContextManager[None]:
         """A context for calls of stateful processors and criteria; raises if they take noise that is redrawn here."""
 
@@ -61,6 +64,9 @@ class GreedyRule:
         overlap = (draft.tokens == choices[:, :-1]).float()
         undefined = torch.zeros_like(choices, dtype=torch.bool)
         return Judgement(*verify_match(draft.tokens, choices, draft.proposed), overlap, undefined)
+
+    def admit(self, row: int, seed: int) -> None:
+        pass
 
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -104,6 +110,11 @@ class RejectionRule:
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 
+    def admit(self, row: int, seed: int) -> None:
+        fresh = independent_streams(3, self.device, [seed])
+        for stream, alone in zip((self.drafts, self.uniforms, self.residuals), fresh, strict=True):
+            stream.generators[row] = alone.generators[0]
+
     def alone(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -135,6 +146,10 @@ class CoupledRule:
         probs, undefined = distribution(scores)
         verdict = verify_match(draft.tokens, race(probs, self.noise.at(batch, probs, 0)), draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
+
+    def admit(self, row: int, seed: int) -> None:
+        assert isinstance(self.noise, SeededNoise)
+        self.noise.admit(row, seed)
 
     def alone(self) -> AbstractContextManager[None]:
         return self.noise.alone()

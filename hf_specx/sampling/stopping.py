@@ -67,13 +67,17 @@ class Stopping:
         Returns:
             kept [R] int64, how many of them the row emits, and ended [R] bool, whether the last of these ends it.
         """
-        room = self.max_new_tokens + batch.width - batch.ends
+        room = self._room(batch)
         kept = torch.minimum(num_new, room)
         if self.eos_token_id is None:
             return kept, kept == room
         hit = torch.isin(tokens, self.eos_token_id.to(tokens.device))
         first = torch.where(hit.any(-1), hit.int().argmax(-1) + 1, tokens.shape[1] + 1)
         return torch.minimum(kept, first), (first <= kept) | (kept == room)
+
+    def _room(self, batch: Batch) -> torch.Tensor:
+        """How many tokens each decoding row may still emit: [R]."""
+        return self.max_new_tokens + batch.width - batch.ends
 
     def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
         """Note which rows stopped within their new tokens, and cut the rows that leave the batch.

@@ -129,7 +129,7 @@ def test_what_a_call_begins_with(monkeypatch: pytest.MonkeyPatch, layout: str, e
     made: list[Auto] = []
 
     def note(*args: Any) -> Auto:
-        assert args[1:4] == ("block", 4, NEW_TOKENS)
+        assert args[1:3] == ("block", [NEW_TOKENS] * 4)
         made.append(Auto(*args))
         assert made[0].chooser.survival.expected_tokens()[1] == pytest.approx(1 + expected)
         return made[0]

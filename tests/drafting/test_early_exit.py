@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
 from tiny import prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
+from vision import seeing
 
-from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.cache.slots import SlotCache
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
 from hf_specx.layouts.ragged import RaggedDecoder
@@ -155,6 +157,22 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     assert torch.equal(texts([0, 1, 2, 3]), torch.cat([texts([row]) for row in range(4)]))
 
 
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_prompts_in_the_places_of_rows_that_ended(settings: dict):
+    """They are read by the target alone."""
+    texts = [row[mask.bool()].tolist() for row, mask in zip(*prompts(6).values(), strict=True)]
+    requests = [Request(text, max_new_tokens=5 + 4 * number, seed=number) for number, text in enumerate(texts)]
+    strategy, call = made(verification="coupled"), {"pad_token_id": 0} | settings
+    with Fed(target()) as fed:
+        done = list(strategy.generate_many(target(), requests, batch_size=2, ordered=True, **call))
+    for text, request, one in zip(texts, requests, done, strict=True):
+        torch.manual_seed(request.seed)
+        plain = target().generate(torch.tensor([text]), max_new_tokens=request.max_new_tokens, **call)
+        assert one.tokens == plain[0, len(text) :].tolist()
+    assert sorted(fed.first) == sorted(fed.last + [1] * (len(fed.first) - len(fed.last)))
+    assert len(fed.first) > len(fed.last)
+
+
 def stored(monkeypatch: pytest.MonkeyPatch, draft: Any) -> int:
     """Numbers in all caches of slots that a call has made."""
     caches, init = [], SlotCache.__init__
@@ -207,3 +225,21 @@ def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RejectionRule, "judge", as_flat)
     assert min(p_values(draw(verification), exact_distribution([], target=enumerable()))) < 1e-8
+
+
+def test_an_encoder_decoder_is_refused():
+    model = zoo.build("seq2seq", "t5")
+    with pytest.raises(ValueError, match="T5.*, an encoder-decoder, is not supported; give a draft model"):
+        EarlyExitDraft(1).first_layers(model)
+
+
+def test_of_the_text_where_the_eye_has_as_many_layers():
+    model = seeing("llava")
+    assert len(model.model.vision_tower.encoder.layers) == len(model.model.language_model.layers) == 2
+    path, layers = find_layers(model)
+    assert path == ["model", "language_model", "layers"]
+    assert layers is model.model.language_model.layers
+    with Fed(model) as fed:
+        output = run(model, prompts(2), made(1), do_sample=False)
+    assert torch.equal(output, run(model, prompts(2), do_sample=False))
+    assert len(fed.first) > len(fed.last)

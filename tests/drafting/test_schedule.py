@@ -79,7 +79,7 @@ def some_batch(rows: int = 3) -> Batch:
     return batch
 
 
-def moving(schedule: str, number: int = 2, room: int | None = None, earlier: Schedule | None = None) -> Schedule:
+def moving(schedule: str, number: int = 2, room: list[int] | None = None, earlier: Schedule | None = None) -> Schedule:
     return make_schedule(Drafting(number, schedule), None, "greedy", some_batch(), room, earlier)
 
 
@@ -108,7 +108,7 @@ def test_each_row_goes_by_its_own_rounds():
 
 def test_rows_draft_no_more_than_they_can_emit():
     """And nothing before their first token, or where they are over."""
-    numbers, batch = moving("constant", 3, room=4), some_batch()
+    numbers, batch = moving("constant", 3, room=[4] * 4), some_batch()
     assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
     assert numbers(batch) == [2, 2, 2]
     batch.counts = [1, 2, 4]
@@ -165,7 +165,7 @@ def test_a_row_that_has_rested_goes_on_if_its_draft_has_become_good():
 def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
     """Not where rows advance by the least of the batch: there all draft the same number, or none."""
     costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
-    auto, batch, seen = Auto(costs, "greedy", 3, 100, together), some_batch(), []
+    auto, batch, seen = Auto(costs, "greedy", [100] * 3, together), some_batch(), []
     for _ in range(30):
         seen.append(auto(batch))
         auto.observe(made_round(seen[-1], [seen[-1][0], seen[-1][1], 0], batch=batch))
@@ -177,7 +177,7 @@ def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
 def test_rows_that_were_finished_before_do_not_count():
     """In lockstep the least of the others decides; a row that is fed pads gains nothing, and has no candidates."""
     costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
-    auto, batch = Auto(costs, "greedy", 3, 100, together=True), some_batch()
+    auto, batch = Auto(costs, "greedy", [100] * 3, together=True), some_batch()
     batch.over = torch.tensor([False, False, True])
     for _ in range(30):
         first, second, over = auto(batch)

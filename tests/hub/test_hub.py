@@ -2,7 +2,9 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,8 @@ from packaging import version
 from tiny import near
 from transformers import AutoModelForCausalLM
 
+import hf_specx
+
 
 Clients = Callable[..., Client]
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
@@ -43,8 +47,8 @@ def has_package() -> bool:
 
 
 def asked(hub: Hub, method: str, part: str) -> int:
-    """How many requests there were for paths with a part."""
-    return sum(seen.method == method and part in seen.path for seen in hub.requests)
+    """How many requests there were for paths with a part; with any method if none is given."""
+    return sum(method in ("", seen.method) and part in seen.path for seen in hub.requests)
 
 
 @pytest.mark.parametrize("package", [True, False])
@@ -59,6 +63,19 @@ def test_another_process_says_the_same(pushed: Hub, client: Clients, form: Calla
         return
     assert user(form, NAME) == expected()
     assert asked(pushed, "GET", "custom_generate/generate.py") == (form not in OURS)
+
+
+def test_first_load(pushed: Hub, client: Clients, capsys: pytest.CaptureFixture[str]):
+    """With an empty cache, a request or two for each room and each file of the models; printed with its time."""
+    user = client(package=False)
+    pushed.requests.clear()
+    started = time.perf_counter()
+    assert user(by_string, NAME) == expected()
+    seconds, code = time.perf_counter() - started, asked(pushed, "", "/custom_generate/")
+    with capsys.disabled():
+        print(f"\nfirst load by string: {len(pushed.requests)} requests, {code} for code, {seconds:.1f} s")
+    assert code <= 2 * len(list(Path(hf_specx.__file__).parent.glob("*/__init__.py")))
+    assert len(pushed.requests) <= code + 24
 
 
 def by_override_untrusted(name: str) -> bool:

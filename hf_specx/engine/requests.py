@@ -1,0 +1,178 @@
+"""Many requests in one batch: each is prepared as in a batch of one, and has the place of a row that ended."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from hf_specx.common.errors import is_int, require
+from hf_specx.layouts.position_tables import position_table
+from hf_specx.layouts.prompts import Prompt
+from hf_specx.sampling.stopping import Stopping
+from hf_specx.validation.models import check_target
+from hf_specx.validation.rows import MAX_SEED
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt for `SpeculativeDecoding.generate_many`.
+
+    Attributes:
+        input_ids: the prompt, [L] ints, without pads.
+        max_new_tokens: its own limit; None is that of the call.
+        seed: its text is that of a batch of one under `seeds=[seed]`; None draws one from the default generator.
+        stop_strings: its own; None are those of the call. They need a tokenizer.
+    """
+
+    input_ids: Sequence[int] | torch.Tensor
+    max_new_tokens: int | None = None
+    seed: int | None = None
+    stop_strings: str | list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of a request.
+
+    Attributes:
+        index: the number of the request, counted from 0.
+        tokens: the new tokens, an end token among them.
+        finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
+        logprobs: of each token, under the distribution after all processors; None unless asked for.
+        raw_logprobs: of each token, under the model's own distribution; None unless asked for.
+        error: why the request was refused; None if it was not.
+    """
+
+    index: int
+    tokens: list[int]
+    finish_reason: str
+    logprobs: list[float] | None = None
+    raw_logprobs: list[float] | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A request as `generate` prepared it for a batch of one."""
+
+    index: int
+    input_ids: torch.Tensor
+    seed: int
+    processors: LogitsProcessorList
+    stopping: Stopping
+
+    @property
+    def limit(self) -> int:
+        """The most tokens that it may emit."""
+        return self.stopping.max_new_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its prompt and its limit."""
+        return len(self.input_ids) + self.limit
+
+
+class Waiting:
+    """Requests that are still to be read, taken from an iterable as they are needed.
+
+    Args:
+        model: the target.
+        requests: lists of tokens, or `Request`.
+        options: arguments of `generate` for all of them.
+        max_batch_tokens: the most slots of a cache, rows times their length; None is no limit.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
+    ):
+        self.model, self.requests, self.options = model, enumerate(requests), options
+        self.max_batch_tokens = max_batch_tokens
+        self.next: Entry | None = None
+        self.refused: list[Completion] = []
+
+    def peek(self) -> Entry | None:
+        """The next request that can be served; those before it that never can be are refused. None at the end."""
+        while self.next is None:
+            index, request = next(self.requests, (0, None))
+            if request is None:
+                return None
+            try:
+                self.next = self._prepare(index, request if isinstance(request, Request) else Request(request))
+            except ValueError as error:
+                self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
+        return self.next
+
+    def take(self) -> Entry:
+        """The request that `peek` has shown."""
+        entry, self.next = self.next, None
+        assert entry is not None
+        return entry
+
+    def take_while_fits(self, rows: int) -> list[Entry]:
+        """As many requests as may share a batch of at most so many rows."""
+        entries: list[Entry] = []
+        while len(entries) < rows and (entry := self.peek()) is not None and self.fits([*entries, entry]):
+            entries.append(self.take())
+        return entries
+
+    def hand_on(self) -> Iterator[Completion]:
+        """What was refused since the last time."""
+        refused, self.refused = self.refused, []
+        yield from refused
+
+    def fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
+        """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
+        width = max(width, *(len(entry.input_ids) for entry in entries))
+        longest = width + max(entry.limit for entry in entries)
+        return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
+
+    def _prepare(self, index: int, request: Request) -> Entry:
+        """Have `generate` prepare a request for a batch of one.
+
+        Raises:
+            ValueError: if it cannot be served.
+        """
+        ids = torch.as_tensor(request.input_ids)
+        given = str(request.input_ids)[:40]
+        ok = ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point() and ids.dtype != torch.bool
+        require(ok, f"input_ids={given} is no list of token ids; give at least one int.")
+        own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}
+        options = self.options | {name: value for name, value in own.items() if value is not None}
+        ids = ids.to(self.model.device, torch.int64)
+        prompt, processors, criteria = prepared(self.model, ids[None], torch.ones_like(ids[None]), options)
+        stopping = Stopping(criteria, len(ids), prompt.generation_config.max_length)
+        seed = int(torch.randint(MAX_SEED - 1, ())) if request.seed is None else request.seed
+        require(is_int(seed) and 0 <= seed < MAX_SEED, f"seed={seed!r} is no int from 0 to 2**63 - 1.")
+        entry = Entry(index, ids, seed, processors, stopping)
+        check_target(self.model, entry.longest)
+        table = position_table(self.model)  # the last token is not fed
+        told = f"{len(ids)} tokens and {entry.limit} new ones are beyond the {table} positions of the target."
+        require(table is None or entry.longest - 1 <= table, told)
+        told = f"{len(ids)} tokens and {entry.limit} new ones are more than max_batch_tokens={self.max_batch_tokens}."
+        require(self.fits([entry]), told)
+        return entry
+
+
+def prepared(
+    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, options: dict[str, Any]
+) -> tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]:
+    """What `generate` would decode with: the prompt, processors and stopping criteria for [B, L] ids."""
+    found: list[tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]] = []
+
+    def hold(
+        _: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **inputs: Any,
+    ) -> torch.Tensor:
+        found.append((Prompt(model, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
+        return input_ids
+
+    model.generate(input_ids, attention_mask=attention_mask, **options, custom_generate=hold)  # type: ignore[operator]
+    return found[0]

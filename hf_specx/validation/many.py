@@ -1,0 +1,54 @@
+"""Checks of a call with many requests."""
+
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specx.common.errors import is_int, refusal, require
+
+
+OF_ONE_REQUEST: tuple[str, ...] = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "position_ids",
+    "past_key_values",
+)
+OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_generate", "custom_generate")
+OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
+
+
+@refusal
+def queue_in_another_layout(layout: str, draft_layout: str, reason: str) -> str | None:
+    if {layout, draft_layout} == {"ragged"}:
+        return None
+    return (
+        f"rows can be filled again in the ragged layout alone, and this call has {layout!r} for the target "
+        f"({reason}) and {draft_layout!r} for the draft; call generate for each batch instead."
+    )
+
+
+def check_queue(layout: str, draft_layout: str, reason: str) -> None:
+    """Check that prompts can be read in the places of rows that have ended."""
+    queue_in_another_layout(layout, draft_layout, reason)
+
+
+def check_many(
+    model: PreTrainedModel,
+    batch_size: int,
+    max_batch_tokens: int | None,
+    streamer: BaseStreamer | None,
+    kwargs: dict[str, Any],
+) -> None:
+    """Check the arguments of `generate_many`."""
+    require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
+    ok = max_batch_tokens is None or (is_int(max_batch_tokens) and max_batch_tokens >= 1)
+    require(ok, f"max_batch_tokens={max_batch_tokens!r} is no number of tokens; give 1 or more, or None.")
+    for name in OF_ONE_REQUEST:
+        told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
+        require(kwargs.get(name) is None, told)
+    require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
+    told = f"{type(model).__name__} has an encoder, and its rows cannot be filled again; call generate for each batch."
+    require(not model.config.is_encoder_decoder, told)

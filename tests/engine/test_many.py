@@ -1,0 +1,251 @@
+"""`generate_many`: each request gets the text of a batch of one, whatever has the other places."""
+
+import re
+
+import pytest
+import torch
+from tiny import VOCAB_SIZE, Forwards, near, tiny
+
+from hf_specx import (
+    Completion,
+    Drafter,
+    Request,
+    SampledCandidateGenerator,
+    SpeculativeDecoding,
+    SuffixDraft,
+    SuffixPool,
+)
+
+
+GREEDY = {"do_sample": False, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24}
+SAMPLED = GREEDY | {"do_sample": True, "top_k": 12, "temperature": 1.3}
+
+
+def requests(number: int, seed: int = 0) -> list[Request]:
+    """Prompts of 1 to 30 tokens with limits of 1 to 24."""
+    made = torch.Generator().manual_seed(seed)
+    lengths, limits = torch.randint(1, 31, (number,), generator=made), torch.randint(1, 25, (number,), generator=made)
+    return [
+        Request(torch.randint(1, VOCAB_SIZE, (int(length),), generator=made), int(limit), seed=100 + index)
+        for index, (length, limit) in enumerate(zip(lengths, limits, strict=True))
+    ]
+
+
+def alone(target, request: Request, **options) -> list[int]:
+    """What `generate` gives to a request."""
+    torch.manual_seed(request.seed or 0)
+    ids = torch.as_tensor(request.input_ids)[None]
+    options |= {"max_new_tokens": request.max_new_tokens} if request.max_new_tokens else {}
+    return target.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :].tolist()
+
+
+def completed(strategy, target, asked, **options) -> dict[int, Completion]:
+    found = {done.index: done for done in strategy.generate_many(target, asked, **options)}
+    assert sorted(found) == list(range(len(asked)))
+    return found
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_requests_get_the_text_of_generate(model_type: str, batch_size: int, options: dict):
+    target, asked = tiny(model_type), requests(20)
+    expected = [alone(target, request, **options) for request in asked]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=4, verification="coupled")
+    with Forwards(target) as forwards:
+        found = completed(strategy, target, asked, batch_size=batch_size, **options)
+    assert [found[index].tokens for index in range(20)] == expected
+    rounds = len(forwards.ids) - len(asked)  # at most one forward reads the prompt of each
+    assert rounds < sum(map(len, expected)) / min(batch_size, 3)
+    reasons = ["stop" if tokens[-1] in (5, 6) else "length" for tokens in expected]
+    assert [found[index].finish_reason for index in range(20)] == reasons
+
+
+PROCESSORS = {
+    "repetition": {"repetition_penalty": 1.4},
+    "ngrams": {"no_repeat_ngram_size": 2},
+    "least": {"min_new_tokens": 6},
+    "words": {"bad_words_ids": [[7], [8, 9]]},
+    "forced end": {"forced_eos_token_id": 5},
+    "prefix": {"prefix_allowed_tokens_fn": lambda row, ids: [int(i) for i in (ids[-1] + torch.arange(1, 20)) % 48]},
+    "decay": {"exponential_decay_length_penalty": (3, 1.3)},
+    "many": {"repetition_penalty": 1.2, "min_new_tokens": 4, "top_p": 0.9, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_processors_see_each_request_alone(name: str, options: dict):
+    target, options = tiny(), options | PROCESSORS[name]
+    asked = [request for request in requests(16) if request.max_new_tokens > 6]
+    expected = [alone(target, request, **options) for request in asked]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=4, verification="coupled")
+    found = completed(strategy, target, asked, batch_size=4, **options)
+    assert [found[index].tokens for index in range(len(asked))] == expected
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_rejection_gives_the_text_of_a_batch_of_one(verification: str, batch_size: int):
+    """Whatever is beside a request: its random numbers, and how many it needs, follow from it alone."""
+    target, asked = tiny(), requests(16)
+    draft = near(target, 0.2)
+    expected = []
+    for request in asked:
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+        options = SAMPLED | {"custom_generate": strategy, "seeds": [request.seed]}
+        expected.append(alone(target, request, **options))
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification=verification)
+    found = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED)
+    assert [found[index].tokens for index in range(16)] == expected
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("apart", [True, False])
+def test_suffix_drafts_follow_the_requests(options: dict, apart: bool):
+    target = tiny()
+    asked = [Request([*range(1, 9)] * 2 + [number], 20, seed=number) for number in range(1, 13)]
+    expected = [alone(target, request, **options) for request in asked]
+    pool = None if apart else SuffixPool(max_tokens=1000)
+    strategy = SpeculativeDecoding(SuffixDraft(pool=pool, min_match=1))
+    found = completed(strategy, target, asked, batch_size=4, **options)
+    assert [found[index].tokens for index in range(12)] == expected
+    assert strategy.report.drafted > 0
+
+
+def test_any_order_of_arrival():
+    target, asked = tiny(), requests(10)
+    draft = near(target, 0.2)
+    expected = [alone(target, request, **SAMPLED) for request in asked]
+    for seed in range(3):
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(seed)).tolist()
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        found = completed(strategy, target, [asked[number] for number in order], batch_size=3, **SAMPLED)
+        assert [found[place].tokens for place in range(10)] == [expected[number] for number in order]
+
+
+def test_log_probabilities_are_those_of_plain_decoding():
+    target, asked = tiny(), requests(6)
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification="coupled")
+    for index, done in completed(strategy, target, asked, batch_size=2, logprobs=True, **SAMPLED).items():
+        torch.manual_seed(asked[index].seed)
+        ids = asked[index].input_ids[None]
+        options = SAMPLED | {"max_new_tokens": asked[index].max_new_tokens, "attention_mask": torch.ones_like(ids)}
+        options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        plain = target.generate(ids, **options)
+        for found, steps in ((done.logprobs, plain.scores), (done.raw_logprobs, plain.logits)):
+            expected = [step[0].log_softmax(-1)[token] for step, token in zip(steps, done.tokens, strict=True)]
+            torch.testing.assert_close(torch.tensor(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+def test_requests_are_taken_as_places_become_free():
+    """Of an endless iterable no more than the batch and one more are read ahead."""
+    target, read = tiny(), []
+
+    def endless():
+        while True:
+            read.append(len(read))
+            yield Request([1 + len(read) % 40], 4, seed=len(read))
+
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    completions = strategy.generate_many(target, endless(), batch_size=3, ordered=True, **GREEDY)
+    for number in range(20):
+        assert next(completions).index == number
+        assert len(read) <= number + 8
+    completions.close()
+
+
+def test_a_bounded_cache():
+    """Requests that do not fit beside others wait, and one that never fits is refused by its number."""
+    target, seen = tiny(), []
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    strategy.listeners = (Watch(seen),)
+    asked = [Request([1] * length, 10) for length in (4, 4, 20, 4, 60, 4)]
+    found = completed(strategy, target, asked, batch_size=4, max_batch_tokens=60, **GREEDY)
+    assert found[4].finish_reason == "refused"
+    assert "request 4: 60 tokens and 10 new ones are more than max_batch_tokens=60" in found[4].error
+    expected = [alone(target, request, **GREEDY) for request in asked]
+    assert all(found[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
+    assert max(seen) <= 60
+
+
+class Watch:
+    """How many slots of the cache rows have taken."""
+
+    def __init__(self, seen: list[int]):
+        self.seen = seen
+
+    def observe(self, done):
+        self.seen.append(len(done.rows) * (done.batch.width + max(done.before)))
+
+
+def test_a_short_prompt_beside_a_draft_that_rested():
+    """When the draft reads several tokens again, a row with fewer has nothing before its first."""
+    target, asked = tiny(), [Request([3, 4, 5] * 9, 40), Request([7], 2), Request([9], 40), Request([11], 40)]
+    options = {"do_sample": False, "pad_token_id": 0}
+
+    class Sometimes(Drafter):
+        """Eight rounds without candidates, then one with."""
+
+        def __init__(self, drafter):
+            self.drafter, self.rounds = drafter, 0
+            self.model, self.has_probs = drafter.model, drafter.has_probs
+
+        def read(self, reading):
+            self.drafter.read(reading)
+            self.decoder = self.drafter.decoder
+
+        def propose(self, batch, lengths):
+            self.rounds += 1
+            return self.drafter.propose(batch, lengths if self.rounds % 9 == 0 else [0] * len(lengths))
+
+        def admit(self, batch, rows):
+            self.drafter.admit(batch, rows)
+
+        def observe(self, done):
+            self.drafter.observe(done)
+            if done.stay is None and not done.finished:
+                self.drafter.pause(done.batch)
+
+    expected = [alone(target, request, **options) for request in asked]
+    drafter = Sometimes(SampledCandidateGenerator(near(target, 0.1)))
+    strategy = SpeculativeDecoding(drafter, num_draft_tokens=4)
+    found = completed(strategy, target, asked, batch_size=2, **options)
+    assert [found[index].tokens for index in range(4)] == expected
+    assert strategy.report.accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "told"),
+    [
+        ([[]], {}, "input_ids=.* is no list of token ids"),
+        ([Request([1], seed=-1)], {}, "seed=-1"),
+        ([Request([1], max_new_tokens=200)], {}, "position"),
+        ([[1.5]], {}, "no list of token ids"),
+    ],
+)
+def test_requests_that_cannot_be_served(asked: list, options: dict, told: str):
+    target = tiny("gpt2")
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    found = completed(strategy, target, [[1, 2], *asked, [3]], **GREEDY | options)
+    assert found[1].finish_reason == "refused"
+    assert re.search(f"request 1: .*{told}", found[1].error)
+    assert [found[index].tokens for index in (0, 2)] == [
+        alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
+        ({"seeds": [1]}, "seeds= belongs to one call"),
+        ({"num_return_sequences": 2}, "num_return_sequences= belongs"),
+    ],
+)
+def test_arguments_that_are_refused(options: dict, told: str):
+    target = tiny()
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
+        list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
+    assert not forwards.ids
