@@ -253,6 +253,10 @@ class RoundTimes:
                 self.costs.rounds.setdefault(batch, {})[drafted] = statistics.median(seen)
         self.ended, self.drafted = now, drafted
 
+    def skip(self) -> None:
+        """Do not count the coming round, in whose time a prompt is read as well."""
+        self.ended = None
+
     def medians(self, enough: int) -> Iterable[tuple[int, int, float]]:
         """Batch size, number of candidates and median seconds, where at least `enough` rounds were seen."""
         for (batch, drafted), seen in self.seen.items():

@@ -205,6 +205,7 @@ class Auto(Schedule):
 
     def admit(self, row: int, room: int) -> None:
         super().admit(row, room)
+        self.times.skip()
         if self.resting is not None:
             self.resting.admit(row)
 

@@ -161,6 +161,8 @@ class SuffixCall:
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """New prompts have the places of rows, whose texts go to the pool."""
+        if self.times is not None:
+            self.times.skip()
         for row in rows:
             if self.draft.pool is not None:
                 self.draft.pool.add(self._known(row))
