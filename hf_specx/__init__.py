@@ -4,6 +4,7 @@ from hf_specx.common.round import Draft
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import SuffixPool
 from hf_specx.engine.report import SpeculationReport
@@ -26,6 +27,7 @@ __all__ = [
     "Draft",
     "DraftTargetPair",
     "Drafter",
+    "EarlyExitDraft",
     "Request",
     "SampledCandidateGenerator",
     "SpeculationReport",

@@ -14,6 +14,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.plan import Withheld
@@ -47,6 +48,7 @@ LOADER_OPTIONS = (
     "repo_type",
     "trust_remote_code",
 )
+EXITS: dict[int, EarlyExitDraft] = {}
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -60,9 +62,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
-            `draft_model` or `assistant_model`; else `prompt_lookup_num_tokens=n` means `SuffixDraft(n)`; else it is
-            looked for as `find_draft` says, and the options that its pair recommends are used. With
-            `custom_generate`, that is called instead.
+            `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
+            `prompt_lookup_num_tokens=n` means `SuffixDraft(n)`; else it is looked for as `find_draft` says, and the
+            options that its pair recommends are used. With `custom_generate`, that is called instead.
 
     Returns:
         As `generate`.
@@ -82,15 +84,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
-        draft = either(kwargs, "draft_model", "assistant_model")
-        options, costs = take_options(kwargs), Costs()
-        lookup = setting("prompt_lookup_num_tokens", model, kwargs)
-        if draft is None and lookup is not None:
-            kwargs["prompt_lookup_num_tokens"] = None
-            draft, options = SuffixDraft(lookup), {"num_draft_tokens": lookup} | options
-        elif draft is None:
-            draft, recommended, costs = find_draft(model, kwargs)
-            options = recommended | options
+        options = take_options(kwargs)
+        draft, recommended, costs = take_draft(model, kwargs)
+        options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
         if "costs" in options:
             return run(strategy, owner, model, inputs, kwargs, reached)
@@ -136,6 +132,27 @@ def ending(streamer: Any) -> Iterator[list[bool]]:
 def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
     """`inputs` as a positional argument, since a class may name its first argument differently."""
     return [] if inputs is None else [inputs]
+
+
+def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
+    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
+    draft = either(kwargs, "draft_model", "assistant_model")
+    if draft is not None:
+        return draft, {}, Costs()
+    exit_layer, lookup = (setting(x, model, kwargs) for x in ("assistant_early_exit", "prompt_lookup_num_tokens"))
+    if exit_layer is not None:
+        kwargs["assistant_early_exit"] = None
+        return early_exit(exit_layer), {}, Costs()
+    if lookup is not None:
+        kwargs["prompt_lookup_num_tokens"] = None
+        return SuffixDraft(lookup), {"num_draft_tokens": lookup}, Costs()
+    return find_draft(model, kwargs)
+
+
+def early_exit(exit_layer: Any) -> EarlyExitDraft:
+    """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
+    check_exit_layer("assistant_early_exit", exit_layer)
+    return EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,12 @@ from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Schedule, choose_drafting
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call
 from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.places import Places
-from hf_specx.engine.plan import Call, Listener, Plan, Withheld, check_asked, check_models, make_plan, warn_of_lockstep
-from hf_specx.engine.ranks import is_synced, shares_rows
+from hf_specx.engine.plan import Listener, Plan, Withheld, check_asked, make_call, make_plan, warn_of_lockstep
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request, Waiting
 from hf_specx.engine.run import Run
@@ -54,7 +54,7 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; or a `Drafter`: `SuffixDraft`, or one of your own.
+            `CandidateGenerator` that reads the text alone; `SuffixDraft`; `EarlyExitDraft`; or a `Drafter` of yours.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
@@ -221,28 +221,19 @@ class SpeculativeDecoding:
         """
         model = unwrapped(model)
         check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
-        drafter, options = make_drafter(self.draft_model), {"tokenizer": self.tokenizer} | generate_kwargs
-        models = [model] if drafter.model is None else [model, drafter.model]
-        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(models))
+        drafter, options = make_drafter(self.draft_model, model), {"tokenizer": self.tokenizer} | generate_kwargs
+        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
         return in_order(completions) if ordered else completions
 
-    @contextmanager
-    def attached(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-        """Within this context `model.generate` is speculative, for code that cannot pass `custom_generate=`.
+    def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
+        """A context in which `model.generate` is speculative, for code that cannot pass `custom_generate=`.
 
         Example:
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        before = vars(model).get("generate")
-        vars(model)["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
-        try:
-            yield model
-        finally:
-            del vars(model)["generate"]
-            if before is not None:
-                vars(model)["generate"] = before
+        return attached(model, self)
 
     def _start(
         self,
@@ -255,12 +246,11 @@ class SpeculativeDecoding:
         places: Places | None = None,
     ) -> tuple[Run, Plan]:
         """Check what was asked for, and put together what decodes it; nothing is read yet."""
-        drafter = make_drafter(self.draft_model)
+        drafter = make_drafter(self.draft_model, prompt.model)
         prompt.gives_hidden = drafter.needs_hidden
-        call = self._asked(withheld, prompt, drafter, seeds)
+        call = make_call(self, withheld, prompt, drafter, seeds)
         longest = None if places is None else max(entry.longest for entry in places.entries)
-        check_models(prompt, drafter, longest, self.tokenizer, self.draft_tokenizer)
-        check_asked(call, prompt, processors)
+        check_asked(call, prompt, processors, drafter, longest, self.tokenizer, self.draft_tokenizer)
         prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
@@ -280,23 +270,6 @@ class SpeculativeDecoding:
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule
 
-    def _asked(self, withheld: Withheld, prompt: Prompt, drafter: Drafter, seeds: list[int] | None) -> Call:
-        """What one call asks for."""
-        config = prompt.generation_config
-        models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
-        return Call(
-            verification=self.verification,
-            layout=self.layout,
-            compile=self.compile,
-            streamer=self.streamer,
-            stream_by=self.stream_by,
-            drafting=choose_drafting(self.num_draft_tokens, withheld.drafting, config, drafter.model),
-            seeds=seeds,
-            synced=is_synced(withheld.synced_gpus, *models),
-            shared=shares_rows(*models),
-            listeners=self.listeners,
-        )
-
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""
         if self._served is not None and self._served() is not model:
@@ -310,10 +283,9 @@ class SpeculativeDecoding:
         Raises:
             ValueError: if the draft has no forwards to time.
         """
-        model, drafter = unwrapped(model), make_drafter(self.draft_model)
+        drafter = make_drafter(self.draft_model, model := unwrapped(model))
         check_calibration(drafter.model)
         self.meet(model)
-        prompt = prepare(
-            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        )
-        calibrate(self._asked(Withheld(), prompt, drafter, None), prompt, drafter, self.costs)
+        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
+        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, drafter, self.costs)

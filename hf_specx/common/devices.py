@@ -2,7 +2,7 @@
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -42,10 +42,11 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
+def free_tokens(target: PreTrainedModel, draft: PreTrainedModel | None) -> int | None:
     """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
-    free = _free_bytes(execution_device(models[0]))
-    return None if free is None else max(1, free // 2 // sum(map(_bytes_per_token, models)))
+    free = _free_bytes(execution_device(target))
+    needed = _bytes_per_token(target) + (0 if draft is None else _bytes_per_token(draft))
+    return None if free is None else max(1, free // 2 // needed)
 
 
 def _free_bytes(device: torch.device) -> int | None:

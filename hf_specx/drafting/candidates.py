@@ -21,11 +21,11 @@ from .drafter import Drafter, Reading
 from .forced import Growth, stands_apart
 
 
-def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter") -> Drafter:
-    """A drafter for one call: of a draft model, of a `CandidateGenerator`, or the drafter that was given."""
+def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter", target: PreTrainedModel) -> Drafter:
+    """A drafter for one call with a target: of a draft model, of a `CandidateGenerator`, or of the drafter given."""
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft
+    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft.of(target)
 
 
 def no_candidates(batch: Batch) -> Draft:
@@ -48,6 +48,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     """
 
     has_probs = True
+    source = "model"  # of its drafts
 
     def __init__(
         self,
@@ -66,12 +67,15 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def read(self, reading: Reading) -> None:
         """Read the prompts of all rows."""
-        assert reading.prompt is not None
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
         self.threshold, self.forces = reading.threshold, reading.forces
         self.apart = stands_apart(self.rule)
-        self.decoder = make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
+        self.decoder = self._decoder(reading)
         self.decoder.read()
+
+    def _decoder(self, reading: Reading) -> Decoder:
+        assert reading.prompt is not None
+        return make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row, writing the candidates after the rows' ends.
@@ -105,7 +109,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         if not tokens:
             return no_candidates(batch)
         both = torch.cat(probs, 1) if probs else None
-        source = "model" if growth.steps else "forced"
+        source = self.source if growth.steps else "forced"
         return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:

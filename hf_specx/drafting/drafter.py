@@ -22,6 +22,7 @@ class Reading:
 
     Attributes:
         batch: the target's prompts.
+        target: has read them, with its cache.
         vocab_size: of the target; candidates are ids below it.
         rule: draws candidates from scores.
         processors: of the call, for the draft's logits; those that keep state are left out.
@@ -34,6 +35,7 @@ class Reading:
     """
 
     batch: Batch
+    target: Decoder
     vocab_size: int
     rule: Rule
     processors: Processors
@@ -48,8 +50,8 @@ class Reading:
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
-    A call drives it in this order: `meet`, `read`, then in each round `propose` and `observe`. One object serves one
-    call at a time.
+    A call drives it in this order: `of`, `meet`, `read`, then in each round `propose` and `observe`. What `of` returns
+    serves one call at a time.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
@@ -65,6 +67,10 @@ class Drafter(Protocol):
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
+
+    def of(self, target: PreTrainedModel) -> "Drafter":
+        """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
+        return self
 
     def meet(self, vocab_size: int) -> None:
         """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""

@@ -13,7 +13,7 @@ from hf_specx.cache.slots import has_columns
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting
+from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.decoder import vocabulary
@@ -23,6 +23,8 @@ from hf_specx.validation.inputs import check_inputs
 from hf_specx.validation.models import check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
+
+from .ranks import is_synced, shares_rows
 
 
 LOCKSTEP_COST = (
@@ -61,6 +63,18 @@ class Call:
     synced: bool = False
     shared: bool = False
     listeners: tuple[Listener, ...] = ()
+
+
+class Options(Protocol):
+    """The options of a strategy that a call goes by; see `SpeculativeDecoding`."""
+
+    verification: str | None
+    layout: str
+    compile: bool
+    streamer: BaseStreamer | None
+    stream_by: str
+    num_draft_tokens: str | int
+    listeners: tuple[Listener, ...]
 
 
 @dataclass(frozen=True)
@@ -109,6 +123,33 @@ class Plan(NamedTuple):
         return self.in_order or "lockstep" in (self.layout, self.draft_layout)
 
 
+def make_call(
+    options: Options, withheld: Withheld, prompt: Prompt, drafter: Drafter, seeds: list[int] | None = None
+) -> Call:
+    """What one call asks for.
+
+    Args:
+        options: of the strategy.
+        withheld: what else is known of the call.
+        prompt: the target's.
+        drafter: who proposes.
+        seeds: one for each row.
+    """
+    models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
+    return Call(
+        verification=options.verification,
+        layout=options.layout,
+        compile=options.compile,
+        streamer=options.streamer,
+        stream_by=options.stream_by,
+        drafting=choose_drafting(options.num_draft_tokens, withheld.drafting, prompt.generation_config, drafter.model),
+        seeds=seeds,
+        synced=is_synced(withheld.synced_gpus, *models),
+        shared=shares_rows(*models),
+        listeners=options.listeners,
+    )
+
+
 def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str]) -> Plan:
     """Choose how a call is decoded.
 
@@ -148,30 +189,27 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     return plan
 
 
-def check_models(
+def check_asked(
+    call: Call,
     prompt: Prompt,
+    processors: Sequence[LogitsProcessor],
     drafter: Drafter,
     longest: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Raise a `ValueError` if the target cannot be decoded, or the draft is none for it.
+    """Raise a `ValueError` if the models, or what was given to `generate`, cannot be served exactly.
 
     Args:
+        call: what was asked for.
         prompt: the target's.
+        processors: as `generate` prepared them.
         drafter: who proposes.
         longest: tokens that a row can come to hold; None is what the prompt says.
         tokenizer, draft_tokenizer: of the models, where they are known.
     """
-    check_target(prompt.model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
-    drafter.meet(vocabulary(prompt.model))
-    if drafter.model is not None:
-        check_pair(prompt.model, drafter.model, tokenizer, draft_tokenizer)
-
-
-def check_asked(call: Call, prompt: Prompt, processors: Sequence[LogitsProcessor]) -> None:
-    """Raise a `ValueError` if what was given to `generate` cannot be done exactly."""
     model, config = prompt.model, prompt.generation_config
+    check_target(model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
     asked = call.verification if config.do_sample else "greedy"
     check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", call.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
@@ -179,6 +217,9 @@ def check_asked(call: Call, prompt: Prompt, processors: Sequence[LogitsProcessor
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
+    drafter.meet(vocabulary(model))
+    if drafter.model is not None:
+        check_pair(model, drafter.model, tokenizer, draft_tokenizer)
 
 
 def _width(prompt: Prompt) -> int:

@@ -57,27 +57,16 @@ def start(
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
-    reading = Reading(
-        batch=make_batch(prompt, plan.lockstep),
-        vocab_size=vocabulary(prompt.model),
-        rule=_rule(call, plan, prompt, drafter.max_candidates),
-        processors=of_draft,
-        threshold=call.drafting.threshold,
-        prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
-        layout=plan.draft_layout,
-        compiled=plan.compiled,
-        forces=not (call.synced or plan.compiled),
-        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
-    )
+    reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
     return Run(
-        target=(target := make_decoder(plan.layout, prompt, compiled=plan.compiled)),
+        target=reading.target,
         drafter=_with_forced(drafter, processors, reading),
         rule=reading.rule,
         processors=of_target,
         stopping=stopping,
         batch=reading.batch,
         report=SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs),
-        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), target.notes),
+        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),
@@ -93,6 +82,31 @@ def _with_forced(drafter: Drafter, processors: Sequence[Processor], reading: Rea
     if drafter.has_probs or not reading.forces or not any(isinstance(p, TokenMasks) for p in processors):
         return drafter
     return ForcedDrafter(drafter)
+
+
+def _reading(
+    call: Call,
+    plan: Plan,
+    prompt: Prompt,
+    inputs_tensor: torch.Tensor | None,
+    drafter: Drafter,
+    processors: Processors,
+    costs: Costs,
+) -> Reading:
+    """What the drafter is told of the call, with the decoder of the target."""
+    return Reading(
+        batch=make_batch(prompt, plan.lockstep),
+        target=make_decoder(plan.layout, prompt, compiled=plan.compiled),
+        vocab_size=vocabulary(prompt.model),
+        rule=_rule(call, plan, prompt, drafter.max_candidates),
+        processors=processors,
+        threshold=call.drafting.threshold,
+        prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
+        layout=plan.draft_layout,
+        compiled=plan.compiled,
+        forces=not (call.synced or plan.compiled),
+        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
+    )
 
 
 def _processors(

@@ -69,11 +69,13 @@ def draw(
 
 
 @torch.no_grad()
-def exact_distribution(processors: list, end: int | None = None) -> torch.Tensor:
+def exact_distribution(
+    processors: list, end: int | None = None, target: PreTrainedModel | None = None
+) -> torch.Tensor:
     """Of DEPTH tokens in plain sampling, by plain forwards on every text there is: [V, ..., V] float64."""
     texts = torch.cartesian_prod(*[torch.arange(VOCAB_SIZE)] * DEPTH)  # [V^DEPTH, DEPTH]
     ids = torch.cat([PROMPT.expand(len(texts), -1), texts], 1)
-    logits = models()[0](ids).logits
+    logits = (target or models()[0])(ids).logits
     exact = torch.ones(len(texts), dtype=torch.float64)
     for i, token in enumerate(texts.unbind(1)):
         seen = PROMPT.shape[1] + i

@@ -1,0 +1,210 @@
+"""A draft that is its target's own first layers: without a second model, and in the ragged layout without a cache."""
+
+from functools import partial
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.round import Draft
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.forward_outputs import Notes
+from hf_specx.layouts.ragged import RaggedDecoder
+
+from .candidates import SampledCandidateGenerator
+from .drafter import Drafter, Reading
+
+
+NO_LAYERS = "give a draft model instead, or SuffixDraft()"
+
+
+class EarlyExitDraft(Drafter):
+    """Drafts with the first layers of the target, its final norm and its head.
+
+    In the ragged layout, unless it is compiled, these layers read and write the target's own keys and values: the
+    draft needs no cache and does not read the prompts. Elsewhere it has a cache of its own. The target, its modules
+    and its config are not changed. Serves any decoder-only target whose layers are one list, and calls in several
+    threads.
+
+    Args:
+        exit_layer: how many layers draft, 1 to one less than the target has.
+        head: maps hidden states [..., H] to [..., H] between the target's final norm and its head, as trained for this
+            exit; None leaves them as they are.
+
+    Raises:
+        ValueError: if the number is not an int of 1 or more, or the head is no module; from a call, if the target has
+            no such layers.
+
+    Example:
+        >>> strategy = SpeculativeDecoding(EarlyExitDraft(4))
+        >>> model.generate(**inputs, max_new_tokens=128, custom_generate=strategy)
+    """
+
+    has_probs = True
+
+    def __init__(self, exit_layer: int, head: nn.Module | None = None):
+        check_exit_layer("exit_layer", exit_layer)
+        told = f"head is a {type(head).__name__}; give a module from hidden states to hidden states, or leave it out."
+        require(head is None or isinstance(head, nn.Module), told)
+        self.exit_layer, self.head = int(exit_layer), head
+        self.models: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]
+        self.models = WeakKeyDictionary()  # of targets, and what these held when their first layers were copied
+
+    def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
+        """The drafter of one call with this target."""
+        return EarlyExitDrafter(self.first_layers(target))
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
+        raise NotImplementedError
+
+    def first_layers(self, target: PreTrainedModel) -> PreTrainedModel:
+        """The target without its later layers: a model that shares everything else with it, its weights among that.
+
+        It is the same object again until the target is changed, so that what was compiled for it is found.
+
+        Raises:
+            ValueError: if the target has no list of layers, or not enough of them.
+        """
+        path, layers = find_layers(target)
+        most = len(layers) - 1
+        given = f"exit_layer={self.exit_layer}"
+        remedy = f"give 1 to {most}" if most else NO_LAYERS
+        require(
+            self.exit_layer <= most,
+            f"{given} leaves out no layer of {type(target).__name__}, which has {len(layers)}; {remedy}.",
+        )
+        told = f"the head of {given} is in training mode, where dropout draws random numbers; call its eval()."
+        require(self.head is None or not self.head.training, told)
+        above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+        parts = [part.items() for module in above for part in (vars(module), module._modules)]
+        now = [(name, id(value)) for part in parts for name, value in part if name != "generation_config"]
+        model, then = self.models.get(target, (None, []))
+        if model is None or then != now:
+            model = self._copy(target, path)
+            self.models[target] = model, now
+        model.generation_config = target.generation_config
+        return model
+
+    def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
+        """Copies of the modules down to the list of layers; theirs is cut, all that they hold besides is shared.
+
+        The config is the target's own: models take the layers from their list, and what else they go by (widths of
+        inputs of all layers, kinds of layers) is that of the whole model.
+        """
+        made = parent = shallow(target)
+        for name in path[:-1]:
+            parent._modules[name] = parent = shallow(parent.get_submodule(name))
+        parent._modules[path[-1]] = parent.get_submodule(path[-1])[: self.exit_layer]
+        if self.head is not None:
+            output = target.get_output_embeddings()
+            names = [name for name, module in target.named_children() if module is output]
+            told = f"head= goes before an output head, and {type(target).__name__} has none of its own; leave it out."
+            require(bool(names), told)
+            made._modules[names[0]] = nn.Sequential(self.head, output)
+        return made
+
+
+class EarlyExitDrafter(SampledCandidateGenerator):
+    """Samples candidates from the first layers of a target; see `EarlyExitDraft`."""
+
+    source = "early exit"
+
+    def _decoder(self, reading: Reading) -> Decoder:
+        target = reading.target
+        return SharedDecoder(target, self.model) if type(target) is RaggedDecoder else super()._decoder(reading)
+
+    def pause(self, batch: Batch) -> None:
+        """Nothing, where the target's forwards feed these layers as well."""
+        if not isinstance(self.decoder, SharedDecoder):
+            super().pause(batch)
+
+
+class SharedDecoder(RaggedDecoder):
+    """The decoder of a target run with the target's first layers alone, over the same cache.
+
+    A step writes keys and values where the target's forward of the round writes them again, from the same inputs. The
+    target has always fed all emitted tokens but the last. What is not set here is the target's, as it is by then.
+
+    Args:
+        target: has read the prompts.
+        model: its first layers.
+    """
+
+    def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
+        self.target, self.model = target, model
+        self.notes, self.held = Notes(model.config, {}, None, False), [0] * len(target.held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.target, name)
+
+    def read(self) -> None:
+        """Nothing: the target has."""
+
+    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; also where the target has read prompts alone."""
+        return self.feed(batch, 1 + skipped, ahead, keep=1)
+
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        """Nothing: the rows leave the target's cache."""
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Nothing: the target has read their prompts."""
+
+
+def check_exit_layer(name: str, value: Any) -> None:
+    """Raise a `ValueError` unless a value, given by this name, can be a number of layers."""
+    told = f"{name}={brief(value)} is not an int of 1 or more; give the number of layers that draft."
+    require(is_int(value) and value >= 1, told)
+
+
+def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
+    """The list of a model's decoder layers, and the names of the modules down to it.
+
+    It is the one list nearest to the top of the decoder that has as many modules as the config has hidden layers.
+
+    Raises:
+        ValueError: if there is none, or the model has an encoder.
+    """
+    given = f"early exit from {type(model).__name__}"
+    require(not model.config.is_encoder_decoder, f"{given}, an encoder-decoder, is not supported; {NO_LAYERS}.")
+    decoder = model.get_decoder()
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model  # a head may have that name
+    above = next(name for name, module in model.named_modules() if module is decoder)
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [(name, x) for name, x in decoder.named_modules(prefix=above) if isinstance(x, nn.ModuleList)]
+    lists = [(name, layers) for name, layers in lists if len(layers) == count]
+    nearest = min((name.count(".") for name, _ in lists), default=0)
+    found = [(name.split("."), layers) for name, layers in lists if name.count(".") == nearest]
+    require(len(found) == 1, f"{given} is not possible: its {count} layers are no single list; {NO_LAYERS}.")
+    return found[0]
+
+
+def shallow(module: Any) -> Any:
+    """A copy of a module that holds the same things, in a dict of modules of its own.
+
+    What was bound to the module, as forwards are under hooks of accelerate, is bound to the copy.
+    """
+    made = object.__new__(type(module))
+    vars(made).update({name: _rebound(value, module, made) for name, value in vars(module).items()})
+    made._modules = dict(module._modules)
+    return made
+
+
+def _rebound(value: Any, module: nn.Module, made: nn.Module) -> Any:
+    if value is module:
+        return made
+    if isinstance(value, MethodType):
+        return MethodType(value.__func__, made) if value.__self__ is module else value
+    if not isinstance(value, partial):
+        return value
+    args = [_rebound(x, module, made) for x in value.args]
+    named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
+    bound = partial(_rebound(value.func, module, made), *args, **named)
+    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
+    return bound

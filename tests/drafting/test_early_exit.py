@@ -1,0 +1,245 @@
+"""A draft that is the target's first layers: exact, over the target's own cache, which the last layers fill alone."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
+from tiny import prompts, tiny
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
+from vision import seeing
+
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.cache.slots import SlotCache
+from hf_specx.drafting.early_exit import SharedDecoder, find_layers
+from hf_specx.layouts.ragged import RaggedDecoder
+from hf_specx.sampling.rules import RejectionRule
+
+
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
+GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
+SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
+MAX_NEW_TOKENS, LAYERS, EXIT, CANDIDATES = 30, 3, 2, 3
+NUM_TESTS = 2 * 2 * 2
+pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+
+
+@cache
+def target(model_type: str = "llama") -> PreTrainedModel:
+    """Its last layer changes about every third token."""
+    depth = {"num_hidden_layers": LAYERS} | ({"n_layer": LAYERS} if model_type == "gpt2" else {})
+    model = tiny(model_type, initializer_range=0.2, **depth)
+    for parameter in find_layers(model)[1][-1].parameters():
+        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
+    return model
+
+
+def made(exit_layer: int = EXIT, **options: Any) -> SpeculativeDecoding:
+    return SpeculativeDecoding(EarlyExitDraft(exit_layer), **{"num_draft_tokens": CANDIDATES} | options)
+
+
+def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
+    torch.manual_seed(4)
+    return model.generate(
+        **inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0} | settings, custom_generate=strategy
+    )
+
+
+class Fed:
+    """Tokens of each row in every forward of the first and of the last layer."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.first: list[int] = []
+        self.last: list[int] = []
+        layers = find_layers(model)[1]
+        ends = (layers[0], self.first), (layers[-1], self.last)
+        self.handles = [layer.register_forward_pre_hook(self._note(seen), with_kwargs=True) for layer, seen in ends]
+
+    @staticmethod
+    def _note(seen: list[int]):
+        return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self.handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, settings: dict):
+    model, inputs, strategy = target(model_type), prompts(rows), made(verification="coupled")
+    with Fed(model) as fed:
+        output = run(model, inputs, strategy, **settings)
+    assert torch.equal(output, run(model, inputs, **settings))
+    report = strategy.report
+    assert report.layout == "ragged"
+    assert 0.3 < report.acceptance_rate < 1
+    assert len(fed.last) < MAX_NEW_TOKENS
+    assert fed.first[0] == fed.last[0] == inputs["input_ids"].shape[1]  # the prompt, in the target's own forward
+    steps = [1] * (len(fed.first) - len(fed.last))
+    assert steps
+    assert sorted(fed.first) == sorted(fed.last + steps)  # all that the draft feeds is one token a candidate
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_other_layouts_have_a_cache_of_their_own(model_type: str, layout: str, settings: dict):
+    model, inputs, strategy = target(model_type), prompts(4), made(verification="coupled", layout=layout)
+    with Fed(model) as fed:
+        output = run(model, inputs, strategy, **settings)
+    assert torch.equal(output, run(model, inputs, **settings))
+    assert len(fed.last) < MAX_NEW_TOKENS
+    assert fed.first[0] == fed.first[1] > 1 + CANDIDATES  # by the target, and by its first layers
+
+
+@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
+def test_the_cache_of_the_target_serves_as_one_of_its_own(verification: str):
+    """The same candidates are drafted and kept by the same layers as a draft model, which reads for itself."""
+    inputs, shared = prompts(4), made(verification=verification)
+    layers = EarlyExitDraft(EXIT).first_layers(target())
+    apart = SpeculativeDecoding(layers, num_draft_tokens=CANDIDATES, verification=verification)
+    texts = [run(target(), inputs, strategy, **SAMPLED) for strategy in (shared, apart)]
+    assert torch.equal(*texts)
+    assert shared.report.history == apart.report.history
+
+
+def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Wrong: it writes over the token before, which the target's forward does not write again."""
+    forward = RaggedDecoder._forward
+    monkeypatch.setattr(
+        SharedDecoder,
+        "_forward",
+        lambda decoder, batch, tokens, ahead, keep: forward(decoder, batch, tokens, ahead - 1, keep),
+    )
+    assert not torch.equal(run(target(), prompts(4), made(), **GREEDY), run(target(), prompts(4), **GREEDY))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_left_in_the_cache_is_the_targets(rows: int):
+    """Whatever was drafted there in the meantime; and rows that end inside accepted runs leave it."""
+    settings = GREEDY | {"return_dict_in_generate": True, "eos_token_id": [7, 21]}
+    strategy = made()
+    plain, ours = run(target(), prompts(rows), **settings), run(target(), prompts(rows), strategy, **settings)
+    assert torch.equal(plain.sequences, ours.sequences)
+    assert isinstance(ours.past_key_values, DynamicCache)
+    for expected, layer in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
+        for stored, same in ((expected.keys, layer.keys), (expected.values, layer.values)):
+            assert stored.shape == same.shape
+            real = same.abs().sum((1, 3)) > 0  # ended rows have zeros where plain decoding feeds pads
+            assert torch.allclose(stored.transpose(1, 2)[real], same.transpose(1, 2)[real], atol=1e-5)
+
+
+def test_rows_end_inside_accepted_runs():
+    for end in range(0, 48, 5):
+        settings = GREEDY | {"eos_token_id": [end, end + 1, end + 2]}
+        expected = run(target(), prompts(4), **settings)
+        assert torch.equal(run(target(), prompts(4), made(), **settings), expected)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
+    inputs = prompts(4)
+
+    def texts(rows: list[int]) -> torch.Tensor:
+        given = {name: value[rows] for name, value in inputs.items()}
+        seeds = [7 + row for row in rows]
+        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -MAX_NEW_TOKENS:]
+
+    assert torch.equal(texts([0, 1, 2, 3]), torch.cat([texts([row]) for row in range(4)]))
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_prompts_in_the_places_of_rows_that_ended(settings: dict):
+    """They are read by the target alone."""
+    texts = [row[mask.bool()].tolist() for row, mask in zip(*prompts(6).values(), strict=True)]
+    requests = [Request(text, max_new_tokens=5 + 4 * number, seed=number) for number, text in enumerate(texts)]
+    strategy, call = made(verification="coupled"), {"pad_token_id": 0} | settings
+    with Fed(target()) as fed:
+        done = list(strategy.generate_many(target(), requests, batch_size=2, ordered=True, **call))
+    for text, request, one in zip(texts, requests, done, strict=True):
+        torch.manual_seed(request.seed)
+        plain = target().generate(torch.tensor([text]), max_new_tokens=request.max_new_tokens, **call)
+        assert one.tokens == plain[0, len(text) :].tolist()
+    assert sorted(fed.first) == sorted(fed.last + [1] * (len(fed.first) - len(fed.last)))
+    assert len(fed.first) > len(fed.last)
+
+
+def stored(monkeypatch: pytest.MonkeyPatch, draft: Any) -> int:
+    """Numbers in all caches of slots that a call has made."""
+    caches, init = [], SlotCache.__init__
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotCache, "__init__", lambda cache, limit=0: caches.append(cache) or init(cache, limit))
+        run(target(), prompts(4), SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES), **GREEDY)
+    return sum(x.numel() for cache in caches for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def test_no_more_is_stored_than_without_a_draft_model(monkeypatch: pytest.MonkeyPatch):
+    shared = stored(monkeypatch, EarlyExitDraft(EXIT))
+    assert 0 < shared <= stored(monkeypatch, SuffixDraft())
+    assert shared < stored(monkeypatch, EarlyExitDraft(EXIT).first_layers(target()))
+
+
+@cache
+def enumerable() -> PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "max_position_embeddings": 16}
+    return tiny("llama", vocab_size=VOCAB_SIZE, num_hidden_layers=2, initializer_range=0.25, **sizes)
+
+
+def draw(verification: str, batches: int = 12, rows: int = 1024, **settings: Any) -> torch.Tensor:
+    """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
+    strategy = made(1, verification=verification)
+    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
+    torch.manual_seed(0)
+    texts = torch.cat([enumerable().generate(**inputs, **options) for _ in range(batches)])
+    assert 0.2 < strategy.report.acceptance_rate < 0.95
+    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_distribution_is_that_of_the_target(verification: str):
+    """By chi-square; over all choices of seeds a right distribution fails with probability 1e-4."""
+    exact = exact_distribution([], target=enumerable())
+    assert min(p_values(draw(verification), exact)) > 1e-4 / NUM_TESTS
+    warpers = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]
+    warped = exact_distribution(warpers, target=enumerable())
+    assert min(p_values(draw(verification, temperature=0.6, top_k=3), warped)) > 1e-4 / NUM_TESTS
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPatch, verification: str):
+    """Wrong: candidates are judged as if drawn from a flat distribution."""
+    judge = RejectionRule.judge
+
+    def as_flat(rule, batch, draft, scores):
+        return judge(rule, batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
+
+    monkeypatch.setattr(RejectionRule, "judge", as_flat)
+    assert min(p_values(draw(verification), exact_distribution([], target=enumerable()))) < 1e-8
+
+
+def test_an_encoder_decoder_is_refused():
+    model = zoo.build("seq2seq", "t5")
+    with pytest.raises(ValueError, match="T5.*, an encoder-decoder, is not supported; give a draft model"):
+        EarlyExitDraft(1).first_layers(model)
+
+
+def test_of_the_text_where_the_eye_has_as_many_layers():
+    model = seeing("llava")
+    assert len(model.model.vision_tower.encoder.layers) == len(model.model.language_model.layers) == 2
+    path, layers = find_layers(model)
+    assert path == ["model", "language_model", "layers"]
+    assert layers is model.model.language_model.layers
+    with Fed(model) as fed:
+        output = run(model, prompts(2), made(1), do_sample=False)
+    assert torch.equal(output, run(model, prompts(2), do_sample=False))
+    assert len(fed.first) > len(fed.last)

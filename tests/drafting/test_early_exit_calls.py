@@ -1,0 +1,293 @@
+"""Early exit as users ask for it: settings, heads, hooks; and what a call leaves alone, whatever happens in it."""
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from tiny import prompts, tiny
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
+
+import hf_specx
+from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx.drafting.early_exit import find_layers
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.publish import write_code
+
+
+NEW_TOKENS = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+COUPLED = GREEDY | {"do_sample": True, "top_k": 10}
+
+
+def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+    """Its last layer changes about every third token."""
+    depth = {"num_hidden_layers": 3} | ({"n_layer": 3} if model_type == "gpt2" else {})
+    model = tiny(model_type, initializer_range=0.2, **depth | changes)
+    weaken(find_layers(model)[1][-1])
+    return model
+
+
+def weaken(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
+
+
+def made(draft: EarlyExitDraft, **options: Any) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, **{"num_draft_tokens": 3, "verification": "coupled"} | options)
+
+
+def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
+    torch.manual_seed(4)
+    return model.generate(**inputs, **COUPLED | settings, custom_generate=strategy)
+
+
+class Layers:
+    """Counts the forwards of the first and of the last layer."""
+
+    def __init__(self, model: PreTrainedModel):
+        layers = find_layers(model)[1]
+        self.seen: list[nn.Module] = []
+        self.first, self.last = layers[0], layers[-1]
+        self.handles = [x.register_forward_pre_hook(lambda x, _: self.seen.append(x)) for x in (self.first, self.last)]
+
+    @property
+    def forwards(self) -> int:
+        return self.seen.count(self.last)
+
+    @property
+    def steps(self) -> int:
+        return self.seen.count(self.first) - self.forwards
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self.handles:
+            handle.remove()
+
+
+def state(model: PreTrainedModel) -> tuple:
+    """Everything that a call must leave as it is, by identity and by value."""
+    held = [
+        (id(module), sorted((name, id(value)) for name, value in vars(module).items())) for module in model.modules()
+    ]
+    configs = [id(model.config), model.config.to_dict(), model.generation_config.to_dict()]
+    weights = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    return held, configs, list(weights), [pointer for pointer, _ in weights.values()], weights
+
+
+def same(before: tuple, after: tuple) -> bool:
+    return before[:4] == after[:4] and all(torch.equal(before[4][name][1], after[4][name][1]) for name in before[4])
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_the_target_is_left_as_it_was(layout: str):
+    """Also by a call that ends with an error, in the middle of a round."""
+    model = target()
+    run(model, prompts(2))  # transformers itself notes things at its first call
+    before, strategy = state(model), made(EarlyExitDraft(1), layout=layout)
+    run(model, prompts(2), strategy)
+    assert same(before, state(model))
+    for layer in (0, -1):  # in a step of the draft, and where the target has more layers
+        calls = itertools.count()
+
+        def failing(*_: Any, calls: Iterator[int] = calls) -> None:
+            if next(calls) == 6:
+                raise RuntimeError("in the middle")
+
+        handle = model.model.layers[layer].register_forward_pre_hook(failing)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            run(model, prompts(2), strategy)
+        handle.remove()
+        assert same(before, state(model))
+
+
+def test_the_target_is_not_kept_alive():
+    model, draft = target(), EarlyExitDraft(1)
+    add_hook_to_module(model, ModelHook())
+    run(model, prompts(1), made(draft))
+    reference = weakref.ref(model)
+    assert len(draft.models) == 1
+    del model
+    gc.collect()
+    assert reference() is None
+    assert not draft.models
+
+
+def test_a_target_that_was_changed_since():
+    """Its first layers are those that it has now; as long as it is the same, so are they."""
+    model, draft = target(), EarlyExitDraft(2)
+    layers = draft.first_layers(model)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    assert draft.first_layers(model) is layers
+    assert layers.generation_config is model.generation_config
+    model.lm_head = nn.Linear(32, 48, bias=False)
+    assert draft.first_layers(model).lm_head is model.lm_head
+    model.model.layers = nn.ModuleList(model.model.layers[i] for i in (2, 1, 0))
+    assert torch.equal(run(model, prompts(2), made(draft)), run(model, prompts(2)))
+    assert draft.first_layers(model).model.layers[0] is model.model.layers[0]
+
+
+def test_two_calls_at_once_with_one_draft():
+    model, draft, outputs = target(), EarlyExitDraft(2), {}
+    settings = {"do_sample": False}
+    expected = {rows: run(model, prompts(rows), **settings) for rows in (1, 2, 3)}
+
+    def call(rows: int) -> None:
+        outputs[rows] = run(model, prompts(rows), made(draft), **settings)
+
+    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(outputs[rows], expected[rows]) for rows in expected)
+
+
+@pytest.mark.parametrize("exit_layer", [0, -1, 1.0, True, "2", None, [1]])
+def test_numbers_that_are_none(exit_layer: Any):
+    with pytest.raises(ValueError, match="exit_layer=.* is not an int of 1 or more; give the number of layers"):
+        EarlyExitDraft(exit_layer)
+    if exit_layer is not None:
+        with pytest.raises(ValueError, match="assistant_early_exit=.* is not an int of 1 or more; give"):
+            hf_specx.generate(**prompts(1), model=target(), assistant_early_exit=exit_layer)
+
+
+def test_what_cannot_exit_early_is_refused_before_any_forward():
+    dropping = nn.Dropout()
+    cases = [
+        (
+            target(),
+            EarlyExitDraft(3),
+            "exit_layer=3 leaves out no layer of LlamaForCausalLM, which has 3; give 1 to 2",
+        ),
+        (tiny(num_hidden_layers=1), EarlyExitDraft(1), "which has 1; give a draft model instead, or SuffixDraft"),
+        (tiny("xlm", n_layers=2, emb_dim=32, n_heads=2), EarlyExitDraft(1), "2 layers are no single list; give a dr"),
+        (target(), EarlyExitDraft(1, head=dropping), "head of exit_layer=1 is in training mode.*call its eval"),
+    ]
+    for model, draft, message in cases:
+        seen: list[None] = []
+        handle = register_module_forward_pre_hook(lambda *_: seen.append(None))  # noqa: B023
+        try:
+            with pytest.raises(ValueError, match=message):
+                run(model, prompts(1), SpeculativeDecoding(draft))
+        finally:
+            handle.remove()
+        assert not seen
+    with pytest.raises(ValueError, match="head is a int; give a module from hidden states to hidden states"):
+        EarlyExitDraft(1, head=3)
+
+
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str):
+    """At a batch size that it refuses itself, and for types where it ignores the number."""
+    model, inputs, asked = target(model_type), prompts(3), {"assistant_early_exit": 2}
+    expected, settings = run(model, inputs, do_sample=False), GREEDY
+    if where == "call":
+        settings = settings | asked
+    elif where == "config":
+        settings = {"generation_config": GenerationConfig(**settings, **asked)}
+    else:
+        model.generation_config.assistant_early_exit = 2
+    with Layers(model) as layers:
+        output = hf_specx.generate(**inputs, **settings, num_draft_tokens=3, model=model)
+    assert torch.equal(output, expected)
+    assert layers.forwards < NEW_TOKENS
+    assert layers.steps > 0
+    assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
+
+
+@pytest.mark.parametrize("way", ["folder", "pipeline"])
+def test_the_setting_by_string(tmp_path: Path, way: str):
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    model = target(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    write_code(tmp_path, str(tmp_path))
+    asked: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
+    settings = GREEDY | {"pad_token_id": tokenizer.pad_token_id}
+    if way == "folder":
+        expected = run(model, prompts(2), **settings).tolist()
+    else:
+        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        expected = write(["def main(", "import"], batch_size=2, **settings)
+    with Layers(model) as layers:
+        if way == "folder":
+            output = model.generate(**prompts(2), **settings, **asked, num_draft_tokens=3).tolist()
+        else:
+            output = write(["def main(", "import"], batch_size=2, **settings, **asked, num_draft_tokens=3)
+    assert output == expected
+    assert 0 < layers.forwards < NEW_TOKENS
+    assert layers.steps > 0
+
+
+def test_times_are_those_of_the_first_layers_and_remembered(monkeypatch: pytest.MonkeyPatch):
+    model = target()
+    strategy = SpeculativeDecoding(EarlyExitDraft(1))
+    with Layers(model) as layers:
+        strategy.calibrate(model, prompts(2)["input_ids"])
+    assert (layers.forwards, layers.steps) == (26, 50)  # the prompt's forward, 25 of the target, 50 of the draft
+    measured: list[int] = []
+    measure = hf_specx.Costs.measure
+    monkeypatch.setattr(hf_specx.Costs, "measure", lambda costs, *args: measured.append(1) or measure(costs, *args))
+    monkeypatch.setattr(import_module("hf_specx.generate"), "EXITS", {})
+    for _ in range(2):
+        hf_specx.generate(**prompts(2), **GREEDY, assistant_early_exit=2, model=model)
+    assert len(measured) == 1
+
+
+@pytest.mark.usefixtures("draft_pays")
+def test_the_number_is_found_as_for_a_draft_model():
+    strategy = SpeculativeDecoding(EarlyExitDraft(2))
+    model = target()
+    assert torch.equal(run(model, prompts(2), strategy, do_sample=False), run(model, prompts(2), do_sample=False))
+    assert strategy.report.drafted > 0
+
+
+def test_a_head_of_its_own():
+    """It is no part of the target; one that says nothing changes nothing, another one changes what is drafted."""
+    model, inputs, histories = target(), prompts(4), []
+    before = state(model)
+    for head in (None, nn.Identity(), nn.Linear(32, 32)):
+        strategy = made(EarlyExitDraft(2, head=None if head is None else head.eval()))
+        assert torch.equal(run(model, inputs, strategy), run(model, inputs))
+        histories.append(strategy.report.history)
+    assert histories[0] == histories[1] != histories[2]
+    assert same(before, state(model))
+
+
+def test_under_hooks_of_accelerate():
+    """They replace the forward of a module by one that is bound to it."""
+    model, inputs = target(), prompts(2)
+    expected = run(model, inputs)
+    for module in (model, model.model, *model.model.layers):
+        add_hook_to_module(module, ModelHook())
+    with Layers(model) as layers:
+        assert torch.equal(run(model, inputs, made(EarlyExitDraft(1))), expected)
+    assert layers.steps > 0
+    assert layers.forwards < NEW_TOKENS
+    remove_hook_from_submodules(model)
+
+
+@pytest.mark.filterwarnings("ignore:compile=True compiles")
+@pytest.mark.usefixtures("traced")
+def test_compiled():
+    """Forwards are compiled once for all calls with one draft."""
+    model, draft, compilations = target(), EarlyExitDraft(2), []
+    expected = run(model, prompts(2))
+    for _ in range(2):
+        strategy = made(draft, compile=True)
+        assert torch.equal(run(model, prompts(2), strategy), expected)
+        compilations.append(strategy.report.compilations)
+        assert strategy.report.accepted > 0
+    assert compilations[0] > 0
+    assert compilations[1] == 0
