@@ -110,6 +110,8 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
     where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
     kind = f"{type(target).__name__} of {size} parameters in {where}"
     draft, times = strategy.draft_model, strategy.costs.measured
+    if isinstance(draft, list):
+        draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
     times.update(getattr(draft, "specx_times", {}).get(kind, {}))
     known = len(times)
     yield

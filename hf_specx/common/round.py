@@ -13,13 +13,31 @@ class Draft(NamedTuple):
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
         lengths: [R], the number of candidates of each row, 0 to K.
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
-        source: who proposed them.
+        source: who proposed them; a list [R] where rows have different sources.
+        chances: for each row the estimated chance that its first i candidates are all kept, i = 1 to its length; None
+            if the drafter has no such estimate.
+        free: [R] bool, rows whose candidates took no steps of a draft model while others may have taken some; None if
+            all took as many steps as candidates.
     """
 
     tokens: torch.Tensor
     lengths: list[int]
     probs: torch.Tensor | None = None
-    source: str = "none"
+    source: str | list[str] = "none"
+    chances: list[list[float]] | None = None
+    free: list[bool] | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """[R], the source of each row."""
+        return [self.source] * len(self.lengths) if isinstance(self.source, str) else self.source
+
+    @property
+    def steps(self) -> list[int]:
+        """[R], how many candidates of each row took a step of a draft model."""
+        if self.free is None:
+            return self.lengths
+        return [0 if free else length for free, length in zip(self.free, self.lengths, strict=True)]
 
     @property
     def proposed(self) -> torch.Tensor | None:
@@ -34,7 +52,8 @@ class Draft(NamedTuple):
         """The candidates at one position as a draft of their own; an empty one after the last position."""
         here = slice(position, position + 1)
         lengths = [int(length > position) for length in self.lengths]
-        return Draft(self.tokens[:, here], lengths, None if self.probs is None else self.probs[:, here], self.source)
+        probs = None if self.probs is None else self.probs[:, here]
+        return self._replace(tokens=self.tokens[:, here], lengths=lengths, probs=probs, chances=None)
 
 
 class Judgement(NamedTuple):

@@ -242,6 +242,10 @@ class RoundTimes:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
         return self.costs.draft(batch) * self.costs.target(batch, tokens) / self.costs.target(batch, 1)
 
+    def skip(self) -> None:
+        """A round of another kind has ended; the time up to the next `observe` does not count either."""
+        self.ended = None
+
     def observe(self, batch: int, drafted: int) -> None:
         """Note that a round has ended. The first of a call, and those in which a draft pauses or catches up, do not
         count."""

@@ -1,6 +1,6 @@
 """Who proposes candidates: the one interface of all drafts, and what a call gives to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,7 @@ class Reading:
         layout: of that model.
         compiled: whether its forwards after the prompt are compiled.
         costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
+        number: candidates of a round that the user asked for; None is "auto".
     """
 
     batch: Batch
@@ -41,6 +42,7 @@ class Reading:
     layout: str = "ragged"
     compiled: bool = False
     costs: Costs | None = None
+    number: int | None = None
 
 
 class Drafter(Protocol):
@@ -56,6 +58,7 @@ class Drafter(Protocol):
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
+        parts: of a draft that chooses among several; empty for any other.
     """
 
     model: PreTrainedModel | None = None
@@ -63,6 +66,7 @@ class Drafter(Protocol):
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
+    parts: Sequence["Drafter"] = ()
 
     def meet(self, vocab_size: int) -> None:
         """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""
@@ -92,3 +96,8 @@ class Drafter(Protocol):
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None
+
+
+def no_candidates(batch: Batch) -> Draft:
+    """A draft that proposes nothing."""
+    return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))

@@ -139,10 +139,10 @@ class Heuristic(Schedule):
         return self.numbers.get(row, self.first)
 
     def observe(self, done: Round) -> None:
-        for row, length, accepted in zip(done.rows, done.draft.lengths, done.accepted, strict=True):
-            if length:
+        for row, steps, accepted in zip(done.rows, done.draft.steps, done.accepted, strict=True):
+            if steps:
                 number = self.number(row)
-                self.numbers[row] = number + 2 if accepted == length else max(1, number - 1)
+                self.numbers[row] = number + 2 if accepted == steps else max(1, number - 1)
 
     def end(self) -> None:
         if self.numbers and self.drafting.schedule == "heuristic":
@@ -182,10 +182,17 @@ class Auto(Schedule):
         self.rows = len(done.rows) if done.stay is None else len(done.stay)
         if not any(done.before):
             return  # the prompts' own step
-        self.times.observe(before, drafted)
+        # others were finished before, or have candidates from elsewhere
+        live = [number for number, gained in enumerate(done.gained) if gained]
+        if (free := done.draft.free) is None:
+            self.times.observe(before, drafted)
+        else:
+            self.times.skip()
+            drafted, live = max(done.draft.steps), [number for number in live if not free[number]]
+        if not live:
+            return
         if self.resting is not None:
             self.resting.observe(done)
-        live = [number for number, gained in enumerate(done.gained) if gained]  # others were finished before
         left = [max(1, self.most_emitted - done.before[number]) for number in live]
         # a row that rests is counted as one that keeps nothing
         survival = [done.survival[number] or [0.0] * drafted for number in live]
@@ -209,8 +216,8 @@ class Resting:
 
     def observe(self, done: Round) -> None:
         """Count a round."""
-        for row, chances in zip(done.rows, done.survival, strict=True):
-            if not chances:
+        for row, steps, chances in zip(done.rows, done.draft.steps, done.survival, strict=True):
+            if not (steps and chances):
                 self.left[row] = max(0, self.left.get(row, 0) - 1)
                 continue
             self.kept[row] = self.kept.get(row, 1.0) * RESTING_MEMORY + sum(chances) * (1 - RESTING_MEMORY)

@@ -11,10 +11,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
-from .candidates import no_candidates
 from .costs import RoundTimes
 from .draft_length import HASTE
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Reading, no_candidates
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -80,10 +79,11 @@ class SuffixDraft(Drafter):
         if not width:
             return no_candidates(batch)
         tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
-        return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
+        lengths, chances = [len(one.tokens) for one in found], [one.chances for one in found]
+        return Draft(tokens, lengths, None, "suffix", chances)
 
     def observe(self, done: Round) -> None:
-        """Take in what each row has emitted, how many of its candidates were kept, and how long that took."""
+        """Take in what each row has emitted, how much of it was foreseen here, and how long the round took."""
         call = self.calls.get(done.batch)
         if call is not None:
             call.observe(done)
@@ -147,11 +147,14 @@ class SuffixCall:
 
     def observe(self, done: Round) -> None:
         """A round is over."""
-        judged = zip(done.rows, done.accepted, done.judged, _emitted(done), strict=True)
-        for row, accepted, number, tokens in judged:
-            self.rows[row].observe(row, tokens, accepted, number)
+        for row, tokens in zip(done.rows, _emitted(done), strict=True):
+            self.rows[row].observe(row, tokens)
         if self.times is not None:
-            self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+            others = {source for source, length in zip(done.draft.sources, done.draft.lengths, strict=True) if length}
+            if others <= {"suffix"}:
+                self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+            else:
+                self.times.skip()
         if done.finished:
             self._finish()
 

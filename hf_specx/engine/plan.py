@@ -129,7 +129,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
             why = "its best for a draft"
             check_compile(drafter.model, draft_layout, why, prompt.generation_config, call.synced)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
-    _check(plan, call, len(prompt.input_ids))
+    _check(plan, call, len(prompt.input_ids), drafter)
     return plan
 
 
@@ -142,7 +142,7 @@ def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
     return "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
 
 
-def _check(plan: Plan, call: Call, rows: int) -> None:
+def _check(plan: Plan, call: Call, rows: int, drafter: Drafter) -> None:
     """Raise a `ValueError` if a call asks for something that does not go with its plan."""
     drafting = call.drafting
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
@@ -150,4 +150,4 @@ def _check(plan: Plan, call: Call, rows: int) -> None:
         check_seeds(call.seeds, rows, plan.verification, "lockstep" if plan.lockstep else plan.layout)
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
-        check_synced(plan.states, plan.stateful)
+        check_synced(plan.states, plan.stateful, several=bool(drafter.parts))

@@ -11,7 +11,7 @@ from hf_specx.drafting.draft_length import expected_tokens
 
 REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
 REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "judged", "accepted", "emitted"]
-REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
+REPORTED += ["drafted_per_row", "accepted_per_row", "emitted_per_row", "sources", "drafted_per_position"]
 REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
 REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
 
@@ -26,6 +26,8 @@ class RoundRecord(NamedTuple):
         judged: candidates whose predecessors were all kept, as far as the round went.
         gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
         longest: candidates of the row that had most of them.
+        source: who proposed the row's candidates.
+        free: how many of the round's longest candidates took no step of a draft model.
     """
 
     drafted: int
@@ -34,6 +36,8 @@ class RoundRecord(NamedTuple):
     judged: int = 0
     gained: int = 0
     longest: int = 0
+    source: str = "none"
+    free: int = 0
 
     @property
     def width(self) -> int:
@@ -56,7 +60,7 @@ class SpeculationReport:
         plain_steps: target forwards without candidates, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
-            chance that the first i - 1 are; see `survival_rate`.
+            chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
     """
 
@@ -91,13 +95,15 @@ class SpeculationReport:
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
         self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
         kept, tried = self.survival
-        for chances in done.survival:
-            kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
+        for chances, steps in zip(done.survival, done.draft.steps, strict=True):
+            if steps:
+                kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
+        free, sources = drafted - max(done.draft.steps), done.draft.sources
         counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
-        for row, record in zip(done.rows, counts, strict=True):
+        for row, source, record in zip(done.rows, sources, counts, strict=True):
             if record[-1]:
-                self.history[row].append(RoundRecord(*record, drafted))
+                self.history[row].append(RoundRecord(*record, drafted, source if record[0] else "none", free))
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters.
@@ -197,6 +203,16 @@ class SpeculationReport:
         return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
 
     @property
+    def sources(self) -> dict[str, dict[str, int]]:
+        """By source of candidates: `rounds` of rows in which it proposed, tokens `drafted`, and `accepted`."""
+        found: dict[str, dict[str, int]] = {}
+        for r in self._judged_rounds:
+            counts = found.setdefault(r.source, dict.fromkeys(("rounds", "drafted", "accepted"), 0))
+            counts |= {"rounds": counts["rounds"] + 1, "drafted": counts["drafted"] + r.drafted}
+            counts["accepted"] += r.accepted
+        return found
+
+    @property
     def acceptance_rate(self) -> float:
         """accepted / drafted, as vLLM counts; not α."""
         return self.accepted / self.drafted if self.drafted else 0.0
@@ -239,7 +255,8 @@ class SpeculationReport:
         c, steps = self.cost_coefficient, self._steps
         if c is None or not steps:
             return None if c is None else 1.0
-        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.width * c + 1 for r in steps)
+        tokens = sum(expected_tokens(self.alpha, r.drafted) for r in steps)
+        return tokens / sum((r.width - r.free) * c + 1 for r in steps)
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -250,8 +267,9 @@ class SpeculationReport:
         costs, steps = self._costs, self._steps
         if costs is None or not steps:
             return None if costs is None else 1.0
-        seconds = {number: costs.forwards(self.rows, number) for number in {0, *(r.width for r in steps)}}
-        return sum(r.gained for r in steps) * seconds[0] / sum(seconds[r.width] for r in steps)
+        step, kinds = costs.draft(self.rows), {(0, 0), *((r.width, r.free) for r in steps)}
+        seconds = {(width, free): costs.forwards(self.rows, width) - free * step for width, free in kinds}
+        return sum(r.gained for r in steps) * seconds[0, 0] / sum(seconds[r.width, r.free] for r in steps)
 
     @property
     def _costs(self) -> Costs | None:
@@ -268,6 +286,9 @@ class SpeculationReport:
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round",
         ]
+        if len(self.sources) > 1:
+            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted by source: {', '.join(told)}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "

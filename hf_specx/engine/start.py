@@ -45,8 +45,7 @@ def start(
     """Everything up to the first forward.
 
     Args:
-        call, plan: what was asked for, and how it is decoded.
-        prompt: the target's.
+        call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as `generate` prepared them.
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
@@ -62,6 +61,7 @@ def start(
         layout=plan.draft_layout,
         compiled=plan.compiled,
         costs=costs,
+        number=call.drafting.number,
     )
     target = make_decoder(plan.layout, prompt, compiled=plan.compiled)
     of_target = Processors(_target_processors(processors, prompt, plan.layout), *limits)

@@ -32,7 +32,8 @@ class Decoder:
     Attributes:
         width: slots that the prompts take in the cache, pads among them; known once they are read.
         after_prompt: logits [B, 1, V] after the last tokens of the prompts.
-        held: [B], how many tokens after its prompt each row was fed so far, candidates among them.
+        held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
+            of these, from the first on, may still be its text.
         notes: what the forwards gave besides logits, where the call wants it.
     """
 
@@ -53,6 +54,7 @@ class Decoder:
         self.notes = Notes(self.model.config, asked, self.cache, prompt.gives_hidden)
         self.max_positions = None if known_ids is None else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
+        self.valid = list(self.held)
         self.left: dict[int, Columns] = {}
         self.every: dict[str, Any] = {}
         self.per_row: set[str] = set()
@@ -142,8 +144,12 @@ class Decoder:
         self.notes.seen = None  # freed before the next is made
         logits = self._forward(batch, tokens, ahead, keep)
         for row in batch.rows:
-            self.held[row] = batch.counts[row] + ahead
+            self.held[row] = self.valid[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
+
+    def keep(self, row: int, count: int) -> None:
+        """Of what a row was fed, only the first `count` tokens after its prompt are its text."""
+        self.valid[row] = min(self.valid[row], count)
 
     def step(self, batch: Batch, ahead: int) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates, or after the emitted tokens; feeds what is missing."""
@@ -151,14 +157,17 @@ class Decoder:
             return self.feed(batch, 1, ahead, keep=1)
         if not any(batch.counts):
             return self.after_prompt
+        least = min(batch.counts[row] for row in batch.rows)
+        while self.missing(batch) > least:  # in parts, so that no row is fed its prompt again
+            counts = [min(count, self.valid[row] + least) for row, count in enumerate(batch.counts)]
+            self.feed(batch.until(counts), least, 0, keep=1)
         return self.feed(batch, self.missing(batch), 0, keep=1)
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
-        tokens = batch.index.new_zeros(len(batch.rows), count)
-        self._forward(batch, tokens, count, count)
+        self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
         self.notes.seen = None
-        self.held = [count] * len(self.held)
+        self.held, self.valid = [count] * len(self.held), [0] * len(self.held)
         for device in {self.device, self.last_device}:
             synchronize(device)
 
@@ -167,12 +176,7 @@ class Decoder:
         raise NotImplementedError
 
     def columns(self, index: int, row: int) -> Columns:
-        """Keys and values [H, n, D], layer by layer, of the columns of a row that were fed, pads among them.
-
-        Args:
-            index: the row's index among the decoding rows.
-            row: its number.
-        """
+        """Keys and values [H, n, D] by layer, pads among them, of what row `row`, the `index`-th of R, was fed."""
         raise NotImplementedError
 
     def observe(self, done: Round) -> None:
@@ -238,7 +242,7 @@ class Decoder:
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
-        return max(batch.counts[r] - min(self.held[r], batch.counts[r] - 1) for r in batch.rows)
+        return max(batch.counts[r] - min(self.valid[r], batch.counts[r] - 1) for r in batch.rows)
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R'] in the cache and in the inputs."""
