@@ -16,6 +16,7 @@ from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
@@ -60,9 +61,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         *more: further positional arguments of the model's own `generate`.
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
-            `draft_model` or `assistant_model`; else `prompt_lookup_num_tokens=n` means `SuffixDraft(n)`; else it is
-            looked for as `find_draft` says, and the options that its pair recommends are used. With
-            `custom_generate`, that is called instead.
+            `draft_model` or `assistant_model`; else `prompt_lookup_num_tokens` means a `SuffixDraft`, see
+            `lookup_draft`; else it is looked for as `find_draft` says, and the options that its pair recommends are
+            used. With `custom_generate`, that is called instead.
 
     Returns:
         As `generate`.
@@ -84,10 +85,9 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             check_lifted(model)
         draft = either(kwargs, "draft_model", "assistant_model")
         options, costs = take_options(kwargs), Costs()
-        lookup = setting("prompt_lookup_num_tokens", model, kwargs)
-        if draft is None and lookup is not None:
-            kwargs["prompt_lookup_num_tokens"] = None
-            draft, options = SuffixDraft(lookup), {"num_draft_tokens": lookup} | options
+        lookup = None if draft is not None else lookup_draft(model, kwargs)
+        if lookup is not None:
+            draft, options = lookup, {"num_draft_tokens": lookup.max_candidates} | options
         elif draft is None:
             draft, recommended, costs = find_draft(model, kwargs)
             options = recommended | options
@@ -98,6 +98,27 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         strategy.costs.table = dict(costs.table)  # its own: times at batch sizes of other calls must not count
         with noted_times(strategy, model):
             return run(strategy, owner, model, inputs, kwargs, reached)
+
+
+def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
+    """The draft that transformers' two options of prompt lookup ask for, in the call or in a config; None without.
+
+    Where the last tokens of a row stood before in its text, what followed them there is proposed.
+    `prompt_lookup_num_tokens` is how many tokens at most. `max_matching_ngram_size` is how many last tokens are
+    compared at most, down to one; more make a match rarer, and better. Without it 2 tokens or more have to match, and
+    the longest match counts.
+
+    Raises:
+        ValueError: if one of them is not an int of 1 or more.
+    """
+    names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
+    number, size = (setting(name, model, kwargs) for name in names)
+    if number is None:
+        return None
+    for name, value in zip(names, (number, size), strict=True):
+        check_number(name, 1 if value is None else value, 1)
+    kwargs["prompt_lookup_num_tokens"] = None  # else `generate` would look them up itself
+    return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
@@ -35,8 +36,9 @@ class SuffixDraft(Drafter):
 
     Args:
         max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given.
-        min_match: tokens that must match at least. More than 32 are not told apart.
+        min_match: tokens that must match at least.
         pool: each call adds its rows to it at its end.
+        max_match: tokens that are compared at most, up to 32. A longer match is more often right.
 
     Raises:
         ValueError: if a number is not an int of 1 or more, or the pool is no `SuffixPool`.
@@ -46,13 +48,23 @@ class SuffixDraft(Drafter):
         >>> model.generate(**inputs, max_new_tokens=128, custom_generate=strategy)
     """
 
-    def __init__(self, max_candidates: int = 16, min_match: int = 2, pool: SuffixPool | None = None):
+    def __init__(
+        self,
+        max_candidates: int = 16,
+        min_match: int = 2,
+        pool: SuffixPool | None = None,
+        max_match: int = DEPTH,
+    ):
         check_number("max_candidates", max_candidates, 1)
         check_number("min_match", min_match, 1)
         if not isinstance(pool, SuffixPool | None):
             raise ValueError(f"pool is a {type(pool).__name__}; give a SuffixPool, or leave it out.")
         self.max_candidates: int = max_candidates
-        self.min_match, self.pool = min(min_match, DEPTH), pool
+        check_number("max_match", max_match, 1)
+        told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
+        require(max_match >= min(min_match, DEPTH), told)
+        self.max_match, self.pool = min(max_match, DEPTH), pool
+        self.min_match = min(min_match, DEPTH)
         self.acceptance = Acceptance()
         self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
 
@@ -117,7 +129,7 @@ class SuffixCall:
         """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
         draft, rows = self.draft, batch.rows
         found = [
-            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates))
+            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates), draft.max_match)
             for row, length in zip(rows, lengths, strict=True)
         ]
         if self.apart:

@@ -47,11 +47,11 @@ class Rows:
         self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
         self.proposed: dict[int, Match] = {}
 
-    def find(self, row: int, min_match: int, most: int) -> Match:
+    def find(self, row: int, min_match: int, most: int, max_match: int = DEPTH) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
         if not most:
             return Match([], [], 0)
-        suffix = self.texts[row][: -DEPTH - 1 : -1]
+        suffix = self.texts[row][: -max_match - 1 : -1]
         indices = (self.fresh, self.sorted, *self.earlier)
         matches = [index.longest(suffix) for index in indices]
         length = max(length for length, _ in matches)

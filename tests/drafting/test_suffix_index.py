@@ -123,3 +123,11 @@ def test_of_several_continuations_the_most_frequent_one():
     tokens, chances = _most_frequent([[5, 6], [5, 7, 8], [4, 6], [5, 7]], 16, 1.0)
     assert (tokens, chances) == ([5, 7, 8], [0.75, 0.5, 0.25])
     assert _most_frequent([[5, -1, 5]], 16, 1.0) == ([5], [1.0])  # an id outside of the vocabulary
+
+
+def test_no_more_tokens_are_compared_than_asked_for():
+    """After the last 3 tokens stands 9; after the last one alone mostly 7."""
+    rows = Rows({0: array("i", [1, 2, 3, 9, 3, 7, 3, 7, 3, 7, 1, 2, 3])}, Acceptance())
+    assert rows.find(0, 1, 1).tokens == [9]
+    assert rows.find(0, 1, 1, max_match=1).tokens == [7]
+    assert rows.find(0, 1, 1, max_match=1).length == 1
