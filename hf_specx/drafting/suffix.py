@@ -68,6 +68,11 @@ class SuffixDraft(Drafter):
         self.acceptance = Acceptance()
         self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What it was made with, its pool aside."""
+        return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
+
     def meet(self, vocab_size: int) -> None:
         """Check the pool's vocabulary."""
         if self.pool is not None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
@@ -28,7 +29,7 @@ class DraftTargetPair:
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model with the same vocabulary.
+        draft: a smaller model with the same vocabulary, or a `SuffixDraft`.
         tokenizer: of both models; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
 
@@ -51,12 +52,12 @@ class DraftTargetPair:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel,
+        draft: PreTrainedModel | SuffixDraft,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
-        self._draft: PreTrainedModel = unwrapped(draft, adapters=True)
+        self._draft: PreTrainedModel | SuffixDraft = unwrapped(draft, adapters=True)
         check_entry(self.target, None)
         self.tokenizer = self.draft_tokenizer = tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
@@ -70,9 +71,14 @@ class DraftTargetPair:
         return self._target
 
     @property
-    def draft(self) -> PreTrainedModel:
+    def draft(self) -> PreTrainedModel | SuffixDraft:
         """The draft; it cannot be replaced, make another pair instead."""
         return self._draft
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft if it is a model."""
+        return [self.target, self.draft] if isinstance(self.draft, PreTrainedModel) else [self.target]
 
     @property
     def prompts(self) -> list[str]:
