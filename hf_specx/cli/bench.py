@@ -66,7 +66,9 @@ def bench(
     trust_remote_code: Trust = False,
     grid: Annotated[bool, typer.Option("--grid", help="All experiments, which takes long.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of a grid: {', '.join(list(EXPERIMENTS)[1:])}.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Of a grid, --grid unless given: {', '.join(list(EXPERIMENTS)[1:])}.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help=f"File of results, taken up where it ended; of a grid {GRID_FILE}.")
     ] = None,
@@ -88,6 +90,7 @@ def bench(
             check_can_plot()
         prompts = [] if file is None else read_prompts([], file, "")
         load = partial(load_given_pair, **hub_options(revision, token, trust_remote_code))
+        grid = grid or bool(only and not full)
         store = results(out or (GRID_FILE if grid or full else None))
         with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
             made = run_grid(cells, store, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
@@ -109,10 +112,10 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     Raises:
         ValueError: options contradict each other, or cannot be measured.
     """
+    grid = grid or bool(only and not full)
     if grid or full:
         check_grid(grid, full, only, [*(f"--{name.replace('_', '-')}" for name in given), *others])
         return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
-    require(not only, "--only chooses experiments of a grid; use it with --grid or --full.")
     asked: dict[str, Any] = {"batch": (1, 8), "dtype": "auto"} | given
     batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
     check_runs(batches)
