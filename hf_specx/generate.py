@@ -54,7 +54,8 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
     The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
-    `specx_times`; a strategy object also remembers acceptance and the times of rounds.
+    `specx_times`; a strategy object also remembers acceptance and the times of rounds, and so does the `SuffixDraft`
+    of a pair.
 
     Args:
         inputs: as in `generate`.
