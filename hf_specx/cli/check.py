@@ -76,11 +76,8 @@ def check(
         check_out(out)
         check_can_write(report)
         read_cells(resume, "check")  # raises for another file
-        sampling = (temperature, top_p, top_k)
-        names = tuple(verification or CHECKED)
-        settings = Settings(
-            tuple(batch or (1, 8)), new_tokens, *sampling, names, samples, num_draft_tokens, seed, level
-        )
+        how = temperature, top_p, top_k, tuple(verification or CHECKED)
+        settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
         given = None if file is None else read_prompts([], file, "with --file")
         loaded = with_draft(load_given_pair(pair, dtype, **hub_options(revision, token, trust_remote_code)), draft)
         subject = subject_of(loaded, given or loaded.prompts, settings)

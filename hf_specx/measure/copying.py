@@ -16,7 +16,7 @@ from hf_specx.common.errors import require
 MODULES = ("textwrap", "heapq", "shlex", "fnmatch", "copy", "queue", "string", "bisect")  # one for each row
 BEGUN = 5  # one part in so many of a prompt is the beginning of what is to be repeated
 QUESTION = "\n\n# What does the text above say? It says:\n"
-AGAIN = "\n\n# The same once more:\n"
+ONCE_MORE = "\n\n# The same once more:\n"
 
 
 def rewriting(source: list[int], asked: list[int], size: int) -> list[int]:
@@ -44,7 +44,7 @@ Make = Callable[[list[int], list[int], int], list[int]]
 KINDS: dict[str, tuple[Make, str]] = {
     "rewrite": (rewriting, ""),
     "answer": (answering, QUESTION),
-    "second turn": (second_turn, AGAIN),
+    "second turn": (second_turn, ONCE_MORE),
 }
 
 

@@ -86,12 +86,10 @@ def load_pair(
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    has_model = config.suffix is None or draft is not None
-    found = {
-        role: _find(pair, getattr(config, role), other, hub, use_safetensors=use_safetensors, **trust)
-        for role, other in (("target", target), ("draft", draft))
-        if role == "target" or has_model
-    }
+    config.suffix = config.suffix if draft is None else None
+    asked = {"target": target} if config.suffix else {"target": target, "draft": draft}
+    checks = trust | {"use_safetensors": use_safetensors}
+    found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
         config.forget()
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
@@ -99,10 +97,7 @@ def load_pair(
     models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
     warn_of_another_target(config, models["target"])
     sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
-    if has_model:
-        config.suffix = None
-    drafter = models["draft"] if has_model else config.suffix_draft()
-    return LoadedPair(models["target"], drafter, *tokenizers, config, sources)
+    return LoadedPair(models["target"], models.get("draft") or config.suffix_draft(), *tokenizers, config, sources)
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:

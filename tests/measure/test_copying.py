@@ -58,10 +58,6 @@ def test_a_cell_with_prompts_of_a_kind():
     tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
     pair = tiny_pair(vocab_size=len(tokenizer))
     pair.tokenizer, pair.prompts = tokenizer, ["def main("]
-    seen = []
-    hook = pair.target.register_forward_pre_hook(
-        lambda _, args, given: seen.append(given["input_ids"]), with_kwargs=True
-    )
     cell = small("plain", "suffix-2", batch=2, prompt_tokens=40, texts="answer", temperature=0.0, experiment="suffix")
     with Forwards(pair.target) as forwards:
         made = take_turns(cell, pair, lambda: None)
