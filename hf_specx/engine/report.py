@@ -26,7 +26,6 @@ class RoundRecord(NamedTuple):
         judged: candidates whose predecessors were all kept, as far as the round went.
         gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
         longest: candidates of the row that had most of them.
-        source: who proposed the row's candidates.
         free: how many of the round's longest candidates took no step of a draft model.
     """
 
@@ -36,7 +35,6 @@ class RoundRecord(NamedTuple):
     judged: int = 0
     gained: int = 0
     longest: int = 0
-    source: str = "none"
     free: int = 0
 
     @property
@@ -62,6 +60,7 @@ class SpeculationReport:
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
     """
 
     verification: str
@@ -78,6 +77,7 @@ class SpeculationReport:
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
     compilations: int = 0
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
@@ -103,7 +103,13 @@ class SpeculationReport:
         counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
         for row, source, record in zip(done.rows, sources, counts, strict=True):
             if record[-1]:
-                self.history[row].append(RoundRecord(*record, drafted, source if record[0] else "none", free))
+                self.history[row].append(RoundRecord(*record, drafted, free))
+                if record[0]:
+                    self._count(source, {"rounds": 1, "drafted": record[0], "accepted": record[1]})
+
+    def _count(self, source: str, counts: dict[str, int]) -> None:
+        known = self.sources.get(source, {})
+        self.sources[source] = {name: number + known.get(name, 0) for name, number in counts.items()}
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters.
@@ -125,7 +131,9 @@ class SpeculationReport:
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
-        both.laps = other.laps
+        both.laps, both.sources = other.laps, dict(self.sources)
+        for source, counts in other.sources.items():
+            both._count(source, counts)
         both.rounds += other.rounds
         both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
@@ -201,16 +209,6 @@ class SpeculationReport:
     def accepted_per_position(self) -> list[int]:
         """For each position how often its candidate and all before it were kept."""
         return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
-
-    @property
-    def sources(self) -> dict[str, dict[str, int]]:
-        """By source of candidates: `rounds` of rows in which it proposed, tokens `drafted`, and `accepted`."""
-        found: dict[str, dict[str, int]] = {}
-        for r in self._judged_rounds:
-            counts = found.setdefault(r.source, dict.fromkeys(("rounds", "drafted", "accepted"), 0))
-            counts |= {"rounds": counts["rounds"] + 1, "drafted": counts["drafted"] + r.drafted}
-            counts["accepted"] += r.accepted
-        return found
 
     @property
     def acceptance_rate(self) -> float:

@@ -230,6 +230,7 @@ def test_the_report_counts_by_source():
     assert sum(counts["accepted"] for counts in sources.values()) == report.accepted
     assert sum(counts["rounds"] for counts in sources.values()) == sum(report.rounds_per_row)
     assert report.to_dict()["sources"] == sources
+    assert (report + report).sources["model"]["drafted"] == 2 * sources["model"]["drafted"]
     assert f"model {sources['model']['accepted']} of {sources['model']['drafted']}" in str(report)
 
 
