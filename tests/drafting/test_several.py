@@ -138,9 +138,7 @@ def test_where_no_suffix_matches_the_forwards_are_those_of_the_model_alone(rows:
     seen = []
     for drafts in (draft, [SuffixDraft(min_match=32), draft]):
         costs = Costs({rows: KNOWN})
-        strategy = SpeculativeDecoding(
-            drafts, num_draft_tokens=number, costs=costs, verification="block"
-        )  # without a clock
+        strategy = SpeculativeDecoding(drafts, num_draft_tokens=number, costs=costs, verification="block")
         with Forwards(target) as of_target, Forwards(draft) as of_draft:
             run(target, few_tokens(rows), strategy, **SAMPLED)
         seen.append((of_target.lengths, of_draft.lengths, strategy.report.history))
