@@ -17,6 +17,7 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
@@ -55,7 +56,8 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
     The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
-    `specx_times`; a strategy object also remembers acceptance and the times of rounds.
+    `specx_times`; a strategy object also remembers acceptance and the times of rounds, and so does the `SuffixDraft`
+    of a pair.
 
     Args:
         inputs: as in `generate`.
@@ -63,8 +65,8 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         model: the target.
         **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
             `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
-            `prompt_lookup_num_tokens=n` means `SuffixDraft(n)`; else it is looked for as `find_draft` says, and the
-            options that its pair recommends are used. With `custom_generate`, that is called instead.
+            `prompt_lookup_num_tokens` means a `SuffixDraft`, see `lookup_draft`; else it is looked for as `find_draft`
+            says, and the options that its pair recommends are used. With `custom_generate`, that is called instead.
 
     Returns:
         As `generate`.
@@ -96,6 +98,27 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             return run(strategy, owner, model, inputs, kwargs, reached)
 
 
+def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
+    """The draft that transformers' two options of prompt lookup ask for, in the call or in a config; None without.
+
+    Where the last tokens of a row stood before in its text, what followed them there is proposed.
+    `prompt_lookup_num_tokens` is how many tokens at most. `max_matching_ngram_size` is how many last tokens are
+    compared at most, down to one; more make a match rarer, and better. Without it 2 tokens or more have to match, and
+    the longest match counts.
+
+    Raises:
+        ValueError: if one of them is not an int of 1 or more.
+    """
+    names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
+    number, size = (setting(name, model, kwargs) for name in names)
+    if number is None:
+        return None
+    for name, value in zip(names, (number, size), strict=True):
+        check_number(name, 1 if value is None else value, 1)
+    kwargs["prompt_lookup_num_tokens"] = None  # else `generate` would look them up itself
+    return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
+
+
 @contextmanager
 def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[None]:
     """A context in which a call uses the times that earlier calls left on its draft, and leaves its own there.
@@ -106,6 +129,8 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
     where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
     kind = f"{type(target).__name__} of {size} parameters in {where}"
     draft, times = strategy.draft_model, strategy.costs.measured
+    if isinstance(draft, list):
+        draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
     times.update(getattr(draft, "specx_times", {}).get(kind, {}))
     known = len(times)
     yield
@@ -139,13 +164,13 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
     draft = either(kwargs, "draft_model", "assistant_model")
     if draft is not None:
         return draft, {}, Costs()
-    exit_layer, lookup = (setting(x, model, kwargs) for x in ("assistant_early_exit", "prompt_lookup_num_tokens"))
+    exit_layer = setting("assistant_early_exit", model, kwargs)
     if exit_layer is not None:
         kwargs["assistant_early_exit"] = None
         return early_exit(exit_layer), {}, Costs()
+    lookup = lookup_draft(model, kwargs)
     if lookup is not None:
-        kwargs["prompt_lookup_num_tokens"] = None
-        return SuffixDraft(lookup), {"num_draft_tokens": lookup}, Costs()
+        return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
     return find_draft(model, kwargs)
 
 

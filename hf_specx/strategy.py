@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -18,11 +17,10 @@ from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
-from hf_specx.common.wrappers import unwrapped
-from hf_specx.drafting.candidates import make_drafter
+from hf_specx.common.wrappers import unwrapped, unwrapped_draft
+from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call
@@ -54,7 +52,9 @@ class SpeculativeDecoding:
 
     Args:
         draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; `SuffixDraft`; `EarlyExitDraft`; or a `Drafter` of yours.
+            `CandidateGenerator` that reads the text alone; `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a
+            list of these with at most one that runs forwards, as `[SuffixDraft(), draft_model]`: each row and round
+            takes its candidates from the one that promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
@@ -91,7 +91,7 @@ class SpeculativeDecoding:
 
     def __init__(
         self,
-        draft_model: PreTrainedModel | CandidateGenerator | Drafter,
+        draft_model: AnyDraft | Sequence[AnyDraft],
         *,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
@@ -115,7 +115,7 @@ class SpeculativeDecoding:
             "draft_tokenizer": draft_tokenizer,
             "costs": costs,
         }
-        draft_model = unwrapped(draft_model, adapters=True)
+        draft_model = unwrapped_draft(draft_model)
         check_options(options, unknown, draft_model)
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
         self.compile = compile

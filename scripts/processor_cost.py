@@ -101,6 +101,7 @@ def main() -> None:
     turns = int(sys.argv[1]) if len(sys.argv) > 1 else TURNS
     pair = DraftTargetPair.embedded()
     assert pair.tokenizer is not None
+    assert isinstance(pair.draft, PreTrainedModel)
     target, draft = pair.target.float(), pair.draft.float()
     print("| batch | processor | a round with over one without | 5 candidates over plain | default over plain |")
     print("| --- | --- | --- | --- | --- |")

@@ -65,7 +65,7 @@ class WayContender(Contender):
     """A contender that samples as its way does."""
 
     def __init__(self, way: Way, pair: DraftTargetPair):
-        super().__init__(way.contender, pair.target, pair.draft)
+        super().__init__(way.contender, pair.target, pair.models[-1])
         self.sampling = way.options
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:

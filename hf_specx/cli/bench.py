@@ -43,6 +43,7 @@ BENCH_LEGEND = (
     "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
 )
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
+HELP_ONLY = f"Of a grid, --grid unless given: {', '.join(list(EXPERIMENTS)[1:])}."
 HELP_CONTENDER = "plain, plain-compiled, stock, stock-5, block-auto, token-5, coupled-5-compiled, ..., once for each."
 
 
@@ -66,7 +67,7 @@ def bench(
     trust_remote_code: Trust = False,
     grid: Annotated[bool, typer.Option("--grid", help="All experiments, which takes long.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
-    only: Annotated[list[str] | None, typer.Option(help=f"Of a grid: {', '.join(list(EXPERIMENTS)[1:])}.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=HELP_ONLY)] = None,
     out: Annotated[
         Path | None, typer.Option(help=f"File of results, taken up where it ended; of a grid {GRID_FILE}.")
     ] = None,
@@ -88,11 +89,11 @@ def bench(
             check_can_plot()
         prompts = [] if file is None else read_prompts([], file, "")
         load = partial(load_given_pair, **hub_options(revision, token, trust_remote_code))
-        store = results(out or (GRID_FILE if grid or full else None))
+        store = results(out or (GRID_FILE if grid or full or only else None))
         with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
             made = run_grid(cells, store, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
         show_cells(made)
-        if grid or full:
+        if grid or full or only:
             show_claims(claims(made))
         for path in plot(made, plots) if plots is not None else ():
             Console().print(Text(f"wrote {path}"), soft_wrap=True)
@@ -109,10 +110,10 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
     Raises:
         ValueError: options contradict each other, or cannot be measured.
     """
+    grid = grid or bool(only and not full)
     if grid or full:
         check_grid(grid, full, only, [*(f"--{name.replace('_', '-')}" for name in given), *others])
         return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
-    require(not only, "--only chooses experiments of a grid; use it with --grid or --full.")
     asked: dict[str, Any] = {"batch": (1, 8), "dtype": "auto"} | given
     batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
     check_runs(batches)

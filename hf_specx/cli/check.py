@@ -20,6 +20,7 @@ from hf_specx.measure.store import read_cells
 from .console import errors_in_one_line, progress
 from .options import (
     LARGEST_SEED,
+    DraftKind,
     Dtype,
     PromptFile,
     Revision,
@@ -32,6 +33,7 @@ from .options import (
     hub_options,
     load_given_pair,
     read_prompts,
+    with_draft,
 )
 
 
@@ -57,6 +59,7 @@ def check(
     level: Annotated[float, typer.Option(help="Chance of a false alarm, at most, of the whole check.")] = 0.001,
     seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
+    draft: DraftKind = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -73,13 +76,10 @@ def check(
         check_out(out)
         check_can_write(report)
         read_cells(resume, "check")  # raises for another file
-        sampling = (temperature, top_p, top_k)
-        names = tuple(verification or CHECKED)
-        settings = Settings(
-            tuple(batch or (1, 8)), new_tokens, *sampling, names, samples, num_draft_tokens, seed, level
-        )
+        how = temperature, top_p, top_k, tuple(verification or CHECKED)
+        settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
         given = None if file is None else read_prompts([], file, "with --file")
-        loaded = load_given_pair(pair, dtype, **hub_options(revision, token, trust_remote_code))
+        loaded = with_draft(load_given_pair(pair, dtype, **hub_options(revision, token, trust_remote_code)), draft)
         subject = subject_of(loaded, given or loaded.prompts, settings)
         steps = settings.steps(len(subject.prompts), timed=report is not None)
         with progress("plain and speculative, and both compared", steps) as advance:

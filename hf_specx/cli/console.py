@@ -13,7 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.engine.report import RoundRecord
+from hf_specx.engine.history import RoundRecord
 from hf_specx.strategy import SpeculativeDecoding
 
 

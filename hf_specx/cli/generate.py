@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
-from hf_specx.layouts.decoder import vocabulary
 from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.measure.store import provenance
 from hf_specx.measure.timer import Comparison, compare
@@ -25,6 +25,7 @@ from .console import OriginStreamer, TokenDecoder, coloured, errors_in_one_line,
 from .options import (
     LARGEST_SEED,
     AsJson,
+    DraftKind,
     Dtype,
     Greedy,
     MaxNewTokens,
@@ -40,6 +41,7 @@ from .options import (
     read_prompts,
     sampling_options,
     strategy_options,
+    with_draft,
 )
 
 
@@ -51,6 +53,7 @@ def generate(
     file: PromptFile = None,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
     pair: Annotated[str, typer.Option(help="Id or folder of a draft-target pair.")] = "embedded",
+    draft: DraftKind = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -82,7 +85,7 @@ def generate(
         require(odd, f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
-        loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen)
+        loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen, draft)
         seed = torch.seed() % LARGEST_SEED if seed is None else seed
         grammar = None if json_schema is None else json_grammar(json_schema, loaded)
         session = Session(loaded, options, 0 if no_compare else repeats, seed, grammar)
@@ -93,13 +96,15 @@ def generate(
         typer.echo(json.dumps(source | {"runs": runs}))
 
 
-def load_reading_pair(name: str, dtype: str, hub: dict[str, Any], options: dict[str, Any]) -> DraftTargetPair:
-    """A pair with a tokenizer; `options` replace those of its strategy.
+def load_reading_pair(
+    name: str, dtype: str, hub: dict[str, Any], options: dict[str, Any], draft: str | None = None
+) -> DraftTargetPair:
+    """A pair with a tokenizer; `options` replace those of its strategy, and `draft` its draft, see `with_draft`.
 
     Raises:
         ValueError: the pair has no tokenizer.
     """
-    pair = load_given_pair(name, dtype, **hub)
+    pair = with_draft(load_given_pair(name, dtype, **hub), draft)
     require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read text.")
     for option, value in options.items():
         setattr(pair.strategy, option, value)

@@ -1,5 +1,6 @@
 """Options that several commands share, and their checks."""
 
+import copy
 import shlex
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import typer
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.hub.cards import check_known_name
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
@@ -18,6 +20,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.options import check_choices
 
 
+DRAFTS = ("suffix", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
@@ -35,6 +38,8 @@ Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
+HELP_DRAFT = "suffix: no model, but what followed the same tokens before; both: the better one; else the pair's own."
+DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
 
@@ -130,6 +135,24 @@ def load_given_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
     placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
     with looking_for(name):
         return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
+    """The pair with what --draft asks for in place of its draft; the pair itself where nothing is asked for.
+
+    What was measured with its own draft, and recommended for it, does not hold then.
+    """
+    if draft is None:
+        return pair
+    require(draft in DRAFTS, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, or leave it out.")
+    config = copy.deepcopy(pair.config)
+    config.forget()
+    if draft == DRAFTS[0]:
+        config.draft = ModelSource()
+        return DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer, config)
+    made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
+    made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
+    return made
 
 
 def check_name(name: str) -> None:

@@ -20,7 +20,19 @@ from hf_specx.pair_files.fetch import get_files, get_pair
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 from .console import errors_in_one_line
-from .options import AsJson, Overwrite, Revision, Token, Trust, check_name, hub_options, load_given_pair, saved_as
+from .options import (
+    AsJson,
+    DraftKind,
+    Overwrite,
+    Revision,
+    Token,
+    Trust,
+    check_name,
+    hub_options,
+    load_given_pair,
+    saved_as,
+    with_draft,
+)
 
 
 def card(
@@ -102,6 +114,7 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     branch: Annotated[str | None, typer.Option(help="The branch to publish to; made if need be.")] = None,
     overwrite: Overwrite = False,
+    draft: DraftKind = None,
     reference_target: Annotated[
         bool | None, typer.Option("--reference-target/--inside-target", help="Its id, or its weights; else as it is.")
     ] = None,
@@ -125,7 +138,7 @@ def publish(
         else:
             check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
             check_folder(folder, overwrite)
-        loaded = load_given_pair(pair, "auto", **hub_options(revision, token, trust_remote_code))
+        loaded = with_draft(load_given_pair(pair, "auto", **hub_options(revision, token, trust_remote_code)), draft)
         asked = {"target": reference_target, "draft": reference_draft}
         where: dict[str, Any] = {
             role: publish_as(getattr(loaded.config, role), reference) for role, reference in asked.items()

@@ -5,6 +5,7 @@ processors and stopping criteria must see exactly that. Ends and lengths are kep
 ids: the pad id may be the end id, and a model may emit either.
 """
 
+import copy
 import itertools
 from typing import Protocol
 
@@ -192,6 +193,13 @@ class Batch:
         self.revive()
         self.reserve(0)
         self.ids[:, : input_ids.shape[1]] = input_ids
+
+    def until(self, counts: list[int]) -> "Batch":
+        """The same text, to be read only, as it was when rows had emitted no more than `counts` [B] tokens."""
+        earlier = copy.copy(self)
+        earlier.counts = counts
+        earlier._select(self.rows)
+        return earlier
 
     def row(self, row: int) -> torch.Tensor:
         """The tokens of one row, without pads: [length]."""

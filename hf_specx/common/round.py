@@ -14,22 +14,40 @@ class Draft(NamedTuple):
         tokens: [R, K] int64. From a row's length on they are fillers: nothing is proposed there.
         lengths: [R], the number of candidates of each row, 0 to K.
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
-        source: who proposed them.
+        source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
+        estimate: for each row the estimated chance that its first i candidates are all kept, i = 1 to its length; None
+            if the drafter has no such estimate.
+        free: [R] bool, rows whose candidates took no steps of a draft model while others may have taken some; None if
+            all took as many steps as candidates.
     """
 
     tokens: torch.Tensor
     lengths: list[int]
     probs: torch.Tensor | None = None
-    source: str = "none"
+    source: str | list[str] = "none"
     forced: list[list[bool]] | None = None
+    estimate: list[list[float]] | None = None
+    free: list[bool] | None = None
 
     @property
-    def drafted(self) -> int:
-        """The most candidates that a row has, except for forced ones that took no step of a draft model."""
+    def sources(self) -> list[str]:
+        """[R], the source of each row."""
+        return [self.source] * len(self.lengths) if isinstance(self.source, str) else self.source
+
+    @property
+    def drafted(self) -> list[int]:
+        """[R], how many candidates of each row are a draft model's; in rows of its own forced ones count as well."""
+        if self.free is None:
+            return self.lengths
+        return [0 if free else length for free, length in zip(self.free, self.lengths, strict=True)]
+
+    @property
+    def steps(self) -> int:
+        """How many steps of a draft model the candidates took: positions where a row has one that is not forced."""
         if self.forced is None:
-            return self.tokens.shape[1]
-        proposed = [flags[:length] for flags, length in zip(self.forced, self.lengths, strict=True)]
+            return max(self.drafted, default=0)
+        proposed = [flags[:length] for flags, length in zip(self.forced, self.drafted, strict=True)]
         return sum(not all(flags) for flags in zip_longest(*proposed, fillvalue=True))
 
     @property
@@ -47,7 +65,7 @@ class Draft(NamedTuple):
         lengths = [int(length > position) for length in self.lengths]
         probs = None if self.probs is None else self.probs[:, here]
         forced = None if self.forced is None else [flags[here] for flags in self.forced]
-        return Draft(self.tokens[:, here], lengths, probs, self.source, forced)
+        return self._replace(tokens=self.tokens[:, here], lengths=lengths, probs=probs, forced=forced, estimate=None)
 
 
 class Judgement(NamedTuple):
@@ -106,8 +124,10 @@ class Round:
 
     @property
     def chances(self) -> list[list[float]]:
-        """`survival` without forced candidates, which are kept if those before them are."""
-        if self.draft.forced is None:
-            return self.survival
-        pairs = zip(self.survival, self.draft.forced, strict=True)
-        return [[chance for chance, is_forced in zip(*pair, strict=False) if not is_forced] for pair in pairs]
+        """`survival` of a draft model's candidates, without forced ones, which are kept if those before them are."""
+        drafted, forced = self.draft.drafted, self.draft.forced
+        found = [chances[:number] for chances, number in zip(self.survival, drafted, strict=True)]
+        if forced is None:
+            return found
+        pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
+        return [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]

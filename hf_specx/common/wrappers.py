@@ -19,3 +19,8 @@ def unwrapped(model: Any, adapters: bool = False) -> Any:
     if adapters and not isinstance(model, PreTrainedModel) and hasattr(model, "get_base_model"):
         return unwrapped(model.get_base_model(), adapters)
     return model
+
+
+def unwrapped_draft(draft: Any) -> Any:
+    """The same for what drafts, a model or anything else; of a list each item."""
+    return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)

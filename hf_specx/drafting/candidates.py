@@ -1,36 +1,39 @@
 """Drafters: one that samples from a draft model, and one for any `CandidateGenerator` of transformers."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.choose import layouts_of, make_decoder
-from hf_specx.layouts.decoder import Decoder, vocabulary
+from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Reading, no_candidates
 from .forced import Growth, stands_apart
+from .several import SeveralDrafts
 
 
-def make_drafter(draft: "PreTrainedModel | CandidateGenerator | Drafter", target: PreTrainedModel) -> Drafter:
-    """A drafter for one call with a target: of a draft model, of a `CandidateGenerator`, or of the drafter given."""
+AnyDraft = PreTrainedModel | CandidateGenerator | Drafter
+
+
+def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel) -> Drafter:
+    """A drafter for one call with a target: of a model, of a `CandidateGenerator`, of a drafter, or of several."""
+    if isinstance(draft, list | tuple):
+        parts = [make_drafter(part, target) for part in draft]
+        return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else draft.of(target)
-
-
-def no_candidates(batch: Batch) -> Draft:
-    """A draft that proposes nothing."""
-    return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))
+    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else cast(Drafter, draft).of(target)
 
 
 class SampledCandidateGenerator(CandidateGenerator, Drafter):
@@ -118,18 +121,18 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.decoder.admit(batch, rows)
 
     def observe(self, done: Round) -> None:
-        """Drop rows that have left; rejected candidates are rolled back at the next step."""
-        if self.decoder is not None and done.stay is not None:
-            self.decoder.leave(done.rows, done.stay)
+        """Note how much of the cache is the text by now, and drop rows that have left.
 
-    def pause(self, batch: Batch) -> None:
-        """Roll rejected candidates back, by one step: later, once the text is longer, nothing would tell them from it.
-
-        From then on the cache holds a prefix of each row's text, and one forward can feed what is missing later.
+        What was rejected is rolled back at the next step, which feeds what is missing. A row whose candidates came
+        from elsewhere was fed others than were judged.
         """
-        decoder = self.decoder
-        if decoder is not None and any(decoder.held[row] >= batch.counts[row] for row in batch.rows):
-            decoder.step(batch, 0)
+        if self.decoder is None:
+            return
+        others = done.draft.free or [False] * len(done.rows)
+        for row, before, other in zip(done.rows, done.before, others, strict=True):
+            self.decoder.keep(row, before if other else done.batch.counts[row] - 1)
+        if done.stay is not None:
+            self.decoder.leave(done.rows, done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return None if self.decoder is None else partial(self.decoder.rehearse, batch)

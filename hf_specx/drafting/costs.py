@@ -242,6 +242,10 @@ class RoundTimes:
         """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
         return self.costs.draft(batch) * self.costs.target(batch, tokens) / self.costs.target(batch, 1)
 
+    def skip(self) -> None:
+        """A round of another kind has ended, or a prompt is read: the time up to the next `observe` does not count."""
+        self.ended = None
+
     def observe(self, batch: int, drafted: int) -> None:
         """Note that a round has ended. The first of a call, and those in which a draft pauses or catches up, do not
         count."""
@@ -252,10 +256,6 @@ class RoundTimes:
             if self.online and len(seen) >= ENOUGH:
                 self.costs.rounds.setdefault(batch, {})[drafted] = statistics.median(seen)
         self.ended, self.drafted = now, drafted
-
-    def skip(self) -> None:
-        """Do not count the coming round, in whose time a prompt is read as well."""
-        self.ended = None
 
     def medians(self, enough: int) -> Iterable[tuple[int, int, float]]:
         """Batch size, number of candidates and median seconds, where at least `enough` rounds were seen."""

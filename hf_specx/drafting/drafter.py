@@ -1,6 +1,6 @@
 """Who proposes candidates: the one interface of all drafts, and what a call gives to it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,7 @@ class Reading:
         compiled: whether its forwards after the prompt are compiled.
         forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
         costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
+        number: candidates of a round that the user asked for; None is "auto".
     """
 
     batch: Batch
@@ -45,6 +46,7 @@ class Reading:
     compiled: bool = False
     forces: bool = False
     costs: Costs | None = None
+    number: int | None = None
 
 
 class Drafter(Protocol):
@@ -60,6 +62,7 @@ class Drafter(Protocol):
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
+        parts: of a draft that chooses among several; empty for any other.
     """
 
     model: PreTrainedModel | None = None
@@ -67,6 +70,7 @@ class Drafter(Protocol):
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
+    parts: Sequence["Drafter"] = ()
 
     def of(self, target: PreTrainedModel) -> "Drafter":
         """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
@@ -104,3 +108,8 @@ class Drafter(Protocol):
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None
+
+
+def no_candidates(batch: Batch) -> Draft:
+    """A draft that proposes nothing."""
+    return Draft(batch.index.new_empty(len(batch.rows), 0), [0] * len(batch.rows))

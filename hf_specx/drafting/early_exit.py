@@ -138,7 +138,8 @@ class SharedDecoder(RaggedDecoder):
 
     def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
         self.target, self.model = target, model
-        self.notes, self.held = Notes(model.config, {}, None, False), [0] * len(target.held)
+        self.notes = Notes(model.config, {}, None, False)
+        self.held, self.valid = [0] * len(target.held), [0] * len(target.held)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
@@ -149,6 +150,9 @@ class SharedDecoder(RaggedDecoder):
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; also where the target has read prompts alone."""
         return self.feed(batch, 1 + skipped, ahead, keep=1)
+
+    def keep(self, row: int, count: int) -> None:
+        """Nothing: the target's forward has written what the row's text is now."""
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         """Nothing: the rows leave the target's cache."""

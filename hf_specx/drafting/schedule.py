@@ -148,10 +148,10 @@ class Heuristic(Schedule):
         return self.numbers.get(row, self.first)
 
     def observe(self, done: Round) -> None:
-        for row, length, accepted in zip(done.rows, done.draft.lengths, done.accepted, strict=True):
-            if length:
+        for row, drafted, accepted in zip(done.rows, done.draft.drafted, done.accepted, strict=True):
+            if drafted:
                 number = self.number(row)
-                self.numbers[row] = number + 2 if accepted == length else max(1, number - 1)
+                self.numbers[row] = number + 2 if accepted == drafted else max(1, number - 1)
 
     def admit(self, row: int, room: int) -> None:
         super().admit(row, room)
@@ -191,16 +191,22 @@ class Auto(Schedule):
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
 
     def observe(self, done: Round) -> None:
-        drafted, before = done.draft.drafted, self.rows
+        drafted, before = done.draft.steps, self.rows
         self.rows = len(done.rows) if done.stay is None else len(done.stay)
         if not any(done.before):
             return  # the prompts' own step
-        self.times.observe(before, drafted)
+        if done.draft.free is None:
+            self.times.observe(before, drafted)
+        else:
+            self.times.skip()
+        # others were finished before, had nothing to draft after, or have candidates from elsewhere
+        free = done.draft.free or [False] * len(done.rows)
+        live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
+        if not live:
+            return
         if self.resting is not None:
             self.resting.observe(done)
         room = self.room or []
-        # others were finished before, or had nothing to draft after
-        live = [number for number, gained in enumerate(done.gained) if gained and done.before[number]]
         left = [max(1, room[done.rows[number]] - done.before[number]) for number in live]
         # a row that rests is counted as one that keeps nothing
         chances = done.chances

@@ -8,13 +8,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
-from .candidates import no_candidates
 from .costs import RoundTimes
 from .draft_length import HASTE
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Reading, no_candidates
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -36,8 +36,9 @@ class SuffixDraft(Drafter):
 
     Args:
         max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given.
-        min_match: tokens that must match at least. More than 32 are not told apart.
+        min_match: tokens that must match at least.
         pool: each call adds its rows to it at its end.
+        max_match: tokens that are compared at most, up to 32. A longer match is more often right.
 
     Raises:
         ValueError: if a number is not an int of 1 or more, or the pool is no `SuffixPool`.
@@ -47,15 +48,30 @@ class SuffixDraft(Drafter):
         >>> model.generate(**inputs, max_new_tokens=128, custom_generate=strategy)
     """
 
-    def __init__(self, max_candidates: int = 16, min_match: int = 2, pool: SuffixPool | None = None):
+    def __init__(
+        self,
+        max_candidates: int = 16,
+        min_match: int = 2,
+        pool: SuffixPool | None = None,
+        max_match: int = DEPTH,
+    ):
         check_number("max_candidates", max_candidates, 1)
         check_number("min_match", min_match, 1)
         if not isinstance(pool, SuffixPool | None):
             raise ValueError(f"pool is a {type(pool).__name__}; give a SuffixPool, or leave it out.")
         self.max_candidates: int = max_candidates
-        self.min_match, self.pool = min(min_match, DEPTH), pool
+        check_number("max_match", max_match, 1)
+        told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
+        require(max_match >= min(min_match, DEPTH), told)
+        self.max_match, self.pool = min(max_match, DEPTH), pool
+        self.min_match = min(min_match, DEPTH)
         self.acceptance = Acceptance()
         self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What it was made with, its pool aside."""
+        return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
     def meet(self, vocab_size: int) -> None:
         """Check the pool's vocabulary."""
@@ -80,7 +96,8 @@ class SuffixDraft(Drafter):
         if not width:
             return no_candidates(batch)
         tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
-        return Draft(tokens, [len(one.tokens) for one in found], None, "suffix")
+        lengths, chances = [len(one.tokens) for one in found], [one.chances for one in found]
+        return Draft(tokens, lengths, None, "suffix", estimate=chances)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Index new prompts, in place of texts that have ended."""
@@ -88,7 +105,7 @@ class SuffixDraft(Drafter):
             self.calls[batch].admit(batch, rows)
 
     def observe(self, done: Round) -> None:
-        """Take in what each row has emitted, how many of its candidates were kept, and how long that took."""
+        """Take in what each row has emitted, how much of it was foreseen here, and how long the round took."""
         call = self.calls.get(done.batch)
         if call is not None:
             call.observe(done)
@@ -121,7 +138,7 @@ class SuffixCall:
         """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
         draft, rows = self.draft, batch.rows
         found = [
-            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates))
+            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates), draft.max_match)
             for row, length in zip(rows, lengths, strict=True)
         ]
         if self.apart:
@@ -151,11 +168,14 @@ class SuffixCall:
 
     def observe(self, done: Round) -> None:
         """A round is over."""
-        judged = zip(done.rows, done.accepted, done.judged, _emitted(done), strict=True)
-        for row, accepted, number, tokens in judged:
-            self.rows[row].observe(row, tokens, accepted, number)
+        for row, tokens in zip(done.rows, _emitted(done), strict=True):
+            self.rows[row].observe(row, tokens)
         if self.times is not None:
-            self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+            others = {source for source, length in zip(done.draft.sources, done.draft.lengths, strict=True) if length}
+            if others <= {"suffix"}:
+                self.times.observe(len(done.rows), done.draft.tokens.shape[1])
+            else:
+                self.times.skip()
         if done.finished:
             self._finish()
 

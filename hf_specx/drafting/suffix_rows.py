@@ -47,11 +47,11 @@ class Rows:
         self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
         self.proposed: dict[int, Match] = {}
 
-    def find(self, row: int, min_match: int, most: int) -> Match:
+    def find(self, row: int, min_match: int, most: int, max_match: int = DEPTH) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
         if not most:
             return Match([], [], 0)
-        suffix = self.texts[row][: -DEPTH - 1 : -1]
+        suffix = self.texts[row][: -max_match - 1 : -1]
         indices = (self.fresh, self.sorted, *self.earlier)
         matches = [index.longest(suffix) for index in indices]
         length = max(length for length, _ in matches)
@@ -75,11 +75,13 @@ class Rows:
             following = (following * -(-most // len(following)))[:most]
         return following
 
-    def observe(self, row: int, tokens: list[int], accepted: int, judged: int) -> None:
-        """A row has emitted tokens; of its candidates so many were judged, and accepted."""
+    def observe(self, row: int, tokens: list[int]) -> None:
+        """A row has emitted tokens; its candidates are compared with them, whether or not they were judged."""
         found = self.proposed.pop(row, None)
         if found is not None and found.length:
-            self.acceptance.note(found.length, accepted, judged)
+            alike = [one == other for one, other in zip(found.tokens, tokens, strict=False)]
+            accepted = (*alike, False).index(False)
+            self.acceptance.note(found.length, accepted, min(accepted + 1, len(alike)))
         text = self.texts[row]
         for token in tokens:
             text.append(token)

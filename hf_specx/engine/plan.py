@@ -10,13 +10,13 @@ from transformers.generation.logits_process import LogitsProcessor, UnbatchedCla
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
-from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.validation.calls import check_call, check_outputs, check_past
 from hf_specx.validation.inputs import check_inputs
@@ -185,7 +185,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
             why = "its best for a draft"
             check_compile(drafter.model, draft_layout, why, prompt.generation_config, call.synced)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
-    _check(plan, call, len(prompt.input_ids))
+    _check(plan, call, len(prompt.input_ids), drafter)
     return plan
 
 
@@ -240,7 +240,7 @@ def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
     return "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
 
 
-def _check(plan: Plan, call: Call, rows: int) -> None:
+def _check(plan: Plan, call: Call, rows: int, drafter: Drafter) -> None:
     """Raise a `ValueError` if a call asks for something that does not go with its plan."""
     drafting = call.drafting
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
@@ -248,7 +248,7 @@ def _check(plan: Plan, call: Call, rows: int) -> None:
         check_seeds(call.seeds, rows, plan.verification, "lockstep" if plan.lockstep else plan.layout)
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
-        check_synced(plan.states, plan.stateful)
+        check_synced(plan.states, plan.stateful, several=bool(drafter.parts))
 
 
 def warn_of_lockstep(plan: Plan, asked: str, rows: int, said: set[str]) -> None:

@@ -2,52 +2,20 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
 
+from .history import RoundRecord
+
 
 REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
 REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged", "accepted"]
-REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "drafted_per_position"]
+REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources", "drafted_per_position"]
 REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
 REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
-
-
-class RoundRecord(NamedTuple):
-    """One row's part in one round.
-
-    Attributes:
-        drafted: candidates of the row.
-        accepted: candidates that the verifier kept, before any cut at a stop.
-        emitted: tokens that entered the text, after such a cut.
-        judged: candidates whose predecessors were all kept, as far as the round went.
-        gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
-        longest: candidates of the row that had most of them.
-        forced: positions of candidates that were the only token allowed.
-        steps: the most candidates of a row that were not forced; None if none was.
-    """
-
-    drafted: int
-    accepted: int
-    emitted: int
-    judged: int = 0
-    gained: int = 0
-    longest: int = 0
-    forced: tuple[int, ...] = ()
-    steps: int | None = None
-
-    @property
-    def draft_steps(self) -> int:
-        """Steps of the draft in the round."""
-        return self.width if self.steps is None else self.steps
-
-    @property
-    def width(self) -> int:
-        """Candidates that the forwards of the round were made for."""
-        return max(self.drafted, self.longest)
 
 
 @dataclass
@@ -65,8 +33,9 @@ class SpeculationReport:
         plain_steps: target forwards without candidates, the one that read the prompts among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
-            chance that the first i - 1 are; see `survival_rate`.
+            chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
     """
 
     verification: str
@@ -83,6 +52,7 @@ class SpeculationReport:
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
     compilations: int = 0
+    sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
@@ -95,7 +65,7 @@ class SpeculationReport:
     def observe(self, done: Round) -> None:
         """Count a round; a row that gained nothing was finished before, and has no part in it."""
         drafted, flags = max(done.draft.lengths), done.draft.forced
-        steps = None if flags is None else done.draft.drafted
+        steps = None if flags is None and done.draft.free is None else done.draft.steps
         self.rounds += drafted > 0
         self.plain_steps += drafted == 0
         self.num_draft_tokens = max(self.num_draft_tokens, drafted)
@@ -104,11 +74,18 @@ class SpeculationReport:
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
+        sources = done.draft.sources
         counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
         for index, (row, record) in enumerate(zip(done.rows, counts, strict=True)):
             forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
             if record[-1]:
                 self.history[row].append(RoundRecord(*record, drafted, forced, steps))
+                if record[0]:
+                    self._count(sources[index], {"rounds": 1, "drafted": record[0], "accepted": record[1]})
+
+    def _count(self, source: str, counts: dict[str, int]) -> None:
+        known = self.sources.get(source, {})
+        self.sources[source] = {name: number + known.get(name, 0) for name, number in counts.items()}
 
     def finish(self, seconds: float, columns: int) -> None:
         """Complete the counters.
@@ -130,7 +107,9 @@ class SpeculationReport:
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
-        both.laps = other.laps
+        both.laps, both.sources = other.laps, dict(self.sources)
+        for source, counts in other.sources.items():
+            both._count(source, counts)
         both.rounds += other.rounds
         both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
@@ -287,6 +266,9 @@ class SpeculationReport:
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
+        if len(self.sources) > 1:
+            told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
+            lines.append(f"accepted by source: {', '.join(told)}")
         if self._costs:
             lines.append(
                 f"draft step / target step {self.cost_coefficient:.2f}, expected speed-up {self.expected_speedup:.2f} "

@@ -7,6 +7,7 @@ import torch
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
@@ -14,7 +15,6 @@ from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
-from hf_specx.layouts.decoder import vocabulary
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
 from hf_specx.sampling.grammars import masked
@@ -106,6 +106,7 @@ def _reading(
         compiled=plan.compiled,
         forces=not (call.synced or plan.compiled),
         costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
+        number=call.drafting.number,
     )
 
 

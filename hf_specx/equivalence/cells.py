@@ -96,10 +96,13 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, A
 
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`."""
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`.
+
+    A draft without a model has no distribution to compare with; that of the target overrates nothing.
+    """
     prompts = [subject.ids[index] for index in subject.prompt_indices(way, batch)]
     options = subject.settings.generation(sampled=True)
-    sums = overrated(subject.target, subject.pair.draft, options, prompts, ours["texts"])
+    sums = overrated(subject.target, subject.pair.models[-1], options, prompts, ours["texts"])
     tests = sys.modules[type(metric("sampled_law")).__module__]
     return judged(sums, subject.settings.share, tests.p_value, tests.least_excess)
 

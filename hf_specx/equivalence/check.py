@@ -99,7 +99,7 @@ def run_check(
     """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
     made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
-    models = [weights_digest(model) for model in (pair.target, pair.draft)]
+    models = [weights_digest(model) for model in pair.models]
     asked = [settings.to_dict(), prompts, models, pair.strategy.layout, pair.strategy.compile]
     store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
     with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
@@ -146,9 +146,9 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
 
 
 def described(pair: DraftTargetPair) -> dict[str, str]:
-    """Both models by class and size, and where they came from on the Hub."""
-    found = {}
-    for role, model in (("target", pair.target), ("draft", pair.draft)):
+    """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
+    found = {"target": "", "draft": type(pair.draft).__name__}
+    for role, model in zip(("target", "draft"), pair.models, strict=False):
         facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
         if source is not None and source.name is not None:
             facts += [source.name, f"commit {source.revision}"]
@@ -239,7 +239,7 @@ def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
 @contextmanager
 def generator_untouched(pair: DraftTargetPair) -> Iterator[None]:
     """Whatever is drawn inside, the default generators are left as they were."""
-    devices = {execution_device(model) for model in (pair.target, pair.draft)}
+    devices = {execution_device(model) for model in pair.models}
     numbers = [torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"]
     with torch.random.fork_rng(devices=sorted(set(numbers))):
         yield

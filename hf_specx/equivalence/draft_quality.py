@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
-from hf_specx.layouts.decoder import vocabulary
 
 from .equality import prepared_processors
 

@@ -80,7 +80,7 @@ def ask_first(subject: Subject) -> None:
         raise Reached
 
     settings = subject.settings
-    handles = [model.register_forward_pre_hook(stop) for model in (subject.target, subject.pair.draft)]
+    handles = [model.register_forward_pre_hook(stop) for model in subject.pair.models]
     try:
         for way, batch in product(settings.ways, settings.batch_sizes):
             inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])

@@ -19,6 +19,7 @@ from .markdown import code, escaped, fence, row
 
 
 NOT_CHECKED, NOT_MEASURED = "*not checked*", "*not measured*"
+SUFFIX = "what followed the last tokens where these stood before in the text is proposed"
 TAGS = ("speculative-decoding", "draft-model")
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -113,6 +114,8 @@ def _description(card: Card) -> str:
         "target judges all of them in one forward, and the text has exactly the target's distribution (with "
         "`do_sample=False` it is the target's greedy text), at any batch size."
     )
+    if card.config.suffix is not None:
+        text = text.replace("the small draft proposes a few tokens", SUFFIX)
     if card.embedded:
         return f"{text} It is part of the package `hf_specx`."
     if card.published:
@@ -133,6 +136,10 @@ def _base_model(card: Card) -> str:
         ("longest text, tokens", _longest(target), _longest(draft)),
         ("precision", _fact(target.dtype), _fact(draft.dtype)),
     ]
+    if card.config.suffix is not None:
+        options = ", ".join(f"{code(name)} {value}" for name, value in vars(card.config.suffix).items())
+        rows = [(name, of_target, "-") for name, of_target, _ in rows]
+        rows[0] = (*rows[0][:2], f"none: {code('SuffixDraft')} with {options}")
     return "\n".join(["## Base model\n\n| | target | draft |\n| --- | --- | --- |", *map(row, rows)])
 
 
@@ -142,6 +149,8 @@ def _compatibility(card: Card) -> str:
         if card.published
         else "It needs the package `hf_specx`."
     )
+    if card.config.suffix is not None:
+        return f"## Model compatibility\n\nThe model above. The draft has no weights, and serves any target. {needs}"
     return (
         "## Model compatibility\n\nThe two models above. The draft also serves other targets whose tokenizer has the "
         "same tokens with the same ids, such as fine-tuned versions of this one; how much of it they accept is to be "

@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.pair_files.facts import model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, SuffixOptions
 
 
 INSIDE, REFERENCE = "inside", "reference"
@@ -45,6 +46,7 @@ def save(
     """
     folder = Path(folder).resolve()
     check_folder(folder, overwrite)
+    _check_draft(pair.draft, draft)
     sources = {role: _source(pair, role, where) for role, where in (("target", target), ("draft", draft))}
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
@@ -70,11 +72,23 @@ def check_folder(folder: Path, overwrite: bool) -> None:
     require(free, told)
 
 
+def _check_draft(draft: Any, where: str) -> None:
+    """Whether a draft can be saved; a suffix draft is but numbers, and the texts of its pool are its user's own."""
+    kind = type(draft).__name__
+    known = isinstance(draft, PreTrainedModel | SuffixDraft)
+    require(known, f"a pair is saved with a model or a SuffixDraft, and its draft is a {kind}; give one of these.")
+    if isinstance(draft, SuffixDraft):
+        told = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
+        require(draft.pool is None, told)
+        told = f"draft={where!r} is for models, and a SuffixDraft has no files; leave it out."
+        require(where != REFERENCE, told)
+
+
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
     """A reference to a model; None if it is to be saved inside the pair."""
     known = where in (INSIDE, REFERENCE)
     require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
-    if where == INSIDE:
+    if where == INSIDE or not isinstance(getattr(pair, role), PreTrainedModel):
         return None
     model: PreTrainedModel = getattr(pair, role)
     found, source = model_facts(model), pair.sources[role]
@@ -92,8 +106,12 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
 def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
     """Write the models that are inside, the tokenizer and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
+    config.suffix = None
     for role, subfolder in SUBFOLDERS.items():
         source, model = sources[role], getattr(pair, role)
+        if isinstance(model, SuffixDraft):
+            config.suffix, config.draft = SuffixOptions(**model.options), ModelSource()
+            continue
         if source is None:
             model.save_pretrained(folder / subfolder)
             source = replace(

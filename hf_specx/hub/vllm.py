@@ -70,6 +70,8 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     Raises:
         ValueError: vLLM cannot load this pair, or refuses it.
     """
+    told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
+    require(config.suffix is None, told)
     check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
     folder = _folder(name)
     for role, model in (("target", config.target), ("draft", config.draft)):

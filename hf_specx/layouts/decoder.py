@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.generation import utils
 
@@ -33,7 +32,8 @@ class Decoder:
         width: slots that the prompts take in the cache, pads among them; known once they are read.
         after_prompt: logits [B, 1, V] after the last tokens of the prompts; `opening` says whether all rows are those
             that these were read with.
-        held: [B], how many tokens after its prompt each row was fed so far, candidates among them.
+        held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
+            of these, from the first on, may still be its text.
         notes: what the forwards gave besides logits, where the call wants it.
     """
 
@@ -55,6 +55,7 @@ class Decoder:
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
+        self.valid = list(self.held)
         self.left: dict[int, Columns] = {}
         self.every: dict[str, Any] = {}
         self.per_row: set[str] = set()
@@ -154,8 +155,12 @@ class Decoder:
         self.notes.seen = None  # freed before the next is made
         logits = self._forward(batch, tokens, ahead, keep)
         for row in batch.rows:
-            self.held[row] = batch.counts[row] + ahead
+            self.held[row] = self.valid[row] = batch.counts[row] + ahead
         return logits.to(tokens.device)
+
+    def keep(self, row: int, count: int) -> None:
+        """Of what a row was fed, only the first `count` tokens after its prompt are its text."""
+        self.valid[row] = min(self.valid[row], count)
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; feeds what is missing, also `skipped` ones before the last."""
@@ -163,14 +168,17 @@ class Decoder:
             return self.feed(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):
             return self.after_prompt
+        least = min(batch.counts[row] for row in batch.rows)
+        while self.opening and self.missing(batch) > least:  # in parts, so that no row is fed its prompt again
+            counts = [min(count, self.valid[row] + least) for row, count in enumerate(batch.counts)]
+            self.feed(batch.until(counts), least, 0, keep=1)
         return self.feed(batch, self.missing(batch) + ahead, ahead, keep=1)
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
-        tokens = batch.index.new_zeros(len(batch.rows), count)
-        self._forward(batch, tokens, count, count)
+        self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
         self.notes.seen = None
-        self.held = [count] * len(self.held)
+        self.held, self.valid = [count] * len(self.held), [0] * len(self.held)
         for device in {self.device, self.last_device}:
             synchronize(device)
 
@@ -179,12 +187,7 @@ class Decoder:
         raise NotImplementedError
 
     def columns(self, index: int, row: int) -> Columns:
-        """Keys and values [H, n, D], layer by layer, of the columns of a row that were fed, pads among them.
-
-        Args:
-            index: the row's index among the decoding rows.
-            row: its number.
-        """
+        """Keys and values [H, n, D] by layer, pads among them, of what row `row`, the `index`-th of R, was fed."""
         raise NotImplementedError
 
     def observe(self, done: Round) -> None:
@@ -250,7 +253,7 @@ class Decoder:
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
-        return max(batch.counts[r] - min(self.held[r], batch.counts[r] - 1) for r in batch.rows)
+        return max(batch.counts[r] - min(self.valid[r], batch.counts[r] - 1) for r in batch.rows)
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R'] in the cache and in the inputs."""
@@ -290,11 +293,3 @@ class Decoder:
             first = first.index_select(-2, batch.index)
         positions = first + emitted
         return positions if self.max_positions is None else positions.clamp(max=self.max_positions - 1)
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """How many token ids a model scores."""
-    head = model.get_output_embeddings()
-    if isinstance(head, torch.nn.Linear):
-        return head.out_features
-    return int(model.config.get_text_config(decoder=True).vocab_size)

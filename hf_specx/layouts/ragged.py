@@ -84,7 +84,7 @@ class RaggedDecoder(Decoder):
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
         self.absent = self.absent.index_copy(0, index, fresh.absent + self.width - width)
         for row, number in zip(rows, fresh.padding, strict=True):
-            self.held[row], self.padding[row] = 0, number + self.width - width
+            self.held[row], self.valid[row], self.padding[row] = 0, 0, number + self.width - width
         if self.holes is not None:
             self.holes = self.holes.index_fill(0, index, False)
         if self.first_position is not None and fresh.first_position is not None:

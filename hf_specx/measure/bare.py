@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx.common.devices import execution_device, synchronize
-from hf_specx.engine.report import RoundRecord
+from hf_specx.engine.history import RoundRecord
 
 
 BUFFER = 2**28  # bytes that are copied to see how fast memory is

@@ -7,6 +7,7 @@ from typing import Any
 from hf_specx.common.errors import require
 
 from .checks import check_runs, check_sampling
+from .copying import KINDS
 
 
 GAMMA = 5  # candidates a round where verifiers are compared
@@ -17,7 +18,7 @@ SHORT, LONG = 100, 4000  # tokens of context whose rounds are compared
 FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
 COMPILED_NAMES = ("plain-compiled", f"{FIXED}-compiled")
-STOCK_NAMES = ("stock", f"stock-{GAMMA}")  # they take one row alone
+STOCK_NAMES = ("stock", f"stock-{GAMMA}", "lookup-10")  # they take one row alone
 BARED = ("plain", FIXED)
 EXPERIMENTS = {  # what each is for
     "quick": "a first look",
@@ -31,6 +32,7 @@ EXPERIMENTS = {  # what each is for
     "context": "a round outside of its forwards, after 100 tokens and after 4,000",
     "memory": "what a call allocates beyond models, keys and values",
     "temperature": "acceptance and latency by temperature",
+    "suffix": "drafts without a model, and together with one, where text repeats and where it does not",
 }
 
 
@@ -50,6 +52,7 @@ class Cell:
         repeats: timed runs of each contender, after one that warms up.
         bare: those of the contenders, plain and eager ours, whose forwards are run on their own as well.
         seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
+        texts: kind of prompts, one of `copying.KINDS`; "" for those of the pair.
 
     Raises:
         ValueError: for sizes, repeats or sampling with which there is nothing to time.
@@ -67,6 +70,7 @@ class Cell:
     repeats: int = 3
     bare: tuple[str, ...] = ()
     seed: int = 0
+    texts: str = ""
 
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
@@ -92,13 +96,15 @@ class Cell:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are in a file of results."""
-        return asdict(self) | {"contenders": list(self.contenders), "bare": list(self.bare)}
+        values = asdict(self) | {"contenders": list(self.contenders), "bare": list(self.bare)}
+        return {name: value for name, value in values.items() if name != "texts" or value}
 
     def __str__(self) -> str:
         warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"
         warped += "" if self.top_p == 1 else f", top-p {self.top_p:g}"
         sizes = f"batch {self.batch}, {self.prompt_tokens} + {self.new_tokens} tokens"
-        return f"{self.experiment}: {self.pair} {self.dtype}, {sizes}{warped}"
+        kind = f" ({self.texts})" if self.texts else ""
+        return f"{self.experiment}{kind}: {self.pair} {self.dtype}, {sizes}{warped}"
 
 
 def median_of(cell: Measured, contender: str, figure: str) -> float | None:
@@ -111,7 +117,7 @@ CHAT_SAMPLING: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
 HALF: dict[str, Any] = {"dtype": "bfloat16"}
 SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
     "quick": {"contenders": ("plain", "stock", "block-auto", "coupled-auto"), "new_tokens": 64},
-    "speed": {"contenders": ("plain", *STOCK_NAMES, FIXED), "bare": BARED},
+    "speed": {"contenders": ("plain", "stock", f"stock-{GAMMA}", FIXED), "bare": BARED},
     "verifiers": {"contenders": VERIFIED, "new_tokens": 48, "repeats": 5},
     "compiled": {"contenders": ("plain", f"stock-{GAMMA}", FIXED, *COMPILED_NAMES)},
     "long": {
@@ -120,12 +126,18 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
         "prompt_tokens": 1000,
         "new_tokens": 64,
     },
-    "defaults": {"contenders": ("plain", *STOCK_NAMES, "block-auto"), "repeats": 5} | CHAT_SAMPLING,
+    "defaults": {"contenders": ("plain", "stock", f"stock-{GAMMA}", "block-auto"), "repeats": 5} | CHAT_SAMPLING,
     "unrelated": {"contenders": ("plain", "block-auto"), "new_tokens": 512},
     "auto": {"contenders": ("plain", "block-auto", *(f"block-{number}" for number in AUTO_NUMBERS)), "repeats": 6},
     "context": {"contenders": (FIXED,), "prompt_tokens": LONG, "new_tokens": 64, "repeats": 5},
     "memory": {"contenders": VERIFIED, "new_tokens": 256, "repeats": 1},  # many tokens, so that rows drift apart
     "temperature": {"contenders": ("plain", "block-auto")},
+    "suffix": {
+        "contenders": ("plain", "lookup-10", "suffix-auto", "block-auto", "several-auto"),
+        "prompt_tokens": 320,
+        "new_tokens": 96,
+        "repeats": 5,
+    },
 }
 
 
@@ -147,6 +159,12 @@ def temperature_cells(pair: str, batches: Sequence[int], **settings: Any) -> lis
         for temperature in TEMPERATURES
         for cell in cells_of("temperature", pair, (batch,), temperature=temperature, **settings)
     ]
+
+
+def suffix_cells(pair: str, batches: Sequence[int] = (1, 8)) -> list[Cell]:
+    """Greedy where prompts are copied; and sampled after the pair's own prompts, where little repeats."""
+    copied = [x for kind in KINDS for x in cells_of("suffix", pair, batches, temperature=0.0, texts=kind)]
+    return [*copied, *cells_of("suffix", pair, batches, prompt_tokens=64)]
 
 
 def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **settings: Any) -> list[Cell]:
@@ -192,6 +210,7 @@ def cpu_grid() -> list[Cell]:
         *(x for pair in (small, f"{small}-gqa") for x in cells_of("context", pair)),
         *cells_of("memory", small, (1, 8)),
         *temperature_cells("embedded", (1,), new_tokens=64),
+        *suffix_cells("embedded"),
     ]
 
 

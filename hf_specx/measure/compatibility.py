@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.layouts.choose import layouts_of
-from hf_specx.layouts.decoder import vocabulary
 from hf_specx.validation.models import check_pair, tokens_of_another_meaning, vocabularies_of_other_sizes
 
 

@@ -1,8 +1,9 @@
 """Contenders: ways to generate that are timed against each other, each known by its name.
 
 "plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
-transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "block-5",
-"token-auto" and the like are ours, and "block-5-compiled" is ours with `compile=True`.
+transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "lookup-10" is its
+prompt lookup with 10; "block-5", "token-auto" and the like are ours, and "block-5-compiled" is ours with
+`compile=True`; "suffix-auto" is ours without a draft model, and "several-auto" with both a suffix draft and a model.
 """
 
 import copy
@@ -15,6 +16,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
@@ -22,14 +24,16 @@ from .inputs import Inputs
 
 
 PLAIN_NAME, STOCK_NAME, COMPILED_SUFFIX = "plain", "stock", "compiled"
+LOOKUP_NAME = "lookup"
 VERIFIERS = ("token", "block", "coupled")
+SUFFIXES = ("suffix", "several")
 
 
 class Way(NamedTuple):
     """How a contender generates.
 
     Attributes:
-        kind: "plain", "stock", or one of `VERIFIERS`.
+        kind: "plain", "stock", "lookup", or one of `VERIFIERS` or `SUFFIXES`.
         number: candidates a round; "auto", or None for transformers' defaults.
         compiled: whether forwards are compiled.
     """
@@ -52,12 +56,14 @@ def way(name: str) -> Way:
     known = {
         PLAIN_NAME: not numbers,
         STOCK_NAME: (counted or not numbers) and not compiled,
-        **dict.fromkeys(VERIFIERS, counted or numbers == ["auto"]),
+        LOOKUP_NAME: counted and not compiled,
+        **dict.fromkeys((*VERIFIERS, *SUFFIXES), counted or numbers == ["auto"]),
     }
     require(
         known.get(kind, False),
-        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, or ours: token, block or coupled "
-        "with a number or auto, like block-auto, and -compiled after it, like block-5-compiled.",
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, lookup-10, or ours: token, "
+        "block, coupled, suffix or several with a number or auto, like block-auto, and -compiled after it, like "
+        "block-5-compiled.",
     )
     return Way(kind, int(numbers[0]) if counted else next(iter(numbers), None), compiled)
 
@@ -88,10 +94,14 @@ class Contender:
             return
         self.way = way(name)
         self.compiled = self.way.compiled
-        if self.way.kind in VERIFIERS:
+        if self.way.kind in (*VERIFIERS, *SUFFIXES):
             assert draft is not None
+            drafts = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
             self.strategy = SpeculativeDecoding(
-                draft, num_draft_tokens=self.way.number or "auto", verification=self.way.kind, compile=self.compiled
+                drafts.get(self.way.kind, draft),  # type: ignore[arg-type]
+                num_draft_tokens=self.way.number or "auto",
+                verification=self.way.kind if self.way.kind in VERIFIERS else None,
+                compile=self.compiled,
             )
 
     @property
@@ -108,6 +118,8 @@ class Contender:
             assert self.draft is not None
             with stock_settings(self.draft, self.way.number):
                 return generate(**inputs, **options, assistant_model=self.draft)
+        if self.way.kind == LOOKUP_NAME:
+            return generate(**inputs, **options, prompt_lookup_num_tokens=self.way.number)
         if not self.compiled:
             return generate(**inputs, **options)
         output = generate(**inputs, **options, cache_implementation="static", compile_config=self._compile_config())

@@ -16,6 +16,7 @@ from hf_specx.hub.flatten import core_modules
 from .bare import bandwidth, plain_history, replay, round_bytes
 from .cells import Cell
 from .contenders import PLAIN_NAME, Contender
+from .copying import copying_prompts
 from .inputs import BenchPair
 from .probes import compare_contexts, measure_memory, round_seconds
 from .store import StepCounter, Store, code_digest, provenance
@@ -106,6 +107,9 @@ def take_turns(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str, Any]:
         "contenders", by name: the runs and their medians, or why there are none; "bandwidth" in bytes per second.
     """
     inputs = pair.inputs(cell.batch, cell.prompt_tokens, cell.new_tokens, cell.seed)
+    if cell.texts:
+        ids = copying_prompts(cell.texts, pair.tokenizer, cell.batch, cell.prompt_tokens)
+        inputs["input_ids"] = ids.to(inputs["input_ids"])
 
     def make(name: str) -> Contender:
         contender = Contender(name, pair.target, pair.draft)

@@ -89,8 +89,11 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
     require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
     texts = prompts or pair.prompts
     _check_prompts(name, texts)
-    facts = {"synthetic": False} | sizes(pair.target, pair.draft)
-    return BenchPair(name, pair.target, pair.draft, facts, pair.tokenizer, texts)
+    told = f"the pair {name!r} has no draft model to time; specx bench --only suffix measures drafts without one."
+    require(isinstance(pair.draft, PreTrainedModel), told)
+    draft = pair.models[-1]
+    facts = {"synthetic": False} | sizes(pair.target, draft)
+    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts)
 
 
 def _check_prompts(name: str, prompts: Sequence[object]) -> None:

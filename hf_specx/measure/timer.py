@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, synchronize
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
@@ -256,7 +257,8 @@ def compare(
         seed: turn i starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `2 * (repeats + 1)` times.
     """
-    if len(batches[0]["input_ids"]) not in strategy.costs.table:
+    has_model = make_drafter(strategy.draft_model, target).model is not None
+    if has_model and len(batches[0]["input_ids"]) not in strategy.costs.table:
         strategy.calibrate(target, batches[0]["input_ids"])
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)

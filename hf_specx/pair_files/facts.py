@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils.hub import constants
 
-from hf_specx.layouts.decoder import vocabulary
+from hf_specx.common.architectures import vocabulary
 from hf_specx.validation.models import tokens_of_another_meaning
 
 from .pair_config import ModelSource, TokenizerFacts

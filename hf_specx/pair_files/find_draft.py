@@ -9,9 +9,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.drafting.costs import Costs
-from hf_specx.layouts.decoder import vocabulary
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.validation.entry import check_draft_found
 
 from .facts import COMMIT, commit_of, model_facts
@@ -31,12 +32,13 @@ class Found(NamedTuple):
     """The draft of a pair, and what the pair recommends.
 
     Attributes:
-        draft: in evaluation mode, on the device of the target's last layers and in the target's precision.
+        draft: a model in evaluation mode, on the device of the target's last layers and in the target's precision; or
+            a `SuffixDraft`.
         options: for `SpeculativeDecoding`.
         costs: measured on this hardware; empty if there are none.
     """
 
-    draft: PreTrainedModel
+    draft: PreTrainedModel | SuffixDraft
     options: dict[str, Any]
     costs: Costs
 
@@ -105,20 +107,27 @@ def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
     pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
     warn_of_another_target(config, target)
+    if config.suffix is not None:
+        return Found(config.suffix_draft(), *_recommended(config, target))
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
     check_facts(f"the draft of {name}", *compared_facts(config.draft, draft, KIND))
-    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    options, costs = _recommended(config, target)
     if vocabulary(draft) != vocabulary(target):  # fine if they differ in padding only, so the tokenizers are compared
         tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
         other = tokenizer
         if config.draft.name is not None:
             other = get_tokenizer(files, config.draft.subfolder, config.tokenizers, trust_remote_code=False)
         options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
-    costs = config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
     return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
+
+
+def _recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
+    """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
+    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
 
 
 def compared_facts(

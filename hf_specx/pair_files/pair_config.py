@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.suffix import SuffixDraft
 
 from .schema import (
     MAX_CONFIG_BYTES,
@@ -50,6 +51,15 @@ class ModelSource:
     dtype: str | None = None
     fingerprint: str | None = None
     auto_class: str | None = None
+
+
+@dataclass
+class SuffixOptions:
+    """What a pair without a draft model is drafted by; see `SuffixDraft`."""
+
+    max_candidates: int = 16
+    min_match: int = 2
+    max_match: int = 32
 
 
 @dataclass
@@ -125,7 +135,9 @@ class PairConfig:
     """`specx_config.json`.
 
     Attributes:
-        target, draft: where the models are, and facts from their files.
+        target, draft: where the models are, and facts from their files; nothing is known of a draft without a model.
+        suffix: options of the `SuffixDraft` that there is in place of a draft model; None if there is a model. Files
+            of pairs with a model do not have it.
         tokenizers: how they were compared; None is "not checked".
         num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
         costs: the times by which "auto" chooses the number of candidates.
@@ -147,6 +159,7 @@ class PairConfig:
     prompts: list[str] = field(default_factory=list)
     license: str | None = None
     notes: str = ""
+    suffix: SuffixOptions | None = None
     schema: int = SCHEMA
 
     @classmethod
@@ -174,7 +187,13 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+        values = {name: value for name, value in asdict(self).items() if name != "suffix" or value is not None}
+        return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def suffix_draft(self) -> SuffixDraft:
+        """A new draft with the options in `suffix`."""
+        assert self.suffix is not None
+        return SuffixDraft(**asdict(self.suffix))
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""

@@ -144,8 +144,11 @@ def check_known_values(config: Any, where: str) -> None:
         model_of_strange_revision(source.revision, here)
         model_outside_the_folder(source.subfolder, here)
     target, draft = config.target, config.draft
+    if config.suffix is not None:
+        _check_suffix(config.suffix, draft, where)
     require(
-        (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder),
+        config.suffix is not None
+        or (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder),
         f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under {target.subfolder!r}; "
         "a draft needs a folder of its own.",
     )
@@ -162,6 +165,16 @@ def check_known_values(config: Any, where: str) -> None:
             elif isinstance(value, int | float):
                 told = f"{where}: {name} of measurements[{i}] is {value}, which nothing measures; see specx tune."
                 require(math.isfinite(value) and value > 0, told)
+
+
+def _check_suffix(suffix: Any, draft: Any, where: str) -> None:
+    told = f"{where} has a suffix in place of a draft model, and says where this model is; take one of them out."
+    require(not any(vars(draft).values()), told)
+    for name, value in vars(suffix).items():
+        told = f"{where}: {name} of suffix is {value}; give an int from 1 to {MAX_RECOMMENDED}."
+        require(1 <= value <= MAX_RECOMMENDED, told)
+    told = f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {ANEW}."
+    require(suffix.max_match >= suffix.min_match, told)
 
 
 def _check_costs(costs: Any, what: str) -> None:

@@ -36,7 +36,7 @@ class Pair(Protocol):
     def target(self) -> PreTrainedModel: ...
 
     @property
-    def draft(self) -> PreTrainedModel: ...
+    def models(self) -> list[PreTrainedModel]: ...
 
     def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any: ...
 
@@ -151,7 +151,7 @@ def _check(pair: Pair, texts: Sequence[str], batch_size: int, seed: int, options
         "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
     )
     require(
-        not synced_by_default(pair.target, pair.draft),
+        not synced_by_default(*pair.models),
         "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
         "copy of the pair on each process, or call pair.generate with as many rows on each.",
     )

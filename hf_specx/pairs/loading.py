@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
@@ -40,7 +41,7 @@ class LoadedPair(NamedTuple):
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel
+    draft: PreTrainedModel | SuffixDraft
     tokenizer: PreTrainedTokenizerBase | None
     draft_tokenizer: PreTrainedTokenizerBase | None
     config: PairConfig
@@ -85,18 +86,18 @@ def load_pair(
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    found = {
-        "target": _find(pair, config.target, target, hub, use_safetensors=use_safetensors, **trust),
-        "draft": _find(pair, config.draft, draft, hub, use_safetensors=use_safetensors, **trust),
-    }
+    config.suffix = config.suffix if draft is None else None
+    asked = {"target": target} if config.suffix else {"target": target, "draft": draft}
+    checks = trust | {"use_safetensors": use_safetensors}
+    found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
         config.forget()
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
     maps = _plan(found, own, device_map, draft_device_map, **room)
     models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
     warn_of_another_target(config, models["target"])
-    sources = {role: _reference(each) for role, each in found.items()}
-    return LoadedPair(models["target"], models["draft"], *tokenizers, config, sources)
+    sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
+    return LoadedPair(models["target"], models.get("draft") or config.suffix_draft(), *tokenizers, config, sources)
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -151,7 +152,10 @@ def _plan(
 ) -> dict[str, dict[str, Any]]:
     """The arguments of `from_pretrained` that say where a model goes, by role."""
     options["quantization_config"] = own["target"].get("quantization_config")
-    target, draft = found["target"], found["draft"]
+    target, draft = found["target"], found.get("draft")
+    if draft is None:
+        given = {} if device_map is None or target.model is not None else {"device_map": device_map}
+        return {"target": given}
     if target.model is not None:  # it is loaded already
         return {"target": {}, "draft": {"device_map": draft_device_map or {"": last_device(target.model)}}}
     if draft.model is not None:
@@ -178,7 +182,7 @@ def _tokenizers(
     for each in found.values():
         elsewhere = None if each.files is None or each.files == pair else each.files
         others.append(elsewhere and get_tokenizer(elsewhere, each.source.subfolder, None, trust_remote_code))
-    target, draft = others
+    target, draft = others[0], others[-1]
     return target or own, draft or (own if target else None)
 
 

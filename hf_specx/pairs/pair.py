@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware
-from hf_specx.common.wrappers import unwrapped
+from hf_specx.common.wrappers import unwrapped, unwrapped_draft
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
@@ -23,12 +24,15 @@ from .complete import complete
 from .loading import LoadedPair, load_pair
 
 
+PairDraft = PreTrainedModel | SuffixDraft | list[PreTrainedModel | SuffixDraft]
+
+
 class DraftTargetPair:
     """A target model and a draft model for it.
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model with the same vocabulary.
+        draft: a smaller model with the same vocabulary, a `SuffixDraft`, or a list of both.
         tokenizer: of both models; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
 
@@ -51,12 +55,12 @@ class DraftTargetPair:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel,
+        draft: PairDraft,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
-        self._draft: PreTrainedModel = unwrapped(draft, adapters=True)
+        self._draft: PairDraft = unwrapped_draft(draft)
         check_entry(self.target, None)
         self.tokenizer = self.draft_tokenizer = tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
@@ -70,9 +74,15 @@ class DraftTargetPair:
         return self._target
 
     @property
-    def draft(self) -> PreTrainedModel:
+    def draft(self) -> PairDraft:
         """The draft; it cannot be replaced, make another pair instead."""
         return self._draft
+
+    @property
+    def models(self) -> list[PreTrainedModel]:
+        """The target, and the draft if it is a model, or that among several drafts."""
+        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
+        return [self.target, *(draft for draft in drafts if isinstance(draft, PreTrainedModel))]
 
     @property
     def prompts(self) -> list[str]:

@@ -41,6 +41,9 @@ class RequestProcessors(Processors):
         self.own[row], self.limits[row] = Processors(processors).at_once, limit
         self.max_new_tokens = max(self.limits)
 
+    def room(self, batch: Batch, row: int) -> int:
+        return self.limits[row] - batch.counts[row]
+
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         scores = logits.float()
         self.barred.clear()

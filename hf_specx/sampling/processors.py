@@ -180,6 +180,10 @@ class Processors:
                 together = [None if one is None or other is None else one & other for one, other in pairs]
         return together
 
+    def room(self, batch: Batch, row: int) -> int:
+        """How many tokens a row may still emit."""
+        return (self.max_new_tokens or sys.maxsize) - batch.counts[row]
+
     def observe(self, done: Round) -> None:
         """Let go of rows that have left."""
         if done.stay is not None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.architectures import ENCODERS
+from hf_specx.common.architectures import ENCODERS, vocabulary
 from hf_specx.common.errors import refusal
-from hf_specx.layouts.decoder import vocabulary
 
 
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model

@@ -1,7 +1,7 @@
 """Checks of the options of a strategy, whatever model it will serve."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 
 
@@ -48,7 +49,13 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
 
 
 def check_draft(draft_model: Any) -> None:
-    """Whether something can draft, for any target."""
+    """Whether something can draft, for any target; of a list, whether each of it can, and all of them together."""
+    if isinstance(draft_model, list | tuple):
+        require(len(draft_model) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
+        for part in draft_model:
+            check_draft(part)
+        check_together(draft_model)
+        return
     path = repr(str(draft_model)) if isinstance(draft_model, str | Path) else None
     require(
         path is None,
@@ -70,6 +77,17 @@ def check_draft(draft_model: Any) -> None:
         f"{given}, which reads the target's outputs; give a model, or a CandidateGenerator that goes by the text "
         "alone.",
     )
+
+
+def check_together(drafts: Sequence[Any]) -> None:
+    """Whether drafts can take turns."""
+    kinds = [type(draft).__name__ for draft in drafts]
+    twice = [kind for n, kind in enumerate(kinds) if any(drafts[n] is other for other in drafts[:n])]
+    require(not twice, f"draft_model has the same {min(twice, default='')} twice; give each draft once.")
+    costly = [isinstance(draft, PreTrainedModel) or has_forwards(draft) for draft in drafts]
+    models = [kind for kind, is_costly in zip(kinds, costly, strict=True) if is_costly]
+    told = f"draft_model has {len(models)} drafts that run forwards ({', '.join(models)}); give at most one of them."
+    require(len(models) <= 1, told)
 
 
 def check_choices(num_draft_tokens: Any, verification: Any, layout: Any = "auto", where: str = "") -> None:

@@ -171,12 +171,17 @@ def check_guidance(
         negative_prompt_that_ends_in_a_pad(mask)
 
 
-def check_synced(states: bool, stateful: Collection[str]) -> None:
+def check_synced(states: bool, stateful: Collection[str], several: bool = False) -> None:
     """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.
         stateful: names of processors that are called in order.
+        several: whether rows choose among several drafts.
     """
+    told = (
+        "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one."
+    )
+    require(not several, told)
     ranks_with_states(states)
     ranks_with_guidance(stateful)

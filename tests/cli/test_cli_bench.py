@@ -123,7 +123,7 @@ def test_what_cannot_run_is_said(monkeypatch):
         (["no-such-pair"], "no-such-pair"),
         (["--grid", "--full"], "--grid and --full are two grids"),
         (["--grid", "embedded", "--seed", "0"], "leave --seed, PAIR out"),
-        (["--only", "speed"], "use it with --grid or --full"),
+        (["--only", "speed", "--batch", "2"], "--grid has its own pairs and sizes; leave --batch out"),
         (["--grid", "--only", "quick"], "--only quick is unknown; choose among speed"),
         (["--full"], "there is no GPU here; use --grid"),
         (["--out", "no/such/folder.json"], "there is no folder"),

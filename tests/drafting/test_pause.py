@@ -26,8 +26,8 @@ def test_the_draft_reads_what_a_fresh_forward_reads(monkeypatch: pytest.MonkeyPa
     target, compared, step = tiny(), [], Decoder.step
     draft = near(target, 0.02)
 
-    def noted(decoder, batch, ahead):
-        logits = step(decoder, batch, ahead)
+    def noted(decoder, batch, ahead, skipped=0):
+        logits = step(decoder, batch, ahead, skipped)
         if decoder.model is draft and ahead == 0 and any(batch.counts):
             for index, row in enumerate(batch.rows):
                 fresh = draft(input_ids=batch.row(row)[None]).logits[0, -1]
@@ -35,7 +35,7 @@ def test_the_draft_reads_what_a_fresh_forward_reads(monkeypatch: pytest.MonkeyPa
         return logits
 
     monkeypatch.setattr(Decoder, "step", noted)
-    monkeypatch.setattr(start, "make_schedule", lambda *given: OneRests(Drafting(), 5, new_tokens))
+    monkeypatch.setattr(start, "make_schedule", lambda *given: OneRests(Drafting(), 5, [new_tokens] * 2))
     for seed in range(6):
         torch.manual_seed(seed)
         strategy = SpeculativeDecoding(draft, num_draft_tokens=5)

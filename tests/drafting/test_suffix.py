@@ -7,9 +7,8 @@ import pytest
 import torch
 import zoo
 from tiny import Forwards, prompts, tiny
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-import hf_specx
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
@@ -185,6 +184,8 @@ def test_two_calls_at_once_with_one_draft():
         ({"max_candidates": 2.5}, r"max_candidates=2\.5 is not an int"),
         ({"min_match": True}, "min_match=True is not an int"),
         ({"min_match": "2"}, "min_match='2' is not an int"),
+        ({"max_match": 0}, "max_match=0 is not an int of 1 or more"),
+        ({"min_match": 5, "max_match": 3}, "max_match=3 is less than min_match=5; give at least as much"),
         ({"pool": 5}, "pool is a int; give a SuffixPool, or leave it out"),
     ],
 )
@@ -205,23 +206,3 @@ def test_the_number_that_the_user_gives_counts():
         strategy = SpeculativeDecoding(SuffixDraft(max_candidates=5), num_draft_tokens=given)
         run(target(), few_tokens(2), strategy, do_sample=False)
         assert 0 < strategy.report.num_draft_tokens <= most
-
-
-@pytest.mark.parametrize("where", ["call", "config", "model"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_prompt_lookup_is_a_suffix_draft_at_any_batch_size(where: str, rows: int):
-    target, settings = tiny("llama", vocab_size=8), {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
-    inputs = prompts(rows)
-    inputs["input_ids"] %= 8
-    expected = target.generate(**inputs, **settings)
-    asked = {"prompt_lookup_num_tokens": 4}
-    if where == "call":
-        settings |= asked
-    elif where == "config":
-        settings = {"generation_config": GenerationConfig(**settings, **asked)}
-    else:
-        target.generation_config.prompt_lookup_num_tokens = 4
-    with Forwards(target) as forwards:
-        assert torch.equal(hf_specx.generate(**inputs, **settings, model=target), expected)
-    assert len(forwards.lengths) < 40
-    assert max(forwards.lengths[1:]) == 5

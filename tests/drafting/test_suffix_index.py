@@ -77,7 +77,7 @@ def test_rows_find_what_followed_most_often(lists: list, data):
     rows = Rows(texts, Acceptance())
     for offset in range(2, max(map(len, lists))):
         for number, text in enumerate(lists):
-            rows.observe(number, text[offset : offset + 1], 0, 0)
+            rows.observe(number, text[offset : offset + 1])
     row = data.draw(st.sampled_from(sorted(texts)))
     expected = twin(texts, texts[row])
     found = rows.find(row, 2, 1)
@@ -97,10 +97,10 @@ def test_all_is_sorted_anew_when_much_is_new(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hf_specx.drafting.suffix_rows.FRESH", 10)
     rows = Rows({0: array("i", range(20)), 1: array("i", [50, 51])}, Acceptance())
     for token in range(60, 90):
-        rows.observe(1, [token], 0, 0)
+        rows.observe(1, [token])
         assert len(rows.fresh.order) <= 10
     assert len(rows.sorted.order) + len(rows.fresh.order) == 19 + 31
-    rows.observe(0, [70, 71, 72], 0, 0)
+    rows.observe(0, [70, 71, 72])
     assert rows.find(0, 2, 3).tokens == [73, 74, 75]
 
 
@@ -123,3 +123,11 @@ def test_of_several_continuations_the_most_frequent_one():
     tokens, chances = _most_frequent([[5, 6], [5, 7, 8], [4, 6], [5, 7]], 16, 1.0)
     assert (tokens, chances) == ([5, 7, 8], [0.75, 0.5, 0.25])
     assert _most_frequent([[5, -1, 5]], 16, 1.0) == ([5], [1.0])  # an id outside of the vocabulary
+
+
+def test_no_more_tokens_are_compared_than_asked_for():
+    """After the last 3 tokens stands 9; after the last one alone mostly 7."""
+    rows = Rows({0: array("i", [1, 2, 3, 9, 3, 7, 3, 7, 3, 7, 1, 2, 3])}, Acceptance())
+    assert rows.find(0, 1, 1).tokens == [9]
+    assert rows.find(0, 1, 1, max_match=1).tokens == [7]
+    assert rows.find(0, 1, 1, max_match=1).length == 1

@@ -7,7 +7,7 @@ from rounds import made_round
 from tiny import near, prompts, tiny
 
 from hf_specx import Costs, SpeculationReport, SpeculativeDecoding
-from hf_specx.engine.report import RoundRecord
+from hf_specx.engine.history import RoundRecord
 
 
 COLUMNS = 8  # row 0 emits 1 + 4 + 1 + 2 tokens and row 1, which ends sooner, 1 + 2 + 2
@@ -49,8 +49,7 @@ def test_ratios():
 
 
 def test_history_is_kept_by_row():
-    first, second = three_rounds().history
-    first, second = ([record[:6] for record in row] for row in (first, second))
+    first, second = ([record[:6] for record in row] for row in three_rounds().history)
     assert first == [(0, 0, 1, 0, 1, 0), (3, 3, 4, 3, 4, 3), (3, 0, 1, 1, 1, 3), (1, 1, 2, 1, 2, 1)]
     assert second == [(0, 0, 1, 0, 1, 0), (3, 1, 2, 2, 2, 3), (3, 2, 2, 3, 3, 3)]
 

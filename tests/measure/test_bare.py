@@ -5,7 +5,7 @@ import torch
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.engine.report import RoundRecord
+from hf_specx.engine.history import RoundRecord
 from hf_specx.measure import bare
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from bench_cases import small, tiny_pair
 
-from hf_specx.engine.report import RoundRecord, SpeculationReport
+from hf_specx.engine.history import RoundRecord
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.measure import grid, timer
 from hf_specx.measure.bare import Bare, BareRound
 from hf_specx.measure.contenders import Contender

@@ -22,13 +22,14 @@ from misuse import (
     negative,
     of_one_text,
     of_pair,
+    spread,
     strategy,
 )
 from tiny import prompts
 from transformers import TextStreamer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.validation.entry import check_arguments
 
 
@@ -89,6 +90,10 @@ PLAIN = [
     ),
     ("pass streamer= on.*use Spec", lambda: call_of_1(streamer=Closing())),
     ("pass assistant_model= on.*leave", lambda: call_of_1(assistant_model=get("draft"))),
+    (
+        "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one",
+        lambda: spread(draft_model=[SuffixDraft(), get("draft")]),
+    ),
     ("pass synced_gpus= on.*use hf_specx.generate", lambda: call_of_1(synced_gpus=True)),
     ("pass tokenizer= on.*use Spec", lambda: call_of_1(tokenizer=Tokens(48))),
     ("pass assistant_tok.*use", lambda: call_of_1(assistant_tokenizer=Tokens(48))),

@@ -39,7 +39,7 @@ def placed(**options: object):
 
 def completed(texts: object = ("a",), tokenizer: object = ..., **options: object):
     def misuse() -> None:
-        given = {"target": pair().target, "draft": pair().draft, "generate": None}
+        given = {"target": pair().target, "models": pair().models, "generate": None}
         complete(
             SimpleNamespace(**given, tokenizer=pair().tokenizer if tokenizer is ... else tokenizer), texts, **options
         )
@@ -52,7 +52,9 @@ def in_shards() -> None:
     target, draft = (tiny(**SMALL) for _ in range(2))
     draft._is_fsdp_managed_module = True
     with mock.patch("hf_specx.engine.ranks.world_size", return_value=2):
-        complete(SimpleNamespace(target=target, draft=draft, tokenizer=pair().tokenizer, generate=None), ["a"])
+        complete(
+            SimpleNamespace(target=target, models=[target, draft], tokenizer=pair().tokenizer, generate=None), ["a"]
+        )
 
 
 def not_found() -> None:

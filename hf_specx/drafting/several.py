@@ -1,0 +1,212 @@
+"""Several drafts as one: each row and round takes its candidates from the one with the better expected gain."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.sampling.rules import RejectionRule
+
+from .costs import Costs
+from .draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
+from .drafter import Drafter, Reading
+from .suffix import ASSUMED
+
+
+class SeveralDrafts(Drafter):
+    """Drafts of which at most one runs forwards, the "model" below; the others propose at next to no cost.
+
+    The others propose for each row first. What the best of them can hope for is compared with what the model can, in
+    tokens a second of the whole round. If no row takes the model, it runs no forward, and is fed later what it has
+    missed. The choice depends on the text, on what was kept so far, and on times known before the call, never on
+    random numbers of candidates that are still to be judged; so every verification is exact, as for any one draft.
+    With `seeds` under "token" or "block" each row chooses for itself.
+
+    Args:
+        parts: drafters, at most one of which `has_forwards`. Of equals the first is taken.
+    """
+
+    def __init__(self, parts: Sequence[Drafter]):
+        self.others = [part for part in parts if not has_forwards(part)]
+        self.costly = next((part for part in parts if has_forwards(part)), None)
+        self.parts = self.others if self.costly is None else [*self.others, self.costly]
+        self.model = None if self.costly is None else self.costly.model
+        self.has_probs = any(part.has_probs for part in parts)
+        self.needs_hidden = any(part.needs_hidden for part in parts)
+        known = [part.max_candidates for part in self.others if part.max_candidates is not None]
+        self.max_candidates = max(known, default=None) if self.costly is None else self.costly.max_candidates
+
+    def meet(self, vocab_size: int) -> None:
+        """Ask every part."""
+        for part in self.parts:
+            part.meet(vocab_size)
+
+    def read(self, reading: Reading) -> None:
+        """Read the prompts with every part."""
+        self.number, self.processors = reading.number, reading.processors
+        self.costs, self.costs_of_others = reading.costs or Costs(), Costs()
+        self.apart = isinstance(reading.rule, RejectionRule) and reading.rule.seeds is not None
+        for part in self.others:
+            part.read(replace(reading, costs=self.costs_of_others))
+        if self.costly is not None:
+            self.costly.read(reading)
+            self.decoder = self.costly.decoder
+        alpha = max(self.costs.alpha.values(), default=None)
+        prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
+        rows = len(reading.batch.rows)
+        self.prior = prior
+        own = [[Survival(*prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
+        self.survival = [found if self.apart else found * rows for found in own]  # of each part and row
+        self.taken: list[int] = []  # [R], the number of the part that each row took in the last round
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Candidates of one part for each row.
+
+        Args:
+            batch: the text so far.
+            lengths: [R], of the model's at most; others have the same limits only where the user gave a number.
+        """
+        limits = self._limits(batch, lengths)
+        drafts = [part.propose(batch, limits) for part in self.others]
+        found = [self._chances(batch, number, draft) for number, draft in enumerate(drafts)]
+        hopes = [[sum(chances) for chances in of_rows] for of_rows in found]
+        best = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
+        if self.costly is not None:
+            model = len(drafts)
+            offered = [found[number][row] for row, number in enumerate(best)]
+            asked = self._asks_model(batch, offered, self._expected(batch, model, lengths))
+            best = [model if is_asked else number for number, is_asked in zip(best, asked, strict=True)]
+            if any(asked):
+                wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
+                drafts.append(self.costly.propose(batch, wanted))
+        self.taken = best
+        return _joined(batch, drafts, best, len(self.others))
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Read new prompts with every part."""
+        for part in self.parts:
+            part.admit(batch, rows)
+        if self.apart:
+            for survival in self.survival:
+                for row in rows:
+                    survival[row] = Survival(*self.prior)
+
+    def observe(self, done: Round) -> None:
+        """Learn from the candidates that were taken from each part."""
+        left = [max(1, self.processors.room(done.batch, row)) for row in done.rows]
+        for number in set(self.taken):
+            seen = [row for row, taken in enumerate(self.taken) if taken == number and done.survival[row]]
+            for rows in [[row] for row in seen] if self.apart else [seen] if seen else []:
+                survival = [done.survival[row] for row in rows]
+                outcome = Outcome(max(map(len, survival)), survival, [left[row] for row in rows])
+                self.survival[number][done.rows[rows[0]]].take(outcome)
+        for part in self.parts:
+            part.observe(done)
+
+    def pause(self, batch: Batch) -> None:
+        """Rounds without the model's candidates follow."""
+        if self.costly is not None:
+            self.costly.pause(batch)
+
+    def cost(self, batch: Batch) -> Callable[[int], object] | None:
+        """That of the model; without one that of the first part that has any."""
+        parts = self.others if self.costly is None else [self.costly]
+        return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
+
+    def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
+        """[R], candidates of each row at most, from whichever part."""
+        if self.costly is None or self.number is not None or not any(batch.counts):
+            return lengths
+        table = self.costs.table
+        self.costs_of_others.table = {rows: {"target": table[rows]["target"], "draft": 0.0} for rows in table}
+        over = [False] * len(lengths) if batch.over is None else batch.over.tolist()
+        room = [max(0, self.processors.room(batch, row) - 1) for row in batch.rows]
+        return [0 if is_over else number for number, is_over in zip(room, over, strict=True)]
+
+    def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:
+        """For each row the chance that its first i candidates are all kept: as the part says, or by what was kept."""
+        return self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
+
+    def _expected(self, batch: Batch, number: int, lengths: list[int]) -> list[list[float]]:
+        """The same for so many candidates [R] of a part, by what was kept of it so far."""
+        expected = []
+        for row, length in zip(batch.rows, lengths, strict=True):
+            survival = self.survival[number][row]
+            chances = [more - less for less, more in pairwise(survival.expected_tokens())]
+            while len(chances) < length:
+                chances.append(chances[-1] * survival.alpha[0] / survival.alpha[1])
+            expected.append(chances[:length])
+        return expected
+
+    def _asks_model(self, batch: Batch, offered: list[list[float]], hoped: list[list[float]]) -> list[bool]:
+        """[R], whether each row takes the model's candidates.
+
+        Args:
+            offered: for each row the chances of the best candidates of the others.
+            hoped: those of the model's.
+        """
+        asked = [not other or sum(own) > sum(other) for own, other in zip(hoped, offered, strict=True)]
+        for rows in [[row] for row in range(len(asked))] if self.apart else [range(len(asked))]:
+            if not any(offered[row] for row in rows):
+                continue  # then the schedule has decided
+            mixed = [hoped[row] if asked[row] else offered[row] for row in rows]
+            steps = max((len(hoped[row]) for row in rows if asked[row]), default=0)
+            numbers = [batch.rows[row] for row in rows]
+            without = self._rate(batch, numbers, [offered[row] for row in rows], 0)
+            if without >= self._rate(batch, numbers, mixed, steps):
+                for row in rows:
+                    asked[row] = False
+        return asked
+
+    def _rate(self, batch: Batch, rows: list[int], chances: list[list[float]], steps: int) -> float:
+        """Tokens a second of a round with so many steps of the model, by the chances of each row's candidates."""
+        width = max(map(len, chances))
+        if self.costs.table and not self.apart:
+            seconds = self.costs.target(len(rows), 1 + width) + steps * self.costs.draft(len(rows))
+        else:
+            seconds = 1 + ASSUMED * (width + steps)
+        if batch.lockstep:
+            least = min(map(len, chances))
+            return (1 + float(torch.tensor([row[:least] for row in chances]).prod(0).sum())) / seconds
+        left = [max(1, self.processors.room(batch, row)) for row in rows]
+        weights = [(number / max(left)) ** HASTE for number in left]
+        return sum(weight * (1 + sum(row)) for weight, row in zip(weights, chances, strict=True)) / seconds
+
+
+def has_forwards(part: object) -> bool:
+    """Whether a drafter draws candidates by forwards of a model."""
+    return getattr(part, "has_probs", False) or getattr(part, "model", None) is not None
+
+
+def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> Draft:
+    """For each row its candidates in the draft that it takes.
+
+    Args:
+        batch: the text so far.
+        drafts: the last one, if there are more than `model`, is the model's.
+        taken: [R], numbers of drafts; that of the model also where no row asked for it, and it made none.
+        model: its number.
+    """
+    ran, taken = len(drafts) > model, [min(number, len(drafts) - 1) for number in taken]
+    lengths = [drafts[number].lengths[row] for row, number in enumerate(taken)]
+    most, sources = max(lengths), [drafts[number].sources[row] for row, number in enumerate(taken)]
+    tokens = batch.index.new_zeros(len(lengths), most)
+    for row, number in enumerate(taken):
+        tokens[row, : lengths[row]] = drafts[number].tokens[row, : lengths[row]]
+    if not most:
+        return Draft(tokens, lengths)
+    free = [number != model and (length > 0 or not ran) for number, length in zip(taken, lengths, strict=True)]
+    if ran and not any(free):
+        return drafts[model]._replace(source=sources)
+    probs = drafts[model].probs if ran else None
+    if probs is not None:
+        here = probs.shape[1]
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, max(0, most - here)))[:, :most].clone()
+        given = torch.tensor(free, device=probs.device)
+        probs[given] = torch.zeros_like(probs[given]).scatter_(-1, tokens[given][..., None], 1)
+    flags = [drafts[number].forced for number in taken]
+    forced = [known[row] if known is not None else [False] * lengths[row] for row, known in enumerate(flags)]
+    return Draft(tokens, lengths, probs, sources, forced if any(flags) else None, free=free)

@@ -1,0 +1,64 @@
+"""The command line with `--draft`: no draft model, or the better of a suffix draft and a model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
+    """One that every id loads; its target goes by the last token alone, so that its greedy text goes round."""
+    tokenizer = tiny_tokenizer()
+    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    for layer in target.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), prompts=list(TEXTS), num_draft_tokens=3)
+    made = DraftTargetPair(target, near(target, 0.1), tokenizer, config)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: made)
+    return made
+
+
+@pytest.mark.parametrize(("kind", "sources"), [("suffix", {"suffix"}), ("both", {"suffix", "model"})])
+def test_generate(pair: DraftTargetPair, kind: str, sources: set):
+    options = ["--greedy", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
+    texts = []
+    for draft in (["--draft", kind], []):
+        result = command("generate", TEXTS[0], *options, *draft, *(["--repeats", "1"] if draft else ["--no-compare"]))
+        assert result.exit_code == 0, result.stderr
+        run = json.loads(result.stdout.splitlines()[-1])["runs"][0]
+        texts.append(run["texts"])
+        found = set(run["report"]["sources"])
+        assert found <= (sources if draft else {"model"})
+        assert found
+    assert texts[0] == texts[1]
+    assert pair.config.num_draft_tokens == 3  # its own is as it was
+
+
+def test_check(pair: DraftTargetPair):
+    options = ["--batch", "2", "--new-tokens", "8", "--samples", "6"]
+    result = command("check", "org/pair", "--draft", "suffix", *options)
+    assert result.exit_code == 0, result.stdout
+    assert "passed" in result.stdout
+
+
+def test_publish(pair: DraftTargetPair, tmp_path: Path):
+    result = command("publish", "org/pair", "--draft", "suffix", "--folder", tmp_path / "made")
+    assert result.exit_code == 0, result.stderr
+    config = PairConfig.from_file(tmp_path / "made" / CONFIG_NAME)
+    assert config.suffix is not None
+    assert not (tmp_path / "made" / "draft").exists()
+
+
+def test_another_kind(pair: DraftTargetPair):
+    result = command("generate", TEXTS[0], "--draft", "ngram", "--no-compare")
+    assert result.exit_code == 2
+    assert "--draft ngram is unknown; choose one of suffix, both, or leave it out." in result.stderr

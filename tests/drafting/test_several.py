@@ -1,0 +1,266 @@
+"""Rows and rounds that choose between a suffix draft and a draft model, through `generate`."""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from tiny import Forwards, near, prompts, tiny
+from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
+
+from hf_specx import Costs, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.several import SeveralDrafts
+from hf_specx.layouts.decoder import Decoder
+
+
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
+SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
+KNOWN = {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}  # seconds of forwards
+NEW_TOKENS = 40
+pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+
+
+@cache
+def models(model_type: str = "llama", noise: float = 0.2) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Of few tokens, so that the target's text repeats itself; the draft is often right."""
+    target = tiny(model_type, vocab_size=12)
+    return target, near(target, noise)
+
+
+@cache
+def cyclic() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target that goes by the last token alone, so that its greedy text goes round, and a draft that is right."""
+    model = tiny(vocab_size=40)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model, near(model, 0.0)
+
+
+def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:
+    inputs = prompts(rows, width)
+    return inputs | {"input_ids": inputs["input_ids"] % 12}
+
+
+def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
+    torch.manual_seed(4)
+    given = {} if strategy is None else {"custom_generate": strategy}
+    return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
+
+
+def mixture(draft: PreTrainedModel, rows: int = 0, **options) -> SpeculativeDecoding:
+    """Of a suffix draft and a model; with "auto" the times of forwards are known for so many rows."""
+    if options.get("num_draft_tokens", "auto") == "auto":
+        options["costs"] = Costs({rows: KNOWN})
+    return SpeculativeDecoding([SuffixDraft(), draft], **options)
+
+
+def both(strategy: SpeculativeDecoding) -> bool:
+    sources = strategy.report.sources
+    return sources.keys() == {"suffix", "model"} and all(counts["accepted"] for counts in sources.values())
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("number", [5, "auto"])
+@pytest.mark.parametrize("rows", [1, 4, 8])
+def test_equals_plain(rows: int, number: int | str, layout: str, settings: dict):
+    target, draft = models()
+    strategy = mixture(draft, rows, num_draft_tokens=number, layout=layout, verification="coupled")
+    expected = run(target, few_tokens(rows), **settings)
+    with Forwards(target) as forwards:
+        assert torch.equal(run(target, few_tokens(rows), strategy, **settings), expected)
+    assert strategy.report.rounds > 5
+    assert layout == "lockstep" or len(forwards.ids) < NEW_TOKENS
+    assert layout == "lockstep" or rows == 1 or both(strategy)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "mistral", "bart"])
+def test_equals_plain_of_other_kinds(model_type: str):
+    if model_type == "bart":
+        sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 12}
+        torch.manual_seed(0)
+        special = {"bos_token_id": 0, "eos_token_id": 11, "forced_eos_token_id": None, "decoder_start_token_id": 2}
+        heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "init_std": 0.4}
+        target = BartForConditionalGeneration(BartConfig(**sizes, **special, **heads)).eval()
+        draft = near(target, 0.1)
+    else:
+        target, draft = models(model_type)
+    for settings in (GREEDY, SAMPLED):
+        strategy = mixture(draft, num_draft_tokens=5, verification="coupled")
+        assert torch.equal(run(target, few_tokens(4), strategy, **settings), run(target, few_tokens(4), **settings))
+        assert strategy.report.accepted > 0
+
+
+def test_one_by_one_where_a_criterion_keeps_state():
+    """Finished rows stay in the batch, and get no candidates of any kind."""
+
+    def one_after_another(input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= 25 + torch.tensor([0, 4, 8, 32])
+
+    target, draft = models()
+    settings = SAMPLED | {"stopping_criteria": [one_after_another], "eos_token_id": 46, "pad_token_id": 1}
+    strategy = mixture(draft, num_draft_tokens=4, verification="coupled")
+    assert torch.equal(run(target, few_tokens(4), strategy, **settings), run(target, few_tokens(4), **settings))
+    assert set(strategy.report.sources) == {"suffix", "model"}
+    assert strategy.report.emitted_per_row == [8, 12, 16, 40]
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_same_seed_gives_the_same_text(verification: str):
+    target, draft = models()
+    strategies = [mixture(draft, 4, verification=verification) for _ in range(2)]
+    texts = [run(target, few_tokens(4), strategy, **SAMPLED) for strategy in strategies]
+    assert torch.equal(*texts)
+    assert strategies[0].report.history == strategies[1].report.history
+    assert both(strategies[0])
+
+
+@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
+def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
+    target, draft = models()
+
+    def texts(rows: list[int]) -> list[list[int]]:
+        strategy = SpeculativeDecoding([SuffixDraft(), draft], verification=verification)
+        given = {name: value[rows] for name, value in few_tokens(4).items()}
+        output = run(target, given, strategy, **SAMPLED, seeds=[7 + row for row in rows])
+        assert strategy.report.accepted > 0
+        return output[:, 17:].tolist()
+
+    assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]
+
+
+@pytest.mark.parametrize("number", [4, "auto"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_where_no_suffix_matches_the_forwards_are_those_of_the_model_alone(rows: int, number: int | str):
+    target, draft = models()
+    seen = []
+    for drafts in (draft, [SuffixDraft(min_match=32), draft]):
+        costs = Costs({rows: KNOWN})
+        strategy = SpeculativeDecoding(drafts, num_draft_tokens=number, costs=costs, verification="block")
+        with Forwards(target) as of_target, Forwards(draft) as of_draft:
+            run(target, few_tokens(rows), strategy, **SAMPLED)
+        seen.append((of_target.lengths, of_draft.lengths, strategy.report.history))
+    assert seen[0] == seen[1]
+    assert set(strategy.report.sources) == {"model"}
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_text_that_repeats_takes_fewer_forwards_of_the_draft(rows: int):
+    target, draft = cyclic()
+    inputs, counts = few_tokens(rows), []
+    settings = {"do_sample": False, "max_new_tokens": 80}
+    expected = run(target, inputs, **settings)
+    for drafts in (draft, [SuffixDraft(), draft]):
+        strategy = SpeculativeDecoding(drafts, costs=Costs({rows: KNOWN}))
+        with Forwards(target) as of_target, Forwards(draft) as of_draft:
+            assert torch.equal(run(target, inputs, strategy, **settings), expected)
+        counts.append((len(of_target.ids), len(of_draft.ids)))
+    assert counts[1][1] < counts[0][1] / 2
+    assert counts[1][0] <= counts[0][0]
+    assert strategy.report.sources["suffix"]["accepted"] > strategy.report.emitted / 2
+
+
+def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
+    target, draft = cyclic()
+    strategy, steps = SpeculativeDecoding([SuffixDraft(), draft], costs=Costs({1: KNOWN})), []
+    with Forwards(draft) as forwards:
+
+        class Noted:
+            def observe(self, done):
+                steps.append((done.draft.sources, len(forwards.ids)))
+
+        strategy.listeners = (Noted(),)
+        run(target, few_tokens(1), strategy, do_sample=False, max_new_tokens=80)
+    of_suffix = [n for n, (sources, _) in enumerate(steps) if n and sources == ["suffix"]]
+    assert len(of_suffix) > 3
+    assert all(steps[n][1] == steps[n - 1][1] for n in of_suffix)
+
+
+def rounds_in_turns(drafts: SeveralDrafts, batch, offered: list, hoped: list) -> list[bool]:
+    """The suffix for some rounds in which it has candidates for a row, then the model, and so on."""
+    drafts.rounds = getattr(drafts, "rounds", 0) + 1
+    return [drafts.rounds % 8 > 5 or not any(offered)] * len(offered)
+
+
+def rows_in_turns(drafts: SeveralDrafts, batch, offered: list, hoped: list) -> list[bool]:
+    """Even rows draft by the model, and the others only where the suffix has nothing."""
+    return [not other or row % 2 == 0 for row, other in zip(batch.rows, offered, strict=True)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("choose", [rounds_in_turns, rows_in_turns])
+def test_the_model_reads_what_a_fresh_forward_reads(monkeypatch: pytest.MonkeyPatch, layout: str, choose: Callable):
+    """Also after many rounds without it, in which some rows advanced by many more tokens than others."""
+    target, draft = models(noise=0.02)
+    compared, step = [], Decoder.step
+
+    def noted(decoder, batch, ahead, skipped=0):
+        logits = step(decoder, batch, ahead, skipped)
+        if decoder.model is draft and ahead == 0 and any(batch.counts):
+            with torch.no_grad():
+                for index, row in enumerate(batch.rows):
+                    fresh = draft(input_ids=batch.row(row)[None]).logits[0, -1]
+                    compared.append(torch.allclose(fresh, logits[index, -1], atol=1e-3))
+        return logits
+
+    monkeypatch.setattr(Decoder, "step", noted)
+    monkeypatch.setattr(SeveralDrafts, "_asks_model", choose)
+    inputs, sources = few_tokens(4), set()
+    inputs["input_ids"][1] = torch.tensor([5, 9, 3] * 6)[:17] * inputs["attention_mask"][1]
+    for seed in range(3):
+        torch.manual_seed(seed)
+        strategy = mixture(draft, num_draft_tokens=5, layout=layout, verification="coupled")
+        settings = SAMPLED | {"max_new_tokens": 60, "eos_token_id": 11, "pad_token_id": 0}
+        target.generate(**inputs, **settings, custom_generate=strategy)
+        sources |= strategy.report.sources.keys()
+    assert len(compared) > 20
+    assert all(compared)
+    assert sources == {"suffix", "model"}
+
+
+def test_the_report_counts_by_source():
+    target, draft = models()
+    strategy = mixture(draft, num_draft_tokens=4)
+    run(target, few_tokens(4), strategy, **SAMPLED)
+    report, sources = strategy.report, strategy.report.sources
+    assert report.verification == "block"
+    assert sum(counts["drafted"] for counts in sources.values()) == report.drafted
+    assert sum(counts["accepted"] for counts in sources.values()) == report.accepted
+    assert sum(counts["rounds"] for counts in sources.values()) == sum(report.rounds_per_row)
+    assert report.to_dict()["sources"] == sources
+    assert (report + report).sources["model"]["drafted"] == 2 * sources["model"]["drafted"]
+    assert f"model {sources['model']['accepted']} of {sources['model']['drafted']}" in str(report)
+
+
+def test_acceptance_of_the_model_alone_is_remembered():
+    """It is what "auto" goes by in the next call."""
+    target, _ = cyclic()
+    strategy = mixture(near(target, 3.0), num_draft_tokens=3, verification="coupled")
+    run(target, few_tokens(2), strategy, do_sample=False, max_new_tokens=80)
+    sources = strategy.report.sources
+    assert sources["suffix"]["accepted"] > 0.8 * sources["suffix"]["drafted"]
+    assert strategy.report.survival_rate < 0.5
+
+
+def test_without_a_model():
+    target, _ = cyclic()
+    strategy = SpeculativeDecoding([SuffixDraft(), SuffixDraft(min_match=1)])
+    expected = run(target, few_tokens(3), **SAMPLED)
+    assert torch.equal(run(target, few_tokens(3), strategy, **SAMPLED), expected)
+    assert strategy.report.verification == "coupled"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "message"),
+    [
+        (lambda draft: [], "draft_model=\\[\\] has no draft; give a model, a SuffixDraft or both"),
+        (lambda draft: [draft, SuffixDraft(), draft], "the same LlamaForCausalLM twice; give each draft once"),
+        (lambda draft: [draft, tiny()], r"2 drafts that run forwards \(LlamaForCausalLM, LlamaForCausalLM\); give at"),
+        (lambda draft: [SuffixDraft(), "draft"], "draft_model='draft' is a name; load it first"),
+    ],
+)
+def test_lists_that_are_refused(drafts, message: str):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoding(drafts(models()[1]))

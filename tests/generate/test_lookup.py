@@ -1,0 +1,98 @@
+"""transformers' options of prompt lookup, wherever they may stand: a suffix draft, at any batch size."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Forwards, prompts, tiny
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
+
+import hf_specx
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.publish import write_code
+
+
+ASKED = {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 3}
+GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0}
+
+
+def repetitive(rows: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """A target of few tokens, and prompts of them."""
+    inputs = prompts(rows)
+    return tiny("llama", vocab_size=8), inputs | {"input_ids": inputs["input_ids"] % 8}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of each suffix draft that is made."""
+    found: list[dict[str, Any]] = []
+    init = hf_specx.SuffixDraft.__init__
+
+    def noted(draft, *args, **kwargs):
+        found.append({"args": args, **kwargs})
+        init(draft, *args, **kwargs)
+
+    monkeypatch.setattr(hf_specx.SuffixDraft, "__init__", noted)
+    return found
+
+
+@pytest.mark.parametrize("asked", [{"prompt_lookup_num_tokens": 4}, ASKED], ids=["number", "number and size"])
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_in_the_call_and_in_configs(made: list, rows: int, where: str, asked: dict):
+    target, inputs = repetitive(rows)
+    expected = target.generate(**inputs, **GREEDY)
+    settings = {"call": GREEDY | asked, "config": {"generation_config": GenerationConfig(**GREEDY, **asked)}}
+    if where == "model":
+        target.generation_config.update(**asked)
+    with Forwards(target) as forwards:
+        assert torch.equal(hf_specx.generate(**inputs, **settings.get(where, GREEDY), model=target), expected)
+    assert len(forwards.lengths) < 40
+    assert 1 < max(forwards.lengths[1:]) <= 5
+    assert made == [{"args": (4,)} | ({"min_match": 1, "max_match": 3} if asked is ASKED else {})]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_by_string(tmp_path: Path, rows: int):
+    target, inputs = repetitive(rows)
+    write_code(tmp_path, str(tmp_path))
+    expected = target.generate(**inputs, **GREEDY)
+    loaded = {"custom_generate": str(tmp_path), "trust_remote_code": True}
+    with Forwards(target) as forwards:
+        assert torch.equal(target.generate(**inputs, **GREEDY, **ASKED, **loaded), expected)
+    assert len(forwards.lengths) < 40
+    assert 1 < max(forwards.lengths[1:]) <= 5
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_in_a_pipeline(tmp_path: Path, rows: int):
+    write_code(tmp_path, str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    for layer in target.model.layers:  # it goes by the last token alone, so that its text goes round
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    texts = ["def main(", "class Node:", "import sys", "x = 1"][:rows]
+    settings = {"do_sample": False, "max_new_tokens": 60, "batch_size": rows}
+    expected = write(texts, **settings)
+    loaded = {"custom_generate": str(tmp_path), "trust_remote_code": True}
+    with Forwards(target) as forwards:
+        assert write(texts, **settings, **ASKED, **loaded) == expected
+    assert len(forwards.lengths) < 60
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0 is not an int of 1 or more; give one"),
+        ({"prompt_lookup_num_tokens": 2.5}, r"prompt_lookup_num_tokens=2\.5 is not an int"),
+        (ASKED | {"max_matching_ngram_size": -1}, "max_matching_ngram_size=-1 is not an int of 1 or more"),
+    ],
+)
+def test_bad_numbers(asked: dict, message: str):
+    target, inputs = repetitive(1)
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=message):
+        hf_specx.generate(**inputs, **GREEDY, **asked, model=target)
+    assert not forwards.ids
