@@ -286,7 +286,7 @@ def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
 
 def test_piped_output_is_bare(pair):
     result = specx("the cat", "--max-new-tokens", "4", "--repeats", "1")
-    assert result.stdout.splitlines()[0].startswith("accepted: drafted; recovered: ")
+    assert result.stdout.splitlines()[0].startswith("accepted: drafted; forced: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
 

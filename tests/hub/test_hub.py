@@ -30,8 +30,6 @@ from packaging import version
 from tiny import near
 from transformers import AutoModelForCausalLM
 
-import hf_specx
-
 
 Clients = Callable[..., Client]
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
@@ -67,6 +65,8 @@ def test_another_process_says_the_same(pushed: Hub, client: Clients, form: Calla
 
 def test_first_load(pushed: Hub, client: Clients, capsys: pytest.CaptureFixture[str]):
     """With an empty cache, a request or two for each room and each file of the models; printed with its time."""
+    import hf_specx  # not above: clients without the package import this file
+
     user = client(package=False)
     pushed.requests.clear()
     started = time.perf_counter()
