@@ -1,10 +1,10 @@
 """Where candidates come from on the kinds of prompts of Spec-Bench (2401.07851): `python scripts/draft_sources.py`.
 
 Documentation of the standard library is to be summed up, asked about, rewritten and translated, and there is free
-text. The pair in the package drafts with `[SuffixDraft(), draft model]`, greedily, 96 new tokens for each of 6 prompts of a
-kind. Printed is a table with the tokens of a row's round where the candidates were of that source (in how many percent
-of all rounds), and with either draft alone. A small target trained on code does not do what the prompts ask for; what
-counts is how far its text repeats theirs.
+text. The pair in the package drafts with `[SuffixDraft(), draft model]`, greedily, 96 new tokens for each of 6 prompts
+of a kind. Printed is a table with the tokens of a row's round where the candidates were of that source (in how many
+percent of all rounds), and with either draft alone. A small target trained on code does not do what the prompts ask
+for; what counts is how far its text repeats theirs.
 """
 
 import copy
