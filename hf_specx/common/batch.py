@@ -241,7 +241,9 @@ class Batch:
 
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
-        return self.prefix(columns).clone()
+        text = self.prefix(columns)
+        ends = self.width + torch.tensor(self.counts, device=text.device)
+        return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
 
 
 def _as_lists(decided: torch.Tensor, figures: list[torch.Tensor]) -> tuple[list[list[int]], list[list[list[float]]]]:

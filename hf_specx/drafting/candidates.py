@@ -211,7 +211,7 @@ class GeneratorDrafter(Drafter):
         """
         counts = zip(done.rows, done.draft.lengths, done.accepted, done.gained, done.emitted, strict=True)
         for index, (row, length, accepted, gained, emitted) in enumerate(counts):
-            if self.asked[index] and emitted:
+            if self.asked[index] and emitted and done.draft.sources[index] == type(self.generator).__name__:
                 # after a cut at a stop the last token counts as the one that follows what was kept
                 kept = min(accepted, gained) if emitted == gained else emitted - 1
                 scores = done.scores[index : index + 1, : length + 1]

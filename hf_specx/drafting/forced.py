@@ -171,7 +171,8 @@ class ForcedDrafter(Drafter):
         if own is not None:
             accepted = [min(pair) for pair in zip(done.accepted, own.lengths, strict=True)]
             judged = [min(pair) for pair in zip(done.judged, own.lengths, strict=True)]
-            done = replace(done, draft=own, accepted=accepted, judged=judged)
+            survival = [chances[:length] for chances, length in zip(done.survival, own.lengths, strict=True)]
+            done = replace(done, draft=own, accepted=accepted, judged=judged, survival=survival)
         self.inner.observe(done)
 
     def pause(self, batch: Batch) -> None:

@@ -83,7 +83,14 @@ class SeveralDrafts(Drafter):
                 wanted = [length if is_asked else 0 for length, is_asked in zip(lengths, asked, strict=True)]
                 drafts.append(self.costly.propose(batch, wanted))
         self.taken = best
-        return _joined(batch, drafts, best, len(self.others))
+        joined = _joined(batch, drafts, best, len(self.others))
+        if self.costly is None:
+            return joined._replace(free=None)
+        surplus = max(draft.tokens.shape[1] for draft in drafts) - joined.tokens.shape[1]
+        if surplus > 0:  # the model has written its candidates after the rows' ends
+            pads = batch.index.new_full((len(batch.rows), surplus), batch.pad_token_id)
+            batch.put(pads, joined.tokens.shape[1])
+        return joined
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Read new prompts with every part."""
@@ -123,8 +130,10 @@ class SeveralDrafts(Drafter):
         table = self.costs.table
         self.costs_of_others.table = {rows: {"target": table[rows]["target"], "draft": 0.0} for rows in table}
         over = [False] * len(lengths) if batch.over is None else batch.over.tolist()
-        room = [max(0, self.processors.room(batch, row) - 1) for row in batch.rows]
-        return [0 if is_over else number for number, is_over in zip(room, over, strict=True)]
+        most = self.processors.max_rollback
+        room = [min(most, max(0, self.processors.room(batch, row) - 1)) for row in batch.rows]
+        begun = [batch.counts[row] > 0 and not is_over for row, is_over in zip(batch.rows, over, strict=True)]
+        return [number if has_begun else 0 for number, has_begun in zip(room, begun, strict=True)]
 
     def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:
         """For each row the chance that its first i candidates are all kept: as the part says, or by what was kept."""

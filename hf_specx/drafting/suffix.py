@@ -124,7 +124,7 @@ class SuffixCall:
         self.times: RoundTimes | None = None
         self.vocab_size = reading.vocab_size
         texts = {row: self._text(reading.batch, row) for row in reading.batch.rows}
-        self.max_new_tokens = reading.processors.max_new_tokens
+        self.processors = reading.processors
         rule = reading.rule
         self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
         self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
@@ -144,7 +144,7 @@ class SuffixCall:
         if self.apart:
             found = [self._cut([one], [1.0])[0] for one in found]
         else:
-            left = [max(1, self.max_new_tokens - batch.counts[row]) for row in rows]
+            left = [max(1, self.processors.room(batch, row)) for row in rows]
             found = self._cut(found, [(number / max(left)) ** HASTE for number in left])
         for row, one in zip(rows, found, strict=True):
             self.rows[row].proposed[row] = one
@@ -186,11 +186,12 @@ class SuffixCall:
         for row in rows:
             if self.draft.pool is not None:
                 self.draft.pool.add(self._known(row))
-            text = self._text(batch, row)
-            if self.apart:
+        texts = {row: self._text(batch, row) for row in rows}
+        if self.apart:
+            for row, text in texts.items():
                 self.rows[row] = Rows({row: text}, copy.deepcopy(self.draft.acceptance))
-            else:
-                self.rows[row].replace(row, text)
+        else:
+            self.rows[0].replace(texts)
 
     def _known(self, row: int) -> list[int]:
         return [token for token in self.rows[row].texts[row] if token >= 0]

@@ -89,10 +89,11 @@ class Rows:
         if len(self.fresh.order) > max(FRESH, len(self.sorted.order) // GROWTH):
             self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
 
-    def replace(self, row: int, text: array) -> None:
-        """Another text has the place of a row; all are indexed anew."""
-        self.texts[row] = text
-        self.proposed.pop(row, None)
+    def replace(self, texts: dict[int, array]) -> None:
+        """Other texts have the places of rows; all are indexed anew."""
+        self.texts |= texts
+        for row in texts:
+            self.proposed.pop(row, None)
         self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
 
 

@@ -99,8 +99,6 @@ class Decoder:
         if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
             self.crossed = columns_of(self.cache.cross_attention_cache)
 
-    can_admit = False  # whether `widen` and `admit` work
-
     def widen(self, count: int) -> None:
         """Put `count` slots that hold no token before the prompts of all rows."""
         raise NotImplementedError

@@ -19,8 +19,6 @@ from .prompts import Prompt, prepare
 class RaggedDecoder(Decoder):
     """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
 
-    can_admit = True
-
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)

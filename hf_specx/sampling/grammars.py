@@ -43,7 +43,8 @@ class Matchers:
         if self.after_end[row] or self.ended(self.matchers[row], token):
             self.after_end[row] += 1
         elif not self.show(self.matchers[row], token):
-            raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}, which it did not exclude.")
+            why = "another processor brought it back, or it is not of its vocabulary"
+            raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}: {why}.")
 
     def rollback(self, row: int, count: int) -> None:
         unseen = min(count, self.after_end[row])
@@ -82,6 +83,8 @@ class Matchers:
 class XGrammarMatchers(Matchers):
     """Matchers of xgrammar, for its own processor and that of outlines."""
 
+    strict = True
+
     def ended(self, matcher: Any, token: int) -> bool:
         return matcher.is_terminated()
 
@@ -105,6 +108,8 @@ class XGrammarMatchers(Matchers):
 
 class LLGuidanceMatchers(Matchers):
     """Matchers of llguidance, for the processor of outlines."""
+
+    strict = True
 
     def ended(self, matcher: Any, token: int) -> bool:
         return matcher.is_stopped()
@@ -161,8 +166,8 @@ class PrefixFunction:
             del self.barred[key]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
-        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool)
-        for mask, row in zip(masks, rows, strict=True):
+        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device=self.prompts.device)
+        for number, row in enumerate(rows):
             emitted = self.texts[row]
             text = torch.cat([self.prompts[row], self.prompts.new_tensor(emitted)])
             try:
@@ -170,7 +175,7 @@ class PrefixFunction:
                 if not len(allowed):
                     after = f"in row {row} after {len(emitted)} new ones"
                     raise ValueError(f"prefix_allowed_tokens_fn allows no token {after}")
-                mask[allowed] = True
+                masks[number, allowed] = True
             except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, len(emitted)] = error
         return masks

@@ -5,11 +5,12 @@ then drawn from the masked distribution; each mask is computed once, and serves 
 """
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -27,11 +28,15 @@ class RewindableProcessor(Protocol):
     Plain `generate` calls it as any other; here these methods are called instead. Its result must be the scores with
     -inf at every token that the mask does not have. An attribute `max_rollback` says how many tokens it can take back,
     if that is limited. After a call it has been shown the emitted text without each row's last token, as after plain
-    `generate`, also where an exception has ended it.
+    `generate`, also where an exception has ended it; so each call needs a new one.
     """
 
     def accept(self, row: int, token: int) -> None:
-        """Show it the next token of a row, 0 to B - 1 as in the whole batch; prompts are not shown."""
+        """Show it the next token of a row, 0 to B - 1 as in the whole batch; prompts are not shown.
+
+        It may be one that the mask does not have: a later processor can bring it back, and a draft can propose it. An
+        attribute `strict = True` says that such tokens are refused; then none is shown before it is in the text.
+        """
 
     def rollback(self, row: int, count: int) -> None:
         """Take back the last `count` tokens of a row."""
@@ -83,13 +88,14 @@ class TokenMasks(RoundProcessor):
         self.processor, self.of_call = processor, of_call
         self.vocab_size, self.max_new_tokens = vocab_size, max_new_tokens
         self.ends = set() if eos_token_id is None else set(eos_token_id.tolist())
+        self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.barred = getattr(processor, "barred", self.barred)
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Where a row has no candidates, and after one that is excluded or ends its row, scores are left alone."""
+        """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
         positions = scores.shape[1]
         wanted = [positions] * len(batch.rows) if draft is None else [1 + length for length in draft.lengths]
         masks = self.after(batch, ahead, wanted)
@@ -105,8 +111,8 @@ class TokenMasks(RoundProcessor):
         """Masks [V] at consecutive positions of each row, the first after `ahead` candidates.
 
         Args:
-            wanted: [R], how many. A row has fewer where a candidate before is excluded or ends the row, or where its
-                text has no room.
+            wanted: [R], how many. A row has fewer where a candidate before ends it, or is one that a strict processor
+                excludes, or where its text has no room.
         """
         texts = self._texts(batch, ahead + max(wanted) - 1)
         found: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -141,11 +147,11 @@ class TokenMasks(RoundProcessor):
         return [text[len(text) - count :] for text, count in zip(tokens, new, strict=True)]
 
     def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
-        """Show a row's tokens from `start` to `depth`; False before a candidate that is excluded or ends the row."""
+        """Show a row's tokens from `start` to `depth`; False before a candidate that ends it or is not shown."""
         own = self.followed[row]
         for number in range(start, depth):
             token = text[number - own.sure]
-            if number >= emitted and (token in self.ends or own.excludes(number, token)):
+            if number >= emitted and (token in self.ends or (self.strict and own.excludes(number, token))):
                 return False
             if number < len(own.path) and own.path[number] == token:
                 continue
@@ -195,16 +201,19 @@ class TokenMasks(RoundProcessor):
 
     def finish(self, batch: Batch) -> None:
         """Take the processor to where plain `generate` leaves it; warn if that cannot be done."""
+        lost = []
         for row, own in self.followed.items():
             text = batch.ids[row, batch.width : batch.width + max(0, batch.counts[row] - 1)].tolist()
             own.sure = min(own.sure, len(text))
             known = list(takewhile(lambda pair: pair[0] == pair[1], zip(own.path, text, strict=False)))
             if self.moving or len(own.path) - len(known) > self.max_rollback:
-                name = type(self.processor).__name__
-                warnings.warn(f"{name} is not where the text of row {row} is; use a new one.", stacklevel=2)
-                return
+                lost.append(str(row))
+                continue
             self._go(row, text[own.sure :], own.sure, len(text), len(text))
             self._rewind(row, len(text))
+        if lost:
+            name = type(self.processor).__name__
+            warnings.warn(f"{name} is not where the text of row {', '.join(lost)} is; use a new one.", stacklevel=2)
 
 
 def only_token(mask: torch.Tensor | None) -> int | None:
@@ -215,6 +224,7 @@ def only_token(mask: torch.Tensor | None) -> int | None:
 
 
 IN_USE: set[int] = set()  # ids of the rewindable processors of users that calls are using
+USED: dict[int, weakref.ref[Any]] = {}  # by id: those that earlier calls have left in the middle of a text
 
 
 @contextmanager
@@ -222,11 +232,15 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
     """A context for one call, after which the rewindable processors of users are where plain `generate` leaves them.
 
     Raises:
-        ValueError: if another call uses one of them, or its masks do not fit.
+        ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
     busy = next((type(one.processor).__name__ for one in given if id(one.processor) in IN_USE), None)
     require(busy is None, f"{busy} is used by another call, which has not ended; make one for each call.")
+    for masks in given:
+        known, name = USED.get(id(masks.processor)), type(masks.processor).__name__
+        told = f"{name} was used by an earlier call and is in the middle of its text; make one for each call."
+        require(known is None or known() is not masks.processor, told)
     ids = {id(one.processor) for one in given}
     IN_USE.update(ids)
     try:
@@ -235,6 +249,17 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
                 one.begin(len(batch.rows))
         yield
     finally:
-        for one in given:
-            one.finish(batch)
         IN_USE.difference_update(ids)
+        for masks in given:
+            _note_used(masks.processor)
+        for masks in given:
+            masks.finish(batch)
+
+
+def _note_used(processor: object) -> None:
+    number = id(processor)
+
+    def forget(_: object) -> None:
+        USED.pop(number, None)
+
+    USED[number] = weakref.ref(processor, forget)

@@ -55,6 +55,7 @@ def test_requests_get_the_text_of_generate(model_type: str, batch_size: int, opt
     with Forwards(target) as forwards:
         found = completed(strategy, target, asked, batch_size=batch_size, **options)
     assert [found[index].tokens for index in range(20)] == expected
+    assert strategy.report.emitted == sum(map(len, expected))
     rounds = len(forwards.ids) - len(asked)  # at most one forward reads the prompt of each
     assert rounds < sum(map(len, expected)) / min(batch_size, 3)
     reasons = ["stop" if tokens[-1] in (5, 6) else "length" for tokens in expected]
@@ -251,9 +252,13 @@ def test_arguments_that_are_refused(options: dict, told: str):
     assert not forwards.ids
 
 
-def test_another_layout_is_refused():
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"layout": "padded"}, "ragged layout alone.*'padded'"), ({"compile": True}, "compile=True does not fill rows")],
+)
+def test_rows_that_cannot_be_filled_again(options: dict, told: str):
     target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.2), layout="padded")
-    with Forwards(target) as forwards, pytest.raises(ValueError, match="ragged layout alone.*'padded'"):
+    strategy = SpeculativeDecoding(near(target, 0.2), **options)
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         list(strategy.generate_many(target, [[1]], **GREEDY))
     assert not forwards.ids

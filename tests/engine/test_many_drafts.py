@@ -35,15 +35,16 @@ def test_each_draft_follows_the_requests(kind: str, options: dict, model_type: s
     assert strategy.report.accepted > 0
 
 
+@pytest.mark.parametrize("number", [3, "auto"])
 @pytest.mark.parametrize("kind", DRAFTS)
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_a_batch_of_one_has_the_same_text(kind: str, verification: str):
+def test_a_batch_of_one_has_the_same_text(kind: str, verification: str, number: int | str):
     """With seeds each row chooses its draft, and how many candidates, for itself."""
     target, asked = tiny(), repeating(10)
     expected = []
     for request in asked:
-        strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=3, verification=verification)
+        strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=number, verification=verification)
         expected.append(alone(target, request, **SAMPLED, custom_generate=strategy, seeds=[request.seed]))
-    strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=3, verification=verification)
+    strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=number, verification=verification)
     found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
     assert [found[index].tokens for index in range(10)] == expected

@@ -4,6 +4,8 @@ Each p-value is that of a chi-square test of goodness of fit. The seeds are fixe
 of the right law would fail with probability 1e-4.
 """
 
+import copy
+
 import pytest
 import torch
 from automaton import Automaton
@@ -203,6 +205,70 @@ def test_two_calls_do_not_share_a_processor(target, draft):
     strategy.listeners = (Again(),)
     with pytest.raises(ValueError, match="Automaton is used by another call"):
         target.generate(**prompts(2), logits_processor=[processor], max_new_tokens=4, custom_generate=strategy)
+
+
+class Budget(LogitsProcessor):
+    """Every fourth token is 20, whatever the processors before it say; elsewhere 18 is brought back."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        if input_ids.shape[1] % 4:
+            scores[:, 18] = scores[:, 18].clamp(min=1.0)
+        else:
+            scores[:] = -torch.inf
+            scores[:, 20] = 0
+        return scores
+
+
+def by_parity(row, text):
+    return (3, 4, 5, 6, 8, 9) if int(text[-1]) % 2 else (8, 10, 11, 12, 13)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("draft_kind", ["model", "suffix", "both"])
+@pytest.mark.parametrize("mask", ["automaton", "function"])
+def test_tokens_that_a_later_processor_brings_back(target, draft, sampled: bool, draft_kind: str, mask: str):
+    """The state goes on after a token that the mask excludes, if that is what the text has."""
+    kinds = {"model": draft, "suffix": SuffixDraft(min_match=1), "both": [SuffixDraft(min_match=1), draft]}
+    strategy = SpeculativeDecoding(kinds[draft_kind], num_draft_tokens=3, verification="coupled")
+    options = {"prefix_allowed_tokens_fn": by_parity} if mask == "function" else {}
+    own = [] if mask == "function" else [Automaton(VOCAB_SIZE, 11)]
+    plain, made, _ = both(
+        target, strategy, given=lambda: [*map(copy.deepcopy, own), Budget()], do_sample=sampled, **options
+    )
+    assert made.tolist() == plain.tolist()
+
+
+def test_where_everything_is_excluded(target, draft):
+    """Greedily `generate` emits token 0 there, and goes on by the mask."""
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    options = {"prefix_allowed_tokens_fn": by_parity, "suppress_tokens": [3, 4, 5, 6, 8, 9], "do_sample": False}
+    plain, made, _ = both(target, strategy, given=list, **options)
+    assert made.tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("layout", ["ragged", "lockstep"])
+@pytest.mark.parametrize("number", [3, "auto"])
+def test_a_mixture_follows_the_masks(target, draft, layout: str, number: int | str):
+    """Nothing is left after the ends of rows, and no more is proposed than can be taken back."""
+    for rollback in (2, 10**6):
+        for seed in range(6):
+            mixture = [SuffixDraft(min_match=1), draft]
+            strategy = SpeculativeDecoding(mixture, num_draft_tokens=number, layout=layout, verification="coupled")
+            given = lambda seed=seed: [Automaton(VOCAB_SIZE, 11, always=seed + 5, max_rollback=rollback)]  # noqa: E731, B023
+            plain, made, _ = both(target, strategy, rows=5, given=given, do_sample=True, max_new_tokens=40)
+            assert made.tolist() == plain.tolist()
+
+
+def test_a_processor_that_was_used_is_refused(target, draft):
+    processor, strategy = Automaton(VOCAB_SIZE, 11), SpeculativeDecoding(draft, num_draft_tokens=3)
+    call = {"logits_processor": [processor], "max_new_tokens": 6, "custom_generate": strategy}
+    target.generate(**prompts(2), **call)
+    with Forwards(target) as forwards, pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+        target.generate(**prompts(2), **call)
+    assert not forwards.ids
 
 
 def test_masks_of_another_vocabulary_are_refused_before_any_forward(target, draft):

@@ -12,7 +12,8 @@ from hf_specx import DraftTargetPair
 
 
 def _object(**properties: object) -> str:
-    return json.dumps({"type": "object", "properties": properties, "required": [*properties]})
+    made = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return json.dumps(made)
 
 
 TEXT, WHOLE, FLAG = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
