@@ -119,11 +119,6 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         target = reading.target
         return SharedDecoder(target, self.model) if type(target) is RaggedDecoder else super()._decoder(reading)
 
-    def pause(self, batch: Batch) -> None:
-        """Nothing, where the target's forwards feed these layers as well."""
-        if not isinstance(self.decoder, SharedDecoder):
-            super().pause(batch)
-
 
 class SharedDecoder(RaggedDecoder):
     """The decoder of a target run with the target's first layers alone, over the same cache.

@@ -14,9 +14,8 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .processors import WARPERS, Processors
+from .processors import Processors, warped
 from .stopping import Stopping
-from .warping import HeadWarper
 
 
 class RequestProcessors(Processors):
@@ -49,11 +48,8 @@ class RequestProcessors(Processors):
         self.barred.clear()
         cells: list[tuple[int, int, torch.Tensor]] | None = None
         for number, processor in enumerate(self.own[batch.rows[0]]):
-            if isinstance(processor, HeadWarper):
-                scores = processor(scores.flatten(0, 1)).view_as(scores)
-            elif type(processor) in WARPERS:
-                flat = scores.flatten(0, 1)  # [R * P, V]
-                scores = processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)
+            if (of_scores := warped(processor, scores)) is not None:
+                scores = of_scores
             else:
                 if cells is None:
                     cells = self._texts(batch, draft, scores.shape[1], ahead)

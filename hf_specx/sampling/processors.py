@@ -157,11 +157,8 @@ class Processors:
             elif isinstance(processor, RoundProcessor):
                 scores = processor(batch, draft, scores, ahead)
                 self.barred.update(processor.barred)
-            elif isinstance(processor, HeadWarper):
-                scores = processor(scores.flatten(0, 1)).view_as(scores)
-            elif type(processor) in WARPERS:
-                flat = scores.flatten(0, 1)  # [R * P, V]
-                scores = processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)
+            elif (of_scores := warped(processor, scores)) is not None:
+                scores = of_scores
             else:
                 if cells is None:
                     cells = self._cells(batch, draft, scores.shape[1], ahead)
@@ -263,6 +260,16 @@ def can_look_ahead(processor: Processor) -> bool:
     """Whether the result of a processor depends only on the text and scores that it is called with."""
     known = isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS
     return known or getattr(processor, "stateless", False) is True
+
+
+def warped(processor: Processor, scores: torch.Tensor) -> torch.Tensor | None:
+    """Scores [R, P, V] after a processor that reads nothing else; None if it reads the text."""
+    flat = scores.flatten(0, 1)  # [R * P, V]
+    if isinstance(processor, HeadWarper):
+        return processor(flat).view_as(scores)
+    if type(processor) in WARPERS and not isinstance(processor, RoundProcessor):
+        return processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)
+    return None
 
 
 def _answer(allowed: list[int], batch_id: int, input_ids: torch.Tensor) -> list[int]:
