@@ -242,6 +242,7 @@ class Batch:
     def output(self, columns: int) -> torch.Tensor:
         """Prompts and the first `columns` emitted columns, padded after each row's end: [B, L + columns]."""
         text = self.prefix(columns)
+        # candidates that were drafted and not judged may stand after the end of a row
         ends = self.width + torch.tensor(self.counts, device=text.device)
         return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
 

@@ -84,13 +84,7 @@ class SeveralDrafts(Drafter):
                 drafts.append(self.costly.propose(batch, wanted))
         self.taken = best
         joined = _joined(batch, drafts, best, len(self.others))
-        if self.costly is None:
-            return joined._replace(free=None)
-        surplus = max(draft.tokens.shape[1] for draft in drafts) - joined.tokens.shape[1]
-        if surplus > 0:  # the model has written its candidates after the rows' ends
-            pads = batch.index.new_full((len(batch.rows), surplus), batch.pad_token_id)
-            batch.put(pads, joined.tokens.shape[1])
-        return joined
+        return joined._replace(free=None) if self.costly is None else joined
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Read new prompts with every part."""

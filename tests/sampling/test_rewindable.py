@@ -262,6 +262,21 @@ def test_a_mixture_follows_the_masks(target, draft, layout: str, number: int | s
             assert made.tolist() == plain.tolist()
 
 
+def test_a_mixture_leaves_nothing_after_the_end_of_a_row():
+    """Forced tokens that the model has written in rows which took the suffix, and which then ended."""
+    target = tiny("gpt_neox", vocab_size=12, num_hidden_layers=3)
+    inputs = prompts(4, 17, seed=2)
+    options = inputs | {"input_ids": inputs["input_ids"] % 12, "max_new_tokens": 40, "pad_token_id": 0}
+    options |= {"do_sample": True, "eos_token_id": 3, "top_k": 6}
+    torch.manual_seed(2)
+    plain = target.generate(**options, logits_processor=[Automaton(12, 17, free=(0,))])
+    mixture = [SuffixDraft(min_match=1), near(target, 0.2)]
+    strategy = SpeculativeDecoding(mixture, verification="coupled", num_draft_tokens=3, layout="lockstep")
+    torch.manual_seed(2)
+    made = target.generate(**options, logits_processor=[Automaton(12, 17, free=(0,))], custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+
+
 def test_a_processor_that_was_used_is_refused(target, draft):
     processor, strategy = Automaton(VOCAB_SIZE, 11), SpeculativeDecoding(draft, num_draft_tokens=3)
     call = {"logits_processor": [processor], "max_new_tokens": 6, "custom_generate": strategy}
