@@ -144,7 +144,12 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
-    schema = file.read_text()
+    try:
+        schema = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--json-schema {file} cannot be read: {getattr(error, 'strerror', None) or error}."
+        ) from error
     try:
         json.loads(schema)
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)

@@ -178,6 +178,9 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
     schedule.most = run.processors.max_rollback
+    if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
+        told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
+        run.report.limit_reason = f"no row has more than {schedule.most} candidates: {told}"
     return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
 
 

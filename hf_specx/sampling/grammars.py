@@ -18,6 +18,8 @@ from .rewindable import RewindableProcessor, TokenMasks
 from .stopping import Stopping
 
 
+BITS = (torch.arange(256)[:, None] >> torch.arange(8)) & 1 == 1  # [256, 8], of each byte
+BYTES = BITS.view(torch.int64).flatten()  # [256], eight bools in one number, so that they are copied together
 MOST_BACK = 4096  # tokens that an outlines guide can take back; by default 32
 
 
@@ -43,8 +45,7 @@ class Matchers:
         if self.after_end[row] or self.ended(self.matchers[row], token):
             self.after_end[row] += 1
         elif not self.show(self.matchers[row], token):
-            why = "another processor brought it back, or it is not of its vocabulary"
-            raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}: {why}.")
+            self.refuse(row, token)
 
     def rollback(self, row: int, count: int) -> None:
         unseen = min(count, self.after_end[row])
@@ -55,8 +56,7 @@ class Matchers:
     def mask(self, rows: list[int]) -> torch.Tensor:
         for row in rows:
             self.fill(self.matchers[row], row)
-        bits = (self.words[rows][..., None] >> torch.arange(32, dtype=torch.int32)) & 1
-        masks = bits.bool().flatten(1)[:, : self.vocab_size]
+        masks = expanded(self.words[rows])[:, : self.vocab_size]
         return torch.nn.functional.pad(masks, (0, self.vocab_size - masks.shape[1]), value=self.beyond)
 
     def ended(self, matcher: Any, token: int) -> bool:
@@ -66,6 +66,11 @@ class Matchers:
     def show(self, matcher: Any, token: int) -> bool:
         """Show it a token; False if it refuses it."""
         raise NotImplementedError
+
+    def refuse(self, row: int, token: int) -> None:
+        """The matcher of a row has refused a token of the text; raises where the library's own processor does."""
+        why = "another processor brought it back, or it is not of its vocabulary"
+        raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}: {why}.")
 
     def take_back(self, matcher: Any, count: int) -> None:
         raise NotImplementedError
@@ -78,6 +83,11 @@ class Matchers:
         """Address and size in bytes of `words[row]`."""
         words = self.words[row]
         return words.data_ptr(), words.numel() * words.element_size()
+
+
+def expanded(words: torch.Tensor) -> torch.Tensor:
+    """The bits of int32 words [R, W] as [R, 32 W] bool, the lowest bit of a word first."""
+    return BYTES[words.view(torch.uint8).int()].view(torch.bool)
 
 
 class XGrammarMatchers(Matchers):
@@ -116,6 +126,9 @@ class LLGuidanceMatchers(Matchers):
 
     def show(self, matcher: Any, token: int) -> bool:
         return matcher.consume_token(token)
+
+    def refuse(self, row: int, token: int) -> None:
+        self.after_end[row] += 1  # it allows the end token only from now on
 
     def take_back(self, matcher: Any, count: int) -> None:
         matcher.rollback(count)
@@ -223,30 +236,30 @@ def _xgrammar(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor
         "one a row.",
     )
     size = processor.full_vocab_size
-    require(
-        size == vocab_size,
-        f"the grammar is compiled for {size} tokens and the target has {vocab_size}; use the target's tokenizer, and "
-        f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size}).",
-    )
-    return _xgrammar_matchers(grammars * (1 if len(grammars) == rows else rows), vocab_size, size)
+    remedy = f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})"
+    require(size >= vocab_size, f"{_other_size(size, vocab_size)}, and {remedy}.")
+    return _xgrammar_matchers(grammars * (1 if len(grammars) == rows else rows), vocab_size)
 
 
-def _xgrammar_matchers(grammars: Sequence[Any], vocab_size: int, size: int) -> RewindableProcessor:
+def _xgrammar_matchers(grammars: Sequence[Any], vocab_size: int) -> RewindableProcessor:
+    """Ids that only fill up a vocabulary may be beyond the target's, since no grammar allows them."""
+    known = grammars[0].tokenizer_info
+    size, fillers = known.vocab_size, set(known.special_token_ids)
+    largest = next((token for token in reversed(range(size)) if token not in fillers), 0)
+    require(largest < vocab_size, f"{_other_size(size, vocab_size)}.")
     make = sys.modules["xgrammar"].GrammarMatcher
     return XGrammarMatchers([make(grammar) for grammar in grammars], vocab_size, -(-size // 32), beyond=True)
 
 
 def _outlines_xgrammar(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor:
     _check_outlines(processor)
-    size = processor.compiled_grammar.tokenizer_info.vocab_size
-    _check_size(size, vocab_size)
-    return _xgrammar_matchers([processor.compiled_grammar] * rows, vocab_size, size)
+    return _xgrammar_matchers([processor.compiled_grammar] * rows, vocab_size)
 
 
 def _outlines_llguidance(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor:
     _check_outlines(processor)
     make, tokenizer = sys.modules["llguidance"].LLMatcher, processor.llg_tokenizer
-    _check_size(tokenizer.vocab_size, vocab_size)
+    require(tokenizer.vocab_size <= vocab_size, f"{_other_size(tokenizer.vocab_size, vocab_size)}.")
     matchers = [make(tokenizer, processor.grammar) for _ in range(rows)]
     require(not matchers[0].is_error(), f"llguidance cannot read the grammar: {matchers[0].get_error()}")
     return LLGuidanceMatchers(matchers, vocab_size, -(-tokenizer.vocab_size // 32), beyond=False)
@@ -256,7 +269,12 @@ def _outlines_core(processor: Any, rows: int, vocab_size: int) -> RewindableProc
     _check_outlines(processor)
     guide = sys.modules["outlines_core"].Guide
     guides = [guide(processor.index, max_rollback=MOST_BACK) for _ in range(rows)]
-    return OutlinesGuides(guides, vocab_size, -(-vocab_size // 32), beyond=False)
+    made = OutlinesGuides(guides, vocab_size, -(-vocab_size // 32), beyond=False)
+    try:
+        made.mask([0])
+    except ValueError as error:  # the mask of its vocabulary is larger
+        raise ValueError(f"{_other_size('more', vocab_size)}.") from error
+    return made
 
 
 def _check_outlines(processor: Any) -> None:
@@ -267,9 +285,8 @@ def _check_outlines(processor: Any) -> None:
     require(library == "torch", f"this {name} is for {library!r}; make it from outlines.from_transformers(...).")
 
 
-def _check_size(size: int, vocab_size: int) -> None:
-    told = f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer."
-    require(size <= vocab_size, told)
+def _other_size(size: int | str, vocab_size: int) -> str:
+    return f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer"
 
 
 MAKERS: dict[str, Callable[[Any, int, int], RewindableProcessor]] = {

@@ -1,5 +1,6 @@
 """Checks of a call with many requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -20,8 +21,18 @@ OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_
 OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
 
 
-def check_queue(layout: str, draft_layout: str, reason: str, compiled: bool) -> None:
-    """Check that prompts can be read in the places of rows that have ended."""
+def check_queue(layout: str, draft_layout: str, reason: str, compiled: bool, stateful: Sequence[str] = ()) -> None:
+    """Check that prompts can be read in the places of rows that have ended.
+
+    Args:
+        layout, draft_layout, reason, compiled: how the call is decoded.
+        stateful: names of processors and criteria that keep state from token to token.
+    """
+    told = (
+        f"{', '.join(stateful)} follows the rows of one batch, and cannot begin again in a row that is filled again; "
+        "give prefix_allowed_tokens_fn=, or call generate for each batch with a new processor."
+    )
+    require(not stateful, told)
     require(not compiled, "compile=True does not fill rows again; use compile=False, or call generate for each batch.")
     told = (
         f"rows can be filled again in the ragged layout alone, and this call has {layout!r} for the target "

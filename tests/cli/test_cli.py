@@ -257,6 +257,14 @@ def test_json_schema(tmp_path):
     assert "is no JSON schema that xgrammar can read" in result.stderr
 
 
+def test_json_schema_that_is_not_there(pair):
+    pytest.importorskip("xgrammar")
+    result = specx("a", "--json-schema", "no such file.json")
+    assert result.exit_code == 2
+    assert "--json-schema no such file.json cannot be read: No such file or directory." in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_json_schema_needs_xgrammar(pair, monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install xgrammar" in specx("a", "--json-schema", str(tmp_path / "schema.json")).stderr

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from automaton import Automaton
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import (
@@ -249,6 +250,16 @@ def test_arguments_that_are_refused(options: dict, told: str):
     target = tiny()
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
+    assert not forwards.ids
+
+
+def test_a_processor_that_keeps_state_is_refused():
+    """A grammar's, as well: the same object would have to begin again in a row."""
+    target = tiny()
+    given = [Automaton(VOCAB_SIZE, 11)]
+    told = "Automaton follows the rows of one batch.*prefix_allowed_tokens_fn=, or call generate"
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
+        list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY, logits_processor=given))
     assert not forwards.ids
 
 
