@@ -23,16 +23,15 @@ from hf_specx.measure.points import Claim, claims
 from .console import errors_in_one_line, figure, progress
 from .options import (
     LARGEST_SEED,
-    PromptFile,
     Revision,
     Token,
     Trust,
     check_dtype,
     hub_options,
     load_given_pair,
-    read_prompts,
     typed,
 )
+from .prompts import PromptFile, read_prompts
 
 
 GRID_FILE = Path("specx-bench.json")

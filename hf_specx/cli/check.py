@@ -22,7 +22,6 @@ from .options import (
     LARGEST_SEED,
     DraftKind,
     Dtype,
-    PromptFile,
     Revision,
     Temperature,
     Token,
@@ -32,9 +31,9 @@ from .options import (
     check_dtype,
     hub_options,
     load_given_pair,
-    read_prompts,
     with_draft,
 )
+from .prompts import PromptFile, read_prompts
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}

@@ -24,9 +24,6 @@ DRAFTS = ("suffix", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
-PromptFile = Annotated[
-    Path | None, typer.Option("--file", "--prompts", help="Prompts, one per line.", exists=True, dir_okay=False)
-]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens per row, at most.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
@@ -42,32 +39,6 @@ HELP_DRAFT = "suffix: no model, but what followed the same tokens before; both: 
 DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
-
-
-def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str]:
-    """The prompts, from the arguments, a file or standard input; [] for the demo, which has its own.
-
-    Args:
-        prompts: the arguments.
-        file: one prompt per line.
-        others: the ways to give prompts, for the error.
-        demo: whether the demo was asked for.
-
-    Raises:
-        ValueError: there are no prompts, or they were given in several ways.
-    """
-    ways = bool(prompts) + demo + (file is not None)
-    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
-    if prompts or demo:
-        return prompts
-    text = ""
-    if file is not None:
-        text = file.read_text(encoding="utf-8")
-    elif not sys.stdin.isatty():
-        text = sys.stdin.read()
-    lines = [line for line in text.splitlines() if line.strip()]
-    require(bool(lines), f"no prompts; give them {others}.")
-    return lines
 
 
 def sampling_options(

@@ -24,7 +24,6 @@ from .options import (
     Greedy,
     MaxNewTokens,
     Overwrite,
-    PromptFile,
     Revision,
     Temperature,
     Token,
@@ -34,12 +33,12 @@ from .options import (
     check_dtype,
     default_device_map,
     hub_options,
-    read_prompts,
     sampling_options,
     saved_as,
     strategy_options,
     typed,
 )
+from .prompts import PromptFile, read_prompts
 
 
 VERDICTS = {OK: "green", NOTE: "yellow", ERROR: "red"}

@@ -1,0 +1,129 @@
+"""Prompts to texts: their rows are filled again as they end, or else whole batches are completed."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.requests import Completion, Request
+from hf_specx.strategy import SpeculativeDecoding
+
+from .progress import Meter
+from .results import CompletedText, NumberedText
+
+
+EMPTY = "the prompt is empty, and the tokenizer puts nothing before it"
+
+
+class Pair(Protocol):
+    """What `complete` needs of a `DraftTargetPair`."""
+
+    tokenizer: PreTrainedTokenizerBase | None
+    report: SpeculationReport | None
+
+    @property
+    def target(self) -> PreTrainedModel: ...
+
+    @property
+    def models(self) -> list[PreTrainedModel]: ...
+
+    def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any: ...
+
+    def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding: ...
+
+
+class Completer:
+    """Completes prompts by a pair, each under its own seed.
+
+    Args:
+        pair: has a tokenizer.
+        batch_size: rows of a batch.
+        seed: that of prompt i is `seed + i`.
+        options: for `generate`.
+
+    Attributes:
+        meter: counts tokens.
+    """
+
+    def __init__(self, pair: Pair, batch_size: int, seed: int, options: dict[str, Any]):
+        assert pair.tokenizer is not None
+        self.pair, self.tokenizer, self.batch_size, self.seed = pair, pair.tokenizer, batch_size, seed
+        self.options, self.meter = options, Meter()
+        self.in_batches = pair.target.config.is_encoder_decoder
+        self.reading = False  # the next prompt, whose errors are not ours
+
+    def __call__(self, prompts: Iterable[NumberedText]) -> Iterator[CompletedText]:
+        """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
+        prompts, taken = iter(prompts), dict[int, NumberedText]()
+        if not self.in_batches:
+            yield from self._refilled(prompts, taken)
+        if self.in_batches:
+            yield from self._batches(itertools.chain(taken.values(), prompts))
+
+    def _refilled(self, prompts: Iterator[NumberedText], taken: dict[int, NumberedText]) -> Iterator[CompletedText]:
+        """The same, in rows that are filled again; if the models cannot do this exactly, only `in_batches` is set.
+
+        Args:
+            prompts: they are taken from here.
+            taken: those that are being completed, by the number of their request.
+        """
+        options = dict(self.options)
+        strategy = self.pair.strategy_for(options)
+        strategy.listeners += (self.meter,)
+        requests = self._requests(prompts, taken)
+        try:
+            completions = strategy.generate_many(self.pair.target, requests, batch_size=self.batch_size, **options)
+            first = list(itertools.islice(completions, 1))
+        except ValueError:
+            if self.reading:
+                raise
+            self.in_batches = True
+            return
+        for done in itertools.chain(first, completions):
+            yield self._completed(taken.pop(done.index), done)
+        self.pair.report = strategy.report
+
+    def _requests(self, prompts: Iterator[NumberedText], taken: dict[int, NumberedText]) -> Iterator[Request]:
+        self.reading = True
+        for number, prompt in enumerate(prompts):
+            self.reading = False
+            taken[number] = prompt
+            yield Request(self.token_ids(prompt.text), seed=self.seed + prompt.index)
+            self.reading = True
+        self.reading = False
+
+    def _completed(self, prompt: NumberedText, done: Completion) -> CompletedText:
+        if done.error is None:
+            text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
+            assert isinstance(text, str)
+            return CompletedText(prompt, text, done.finish_reason)
+        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else EMPTY
+        return CompletedText(prompt, None, done.finish_reason, error)
+
+    def _batches(self, prompts: Iterator[NumberedText]) -> Iterator[CompletedText]:
+        """Whole batches, whose rows wait for the slowest of them."""
+        while batch := list(itertools.islice(prompts, self.batch_size)):
+            full = [prompt for prompt in batch if self.token_ids(prompt.text)]
+            yield from (CompletedText(prompt, None, "refused", EMPTY) for prompt in batch if prompt not in full)
+            for prompt, text in zip(full, self._batch(full) if full else [], strict=True):
+                yield CompletedText(prompt, text, None)
+
+    def _batch(self, prompts: list[NumberedText]) -> list[str]:
+        """What is generated for each prompt of one batch."""
+        decodes, texts = self.pair.target.config.is_encoder_decoder, [prompt.text for prompt in prompts]
+        side = "right" if decodes else "left"
+        encoded = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side=side)
+        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        output = self.pair.generate(**inputs, **self.options, seeds=[self.seed + prompt.index for prompt in prompts])
+        report = self.pair.report
+        assert report is not None
+        self.meter.add(report.emitted, report.drafted, report.accepted)
+        new = output if decodes else output[:, inputs["input_ids"].shape[1] :]
+        return self.tokenizer.batch_decode(new, skip_special_tokens=True)
+
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        return self.tokenizer(text)["input_ids"]
