@@ -185,9 +185,9 @@ class Session:
 
     def show(self, batches: list[list[str]]) -> dict[str, Any]:
         """Run batches one after another; returns the seed and what became of each."""
-        self.seed = torch.seed() % LARGEST_SEED if self.seed is None else self.seed
+        seed = torch.seed() % LARGEST_SEED if self.seed is None else self.seed
         self.console.print(legend(), soft_wrap=True)
-        return {"seed": self.seed, "runs": [self.run(batch, self.seed) for batch in batches]}
+        return {"seed": seed, "runs": [self.run(batch, seed) for batch in batches]}
 
     def run(self, prompts: list[str], seed: int) -> dict[str, Any]:
         """Generate for a batch, print text, report and comparison, and return the same as plain values."""

@@ -100,7 +100,7 @@ def _to_list(work: Completer, texts: list[str]) -> list[str]:
     _check_texts(texts)
     lengths = [len(ids) for ids in work.tokenizer(texts)["input_ids"]] if texts else []
     empty = lengths.index(0) if 0 in lengths else None
-    require(empty is None, f"prompt {empty}: {EMPTY}; write something.")
+    require(empty is None, f"prompt {empty} {EMPTY}; write something.")
     order = sorted(range(len(texts)), key=lambda number: -lengths[number])
 
     def own_part() -> Iterable[tuple[int, str | None]]:

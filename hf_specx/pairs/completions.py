@@ -15,7 +15,7 @@ from .progress import Meter
 from .results import CompletedText, NumberedText
 
 
-EMPTY = "the prompt is empty, and the tokenizer puts nothing before it"
+EMPTY = "is empty, and the tokenizer puts nothing before it"
 
 
 class Pair(Protocol):
@@ -100,14 +100,16 @@ class Completer:
             text = self.tokenizer.decode(done.tokens, skip_special_tokens=True)
             assert isinstance(text, str)
             return CompletedText(prompt, text, done.finish_reason)
-        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else EMPTY
+        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
         return CompletedText(prompt, None, done.finish_reason, error)
 
     def _batches(self, prompts: Iterator[NumberedText]) -> Iterator[CompletedText]:
         """Whole batches, whose rows wait for the slowest of them."""
         while batch := list(itertools.islice(prompts, self.batch_size)):
             full = [prompt for prompt in batch if self.token_ids(prompt.text)]
-            yield from (CompletedText(prompt, None, "refused", EMPTY) for prompt in batch if prompt not in full)
+            yield from (
+                CompletedText(prompt, None, "refused", f"the prompt {EMPTY}") for prompt in batch if prompt not in full
+            )
             for prompt, text in zip(full, self._batch(full) if full else [], strict=True):
                 yield CompletedText(prompt, text, None)
 

@@ -50,8 +50,10 @@ class ResultsFile:
         OPEN.add(str(self.path))
         try:
             self.sidecar = Sidecar(path)
-            with self._writing() as sidecar, self._told_of_errors(path):
-                sidecar.agree(self.arguments, str(self.path), self.count == 0)
+            with self.sidecar.writing(), self._told_of_errors(path):
+                self._open()
+                self.sidecar.agree(self.arguments, str(self.path), os.fstat(self.file).st_size == 0)
+                self.read_on()
         except BaseException:
             self.__exit__()
             raise
@@ -221,7 +223,6 @@ def check_results_path(path: Path) -> None:
     require(not path.is_dir(), f"{name} is a folder; name a file in it.")
     require(path.is_file() or not path.exists(), f"{name} is a device; name a file.")
     known = not path.exists() or path.stat().st_size == 0 or sidecar.exists()
-    require(
-        known, f"{name} is there already, and there is no {sidecar.name} that says what made it; name another file."
-    )
+    told = f"{name} is there already, and there is no {sidecar.name} that says what made it; name another file."
+    require(known, told)
     require(str(path) not in OPEN, f"{name} is being written by another call in this process; wait for it.")
