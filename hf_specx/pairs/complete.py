@@ -5,9 +5,7 @@ from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any, overload
 
-from hf_specx.common.errors import is_int, require
-from hf_specx.engine.ranks import synced_by_default
-from hf_specx.validation.rows import MAX_SEED
+from hf_specx.common.errors import require
 
 from .completions import EMPTY, Completer, Pair
 from .fingerprint import arguments_of
@@ -15,20 +13,6 @@ from .progress import Progress
 from .results import NumberedText
 from .results_file import ResultsFile
 from .shares import Claims, gathered, processes, turns
-
-
-MAX_PROMPTS = 2**40
-OF_ONE_CALL = (
-    "inputs",
-    "input_ids",
-    "attention_mask",
-    "inputs_embeds",
-    "seeds",
-    "streamer",
-    "return_dict_in_generate",
-    "num_return_sequences",
-)
-OF_REQUESTS = ("ordered", "logprobs")
 
 
 @overload
@@ -88,7 +72,7 @@ def complete(
         OSError: the file cannot be written; what it holds stays good.
         RuntimeError: another process failed (without `out`).
     """
-    _check(pair, texts, batch_size, seed, options)
+    _check_texts(texts)
     work = Completer(pair, batch_size, seed, options)
     if out is not None:
         return _to_file(work, texts, ResultsFile(out, arguments_of(pair, seed, options)))
@@ -131,32 +115,8 @@ def _to_file(work: Completer, texts: Iterable[str], file: ResultsFile) -> Path:
     return file.path
 
 
-def _check(pair: Pair, texts: Any, batch_size: int, seed: int, options: dict[str, Any]) -> None:
-    """Whether texts can be completed in batches, before anything runs."""
+def _check_texts(texts: Any) -> None:
+    """Whether texts are several, and strings as far as they are at hand."""
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    require(several, f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list.")
-    told = f"batch_size={batch_size} is no number of rows; give 1 or more."
-    require(is_int(batch_size) and batch_size >= 1, told)
-    told = f"seed={seed} is not in the range of generators; give an int from 0, well below 2**63."
-    require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
-    for name in OF_ONE_CALL:
-        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
-        require(name not in options, told)
-    for name in OF_REQUESTS:
-        require(
-            name not in options, f"{name}= belongs to strategy.generate_many; leave it out, or call that yourself."
-        )
-    require(
-        pair.tokenizer is not None,
-        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
-    )
-    require(
-        not synced_by_default(*pair.models),
-        "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
-        "copy of the pair on each process, or call pair.generate with as many rows on each.",
-    )
-
-
-def _check_texts(texts: list[Any]) -> None:
     told = f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list."
-    require(all(isinstance(text, str) for text in texts), told)
+    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)

@@ -7,15 +7,30 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.errors import is_int, require
+from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request
 from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.validation.rows import MAX_SEED
 
 from .progress import Meter
 from .results import CompletedText, NumberedText
 
 
 EMPTY = "is empty, and the tokenizer puts nothing before it"
+MAX_PROMPTS = 2**40
+OF_ONE_CALL = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "seeds",
+    "streamer",
+    "return_dict_in_generate",
+    "num_return_sequences",
+)
+OF_REQUESTS = ("ordered", "logprobs")
 
 
 class Pair(Protocol):
@@ -46,9 +61,13 @@ class Completer:
 
     Attributes:
         meter: counts tokens.
+
+    Raises:
+        ValueError: if prompts cannot be completed like this.
     """
 
     def __init__(self, pair: Pair, batch_size: int, seed: int, options: dict[str, Any]):
+        _check(pair, batch_size, seed, options)
         assert pair.tokenizer is not None
         self.pair, self.tokenizer, self.batch_size, self.seed = pair, pair.tokenizer, batch_size, seed
         self.options, self.meter = options, Meter()
@@ -129,3 +148,26 @@ class Completer:
     def token_ids(self, text: str) -> list[int]:
         """The tokens of a prompt."""
         return self.tokenizer(text)["input_ids"]
+
+
+def _check(pair: Pair, batch_size: Any, seed: Any, options: dict[str, Any]) -> None:
+    """Whether prompts can be completed, before anything runs."""
+    told = f"batch_size={batch_size} is no number of rows; give 1 or more."
+    require(is_int(batch_size) and batch_size >= 1, told)
+    told = f"seed={seed} is not in the range of generators; give an int from 0, well below 2**63."
+    require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
+    for name in OF_ONE_CALL:
+        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
+        require(name not in options, told)
+    for name in OF_REQUESTS:
+        told = f"{name}= belongs to strategy.generate_many; leave it out, or call that yourself."
+        require(name not in options, told)
+    require(
+        pair.tokenizer is not None,
+        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
+    )
+    require(
+        not synced_by_default(*pair.models),
+        "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
+        "copy of the pair on each process, or call pair.generate with as many rows on each.",
+    )

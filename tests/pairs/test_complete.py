@@ -194,7 +194,7 @@ def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPat
         complete(pair, ["a"])
     pair = load(folder)
     models = (pair.target, pair.draft)
-    monkeypatch.setattr("hf_specx.pairs.complete.synced_by_default", lambda *given: given == models)
+    monkeypatch.setattr("hf_specx.pairs.completions.synced_by_default", lambda *given: given == models)
     with pytest.raises(ValueError, match="spread over processes"):
         complete(pair, ["a"])
 
