@@ -47,11 +47,11 @@ def test_misuse(folder: Path):
 @pytest.mark.slow
 def test_two_workers(folder: Path, expected: list[str]):
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR")  # one for what reads
     try:
-        rows = ray.data.from_items([{"prompt": text, "id": index} for index, text in enumerate(MANY)])
+        items = [{"prompt": text, "id": index} for index, text in enumerate(MANY)]
         options = {"pair": str(folder), "indices": "id", **SAMPLED}
-        done = rows.repartition(5).map_batches(
+        done = ray.data.from_items(items, override_num_blocks=5).map_batches(
             CompleteBatches, fn_constructor_kwargs=options, batch_size=8, concurrency=2
         )
         texts = {row["id"]: row["text"] for row in done.iter_rows()}
