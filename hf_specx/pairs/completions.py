@@ -1,5 +1,6 @@
 """Prompts to texts: their rows are filled again as they end, or else whole batches are completed."""
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -61,6 +62,8 @@ class Completer:
 
     Attributes:
         meter: counts tokens.
+        in_batches: whether only whole batches can be completed; `pair.generate` raises what is wrong with the options.
+        fits: whether it is known that a short prompt can be completed.
 
     Raises:
         ValueError: if prompts cannot be completed like this.
@@ -71,7 +74,7 @@ class Completer:
         assert pair.tokenizer is not None
         self.pair, self.tokenizer, self.batch_size, self.seed = pair, pair.tokenizer, batch_size, seed
         self.options, self.meter = options, Meter()
-        self.in_batches = pair.target.config.is_encoder_decoder
+        self.in_batches = self.fits = False
         self.reading = False  # the next prompt, whose errors are not ours
 
     def __call__(self, prompts: Iterable[NumberedText]) -> Iterator[CompletedText]:
@@ -102,8 +105,19 @@ class Completer:
             self.in_batches = True
             return
         for done in itertools.chain(first, completions):
+            if done.error is not None and not self._fits(strategy, options, taken[done.index]):
+                self.in_batches = True
+                return
             yield self._completed(taken.pop(done.index), done)
         self.pair.report = strategy.report
+
+    def _fits(self, strategy: SpeculativeDecoding, options: dict[str, Any], refused: NumberedText) -> bool:
+        """Whether a prompt was refused for its own sake: then its first token alone is not."""
+        ids = self.token_ids(refused.text)[:1]
+        if ids and not self.fits:
+            (alone,) = copy.copy(strategy).generate_many(self.pair.target, [Request(ids, seed=0)], **options)
+            self.fits = alone.error is None
+        return self.fits or not ids
 
     def _requests(self, prompts: Iterator[NumberedText], taken: dict[int, NumberedText]) -> Iterator[Request]:
         self.reading = True

@@ -41,7 +41,7 @@ class Claims:
     def __iter__(self) -> Iterator[NumberedText]:
         """Those that nobody is at, each locked for this process."""
         for text in self.texts:
-            require(isinstance(text, str), f"prompt {self.count} is a {type(text).__name__}; give strings.")
+            require(isinstance(text, str), f"prompt {self.count} is of type {type(text).__name__}; give strings.")
             prompt = NumberedText(self.count, text)
             self.count += 1
             if self.results.claim(prompt):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 
 
 try:
@@ -99,7 +99,7 @@ class Sidecar:
         assert earlier is not None
         for key in sorted(ours.keys() | earlier.keys()):
             then, now = earlier.get(key), ours.get(key)
-            told = f"{name} was made with {key}={then!r}, and now it is {now!r}; give the same, or name another file."
+            told = f"{name} was made with {key}={brief(then)}, and now it is {brief(now)}; give the same, or another file."
             require(then == now, told)
         fcntl.lockf(self.file, fcntl.LOCK_SH, 1, PRESENT)
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from completing import MANY, SAMPLED, load, save
 from tiny_tokenizer import tiny_tokenizer
+from transformers import LogitsProcessor
 from zoo import build
 
 from hf_specx import DraftTargetPair
@@ -259,9 +261,50 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     assert "are more than max_batch_tokens=200" in refused[1]["error"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"verification": "nucleus"}, "'nucleus' is unknown"),
+        ({"stop_strings": [1]}, "stop_strings"),
+    ],
+)
+def test_an_error_in_the_options_is_no_fault_of_the_prompts(
+    pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
+):
+    out = tmp_path / "done.jsonl"
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, out=out, **SAMPLED | options)
+    assert out.read_bytes() == b""
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, **SAMPLED | options)
+
+
+class Counted(LogitsProcessor):
+    """Keeps state, so that it must be shown each token once, in order."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 7 == input_ids.shape[1] % 7, -float("inf"))
+
+
+def test_what_keeps_state_takes_whole_batches(pair: DraftTargetPair, tmp_path: Path):
+    options = SAMPLED | {"verification": "coupled", "logits_processor": [Counted()], "batch_size": 1}
+    out = pair.complete(TEXTS[:3], out=tmp_path / "done.jsonl", **options)
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert texts == pair.complete(TEXTS[:3], **options)
+    plain = {name: value for name, value in SAMPLED.items() if name != "seed"} | {"logits_processor": [Counted()]}
+    for index, text in enumerate(TEXTS[:3]):
+        torch.manual_seed(SAMPLED["seed"] + index)
+        inputs = pair.tokenizer([text], return_tensors="pt")
+        output = pair.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **plain)
+        new = output[0, inputs["input_ids"].shape[1] :]
+        assert texts[index] == pair.tokenizer.decode(new, skip_special_tokens=True)
+
+
 def test_what_is_no_text_is_refused_by_name(pair: DraftTargetPair, tmp_path: Path):
-    with pytest.raises(ValueError, match="prompt 1 is a int; give strings"):
-        pair.complete(["a", 1], out=tmp_path / "done.jsonl", **SAMPLED)
+    with pytest.raises(ValueError, match="prompt 1 is of type int; give strings"):
+        pair.complete(iter(["a", 1]), out=tmp_path / "done.jsonl", **SAMPLED)
 
 
 def test_models_that_take_whole_batches(tmp_path: Path):
