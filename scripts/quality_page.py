@@ -6,7 +6,7 @@ from typing import Any
 from train_pair import HELD_OUT
 
 from hf_specx.hub.markdown import row
-from hf_specx.measure.contenders import PLAIN_NAME
+from hf_specx.measure.ways import PLAIN_NAME
 
 
 BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"

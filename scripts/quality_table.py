@@ -31,10 +31,11 @@ from hf_specx.cli.console import progress
 from hf_specx.equivalence.cells import CONFIDENCE, metric, stretch
 from hf_specx.equivalence.check import generator_untouched
 from hf_specx.measure.checks import check_out
-from hf_specx.measure.contenders import PLAIN_NAME, Contender
+from hf_specx.measure.contenders import Contender
 from hf_specx.measure.inputs import Inputs, encode
 from hf_specx.measure.store import provenance
 from hf_specx.measure.timer import Advance, Timer, Timing
+from hf_specx.measure.ways import PLAIN_NAME
 
 
 NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
