@@ -1,57 +1,60 @@
 """`specx generate --out`: many prompts to a file, which the same command goes on with after an interruption."""
 
 import warnings
-from collections.abc import Iterable, Sized
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from hf_specx.common.errors import require
-from hf_specx.pairs.pair import DraftTargetPair
-from hf_specx.pairs.results_file import check_results_path
+from hf_specx.measure.store import provenance
+
+from .console import INTERRUPTED
+from .loading import texts_of
+from .prompts import FilePrompts, Prompts
 
 
-DEFAULT_BATCH = 8
-DEFAULT_SEED = 0
-INTERRUPTED = 130  # what shells call a program that was ended by SIGINT
+if TYPE_CHECKING:
+    from .session import Session
 
 
-def check_out_options(out: Path | None, batch_size: int | None, demo: bool) -> None:
-    """Check --out and the options that go with it, or do not."""
-    require(
-        batch_size is None or out is not None, "--batch-size goes with --out; without it all prompts are one batch."
-    )
-    require(
-        out is None or not demo, "--demo shows texts and writes none; give --out prompts of yours, as with --file."
-    )
-    if out is not None:
-        check_results_path(out)
+class PromptTexts:
+    """Prompts as texts, one by one; see `texts_of` for the arguments."""
+
+    def __init__(self, prompts: Prompts | FilePrompts, session: "Session", chat: bool):
+        self.prompts, self.session, self.chat = prompts, session, chat
+
+    def __iter__(self) -> Iterator[str]:
+        for prompt in self.prompts:
+            yield from texts_of([prompt], self.session.pair.tokenizer, self.chat, self.session.name)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
 
 
-def complete_prompts(
-    pair: DraftTargetPair,
-    prompts: Iterable[str],
-    out: Path,
-    batch_size: int | None,
-    seed: int | None,
-    arguments: dict[str, Any],
+def write_texts(
+    session: "Session", prompts: Prompts | FilePrompts, chat: bool, out: Path, batch_size: int
 ) -> dict[str, Any]:
-    """Complete prompts to a file; returns what was done, as plain values.
+    """Complete prompts to a file, and say so.
+
+    Returns:
+        The document of --json.
 
     Raises:
-        typer.Exit: it was interrupted.
+        typer.Exit: after Ctrl-C.
     """
-    seed, console = DEFAULT_SEED if seed is None else seed, Console(stderr=True)
+    console, texts = Console(stderr=True), PromptTexts(prompts, session, chat)
+    options = {"batch_size": batch_size, "seed": session.seed} | session.arguments
     try:
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            made = pair.complete(prompts, batch_size=batch_size or DEFAULT_BATCH, seed=seed, out=out, **arguments)
-    except KeyboardInterrupt as stop:
+            warnings.simplefilter("always", UserWarning)
+            session.pair.complete(texts, out=out, **options)
+    except KeyboardInterrupt as error:
         console.print(f"interrupted; the same command goes on with {out}", soft_wrap=True, markup=False)
-        raise typer.Exit(INTERRUPTED) from stop
+        raise typer.Exit(INTERRUPTED) from error
     for warning in said:
         console.print(f"warning: {warning.message}", style="yellow", soft_wrap=True, markup=False)
-    done = {"out": str(made), "seed": seed}
-    return done | ({"prompts": len(prompts)} if isinstance(prompts, Sized) else {})
+    session.console.print(f"{len(texts)} texts are in {out}", soft_wrap=True, markup=False)
+    source = {"pair": session.name, "seed": session.seed, "options": session.options}
+    return source | provenance(session.pair.target) | {"out": str(out), "prompts": len(texts)}

@@ -30,14 +30,10 @@ class CompleteBatches:
         ValueError: a column is missing, or as `DraftTargetPair.complete`.
 
     Example:
-        >>> dataset = ray.data.read_json("prompts.jsonl")
-        >>> dataset.map_batches(
-        ...     CompleteBatches,
-        ...     fn_constructor_kwargs={"pair": "org/pair", "do_sample": True, "max_new_tokens": 64},
-        ...     batch_size=256,
-        ...     concurrency=4,
-        ...     num_gpus=1,
-        ... ).write_json("done")
+        >>> from hf_specx.pairs.ray_data import CompleteBatches
+        >>> complete = CompleteBatches("embedded", max_new_tokens=4)
+        >>> list(complete({"prompt": prompts}))
+        ['prompt', 'text']
     """
 
     def __init__(

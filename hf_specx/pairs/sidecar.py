@@ -99,7 +99,7 @@ class Sidecar:
         assert earlier is not None
         for key in sorted(ours.keys() | earlier.keys()):
             then, now = earlier.get(key), ours.get(key)
-            told = f"{name} was made with {key}={brief(then)}, and now it is {brief(now)}; give the same, or another file."
+            told = f"{name} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another file."
             require(then == now, told)
         fcntl.lockf(self.file, fcntl.LOCK_SH, 1, PRESENT)
 

@@ -12,6 +12,8 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.cli.options import read_prompts
+from hf_specx.cli.prompts import FilePrompts
 from hf_specx.pairs.results_file import ResultsFile
 
 
@@ -69,7 +71,7 @@ def test_lines_of_text_and_of_standard_input(pair: DraftTargetPair, tmp_path: Pa
 
 
 def test_json_lines_without_out(pair: DraftTargetPair, file: Path):
-    result = specx("--file", file, "--no-compare", "--greedy", "--max-new-tokens", "12", "--json")
+    result = specx("--file", file, "--greedy", "--max-new-tokens", "12", "--json")
     (run,) = json.loads(result.stdout.splitlines()[-1])["runs"]
     assert run["prompts"][:2] == ["the cat\n0", "a dog [bold]sat[/bold] on\n0"]
     assert len(run["texts"]) == 9
@@ -95,7 +97,7 @@ def test_an_interrupted_file_is_gone_on_with(
     assert len(texts_of(out)) == 4
     result = specx(*command, out, "--seed", "1")
     assert result.exit_code == 2
-    assert "was made with seed=0, and now it is 1" in result.stderr
+    assert "was made with seed=0, now it is 1" in result.stderr
     assert specx(*command, out).exit_code == 0
     assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
@@ -111,7 +113,8 @@ def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: P
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", "4"], "--batch-size goes with --out"),
+        (["--batch-size", "4"], "--batch-size is for --out"),
+        (["--out", "{}/done.jsonl", "--compare"], "--out shows and times nothing"),
         (["--out", "{}"], "is a folder; name a file in it"),
         (["--out", "{}/prompts.txt"], "is there already, and there is no prompts.txt.arguments"),
     ],
@@ -129,10 +132,9 @@ def test_options_are_checked_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("no JSON", "line 2 of .*prompts.jsonl has no prompt: 'no JSON'; write"),
-        ('{"text": "a"}', "line 2 of .* has no prompt"),
-        ("[1]", "line 2 of .* has no prompt"),
-        ('{"prompt": 1}', "line 2 of .* has no prompt"),
+        ("no JSON", "prompts.jsonl, prompt 2: the line is not JSON"),
+        ('{"other": "a"}', "prompts.jsonl, prompt 2: give a text in quotes, or an object with"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "add --chat"),
     ],
 )
 def test_lines_without_a_prompt(pair: DraftTargetPair, tmp_path: Path, line: str, message: str):
@@ -145,5 +147,22 @@ def test_lines_without_a_prompt(pair: DraftTargetPair, tmp_path: Path, line: str
     assert len(texts_of(out)) <= 1
 
 
-def test_the_demo_writes_nothing(pair: DraftTargetPair, tmp_path: Path):
-    assert "--demo shows texts and writes none" in specx("--demo", "--out", tmp_path / "done.jsonl").stderr
+def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path: Path):
+    pair.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
+    file.write_text('"the cat"\n{"messages": [{"role": "user", "content": "a dog"}]}\n')
+    result = specx("--file", file, "--out", out, "--chat", "--greedy", "--max-new-tokens", "8")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"2 texts are in {out}\n"
+    assert texts_of(out) == pair.complete(["<the cat>", "<a dog>"], do_sample=False, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
+    assert list(FilePrompts(file)) == read_prompts([], file, "")
+    assert len(FilePrompts(file)) == 2
+    file.write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="is not text in UTF-8"):
+        list(FilePrompts(file))

@@ -106,9 +106,9 @@ class Processor:
 
 
 OTHERS: dict[str, tuple[list[str], dict[str, Any], str]] = {
-    "option": (TEXTS, {"max_new_tokens": 13}, "max_new_tokens=12, and now it is 13"),
-    "seed": (TEXTS, {"seed": 6}, "seed=5, and now it is 6"),
-    "more options": (TEXTS, {"top_p": 0.9}, "top_p=None, and now it is 0.9"),
+    "option": (TEXTS, {"max_new_tokens": 13}, "max_new_tokens=12, now it is 13"),
+    "seed": (TEXTS, {"seed": 6}, "seed=5, now it is 6"),
+    "more options": (TEXTS, {"top_p": 0.9}, "top_p=None, now it is 0.9"),
     "first prompt": (["other", *TEXTS[1:]], {}, "prompt 0 is not the one"),
     "last prompt": ([*TEXTS[:-1], "other"], {}, "prompt 11 is not the one"),
     "order": (TEXTS[::-1], {}, "prompt 0 is not the one"),
