@@ -44,11 +44,11 @@ Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default
 HELP_SEED = "Of all random numbers; else a new one. With --out prompt i has this one + i, and it is 0 if not given."
 Seed = Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)]
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
-HELP_OUT = (
+HELP_TEXTS_OUT = (
     "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
     "several at a time share the prompts."
 )
-Out = Annotated[Path | None, typer.Option(help=HELP_OUT)]
+Out = Annotated[Path | None, typer.Option(help=HELP_TEXTS_OUT)]
 HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
 BatchSize = Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1, show_default=False)]
 Schema = Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)]
@@ -91,7 +91,7 @@ def generate(
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
-        check_out(out, batch_size, demo or compare)
+        check_writing(out, batch_size, demo or compare)
         given = given_prompts(prompts or [], file, WAYS, demo)
         if demo and not as_json:
             typer.echo(f"Speculative sampling with {named.name}: about two minutes on two cores. Loading ...")
@@ -104,7 +104,7 @@ def generate(
             typer.echo(json.dumps(found))
 
 
-def check_out(out: Path | None, batch_size: int | None, timed: bool) -> None:
+def check_writing(out: Path | None, batch_size: int | None, timed: bool) -> None:
     """Check --out and what goes with it, or does not.
 
     Raises:

@@ -11,8 +11,8 @@ from hf_specx.common.round import Round
 
 DELAY = 3  # seconds, before a progress bar appears
 LINE_EVERY = 30  # seconds, where there is no terminal
-KNOWN = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
-UNKNOWN = "{n_fmt} prompts in {elapsed}{postfix}"
+TOTAL = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
+NO_TOTAL = "{n_fmt} prompts in {elapsed}{postfix}"
 
 
 class Meter:
@@ -49,7 +49,7 @@ class Progress:
         self.total, self.before, self.meter, self.started = total, done, meter, time.monotonic()
         shown = os.environ.get("RANK", "0") == "0"
         in_terminal = shown and sys.stderr.isatty()
-        self.format = UNKNOWN if total is None else KNOWN
+        self.format = NO_TOTAL if total is None else TOTAL
         bar = f"{{bar:20}} {self.format}" if total else self.format
         self.bar = tqdm(total=total, initial=done, delay=DELAY, disable=not in_terminal, bar_format=bar)
         self.next_line = self.started + LINE_EVERY if shown and not in_terminal else float("inf")
