@@ -19,7 +19,7 @@ from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.costs import SHARE, Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.attached import attached
@@ -56,9 +56,9 @@ class SpeculativeDecoding:
             list of these with at most one that runs forwards, as `[SuffixDraft(), draft_model]`: each row and round
             takes its candidates from the one that promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
-            expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
-            first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
-            of the draft's `generation_config`; "auto" gives way to it.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
             "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
@@ -266,6 +266,7 @@ class SpeculativeDecoding:
     def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
         """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule

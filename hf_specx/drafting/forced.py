@@ -16,6 +16,7 @@ from hf_specx.sampling.rewindable import only_token
 from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
+from .prior import Size
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -180,3 +181,6 @@ class ForcedDrafter(Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return self.inner.cost(batch)
+
+    def size(self) -> Size | None:
+        return self.inner.size()

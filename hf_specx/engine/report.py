@@ -252,7 +252,7 @@ class SpeculationReport:
 
     @property
     def _costs(self) -> Costs | None:
-        return self.costs if self.costs is not None and self.rows in self.costs.table else None
+        return self.costs if self.costs is not None and self.costs.knows(self.rows) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and ratios as plain values, by the names in `REPORTED`."""
