@@ -55,9 +55,9 @@ EXITS: dict[int, EarlyExitDraft] = {}
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
-    The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
-    `specx_times`; a strategy object also remembers acceptance and the times of rounds, and so does the `SuffixDraft`
-    of a pair.
+    The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
+    as where they are compiled: by batch size, in the draft's attribute `specx_times`. A strategy object also remembers
+    acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
         inputs: as in `generate`.

@@ -1,7 +1,8 @@
 """What a new strategy in each call is worth: `python scripts/new_strategy.py [TURNS [TOKENS ...]]`; minutes on a CPU.
 
 Plain `generate`, a new `SpeculativeDecoding(draft)` in each call, and one that is kept take turns on the embedded
-pair, at batch 1 and 8, after 32, 64 and 256 tokens unless others are named. Medians over turns, each ratio within its turn.
+pair, at batch 1 and 8, with 32, 64 and 256 new tokens unless others are named. Figures are medians over turns, and
+each ratio is taken within its turn.
 """
 
 import statistics

@@ -41,6 +41,12 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "assumed_times", paying)
 
 
+@pytest.fixture
+def timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size tells what forwards cost, as where they are compiled: they are timed before the first token."""
+    monkeypatch.setattr(start, "assumed_times", lambda *models: None)
+
+
 def pytest_unconfigure(config):
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
 

@@ -177,6 +177,7 @@ class Costs:
             self._keep(batch, self.measured[batch])
         elif prior is None:
             self.measure(batch, target, draft)
+            self.measured[batch] = self.table[batch]
         else:
             measuring = self._begun.setdefault(batch, Measuring())
             while self.allowance > 0 and not measuring.done:

@@ -14,7 +14,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 
 from .costs import Costs
-from .prior import Size, size_of
+from .prior import ForwardSize, size_of
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Drafter(Protocol):
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None
 
-    def size(self) -> Size | None:
+    def size(self) -> ForwardSize | None:
         """What `cost` computes, by which it can be told before it is timed; None if only timing tells."""
         return None if self.model is None else size_of(self.model)
 

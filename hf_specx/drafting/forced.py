@@ -16,7 +16,7 @@ from hf_specx.sampling.rewindable import only_token
 from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
-from .prior import Size
+from .prior import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -182,5 +182,5 @@ class ForcedDrafter(Drafter):
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return self.inner.cost(batch)
 
-    def size(self) -> Size | None:
+    def size(self) -> ForwardSize | None:
         return self.inner.size()

@@ -14,7 +14,7 @@ QUERY_LENGTHS = (1, 2, 3, 5, 9)  # of the target forwards whose times are known
 AROUND = 1.5  # what a forward does outside of its layers, in layers
 
 
-class Size(NamedTuple):
+class ForwardSize(NamedTuple):
     """What a forward computes.
 
     Attributes:
@@ -48,12 +48,13 @@ class Speed(NamedTuple):
     overlaps: bool
 
 
-NOTHING = Size(0, 0.0)
+LAYERS = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")  # in configs; the first that is there
+NOTHING = ForwardSize(0, 0.0)
 CPU = Speed(0.9e-3, 6e9, 30e9, overlaps=False)  # fitted to three pairs of 14M to 163M in float32 on an AMD EPYC
 ACCELERATOR = Speed(0.25e-3, 1.5e12, 60e12, overlaps=True)
 
 
-def size_of(model: PreTrainedModel) -> Size | None:
+def size_of(model: PreTrainedModel) -> ForwardSize | None:
     """What one forward after the prompt computes; None if weights are elsewhere until they are needed."""
     config: Any = model.config.get_text_config(decoder=True)
     head = model.get_output_embeddings()
@@ -73,10 +74,11 @@ def size_of(model: PreTrainedModel) -> Size | None:
     share = min(1.0, chosen / routed) if routed and chosen else 1.0
     weights = [weight.element_size() for _, weight in found.values()]
     dense = sum(size for is_expert, size in sizes if not is_expert)
-    return Size(config.num_hidden_layers, dense, experts, share, max(weights, default=4.0))
+    layers = next(getattr(config, name) for name in LAYERS if getattr(config, name, None))
+    return ForwardSize(layers, dense, experts, share, max(weights, default=4.0))
 
 
-def forward_seconds(size: Size, tokens: int, device: torch.device) -> float:
+def forward_seconds(size: ForwardSize, tokens: int, device: torch.device) -> float:
     """How long a forward of so many tokens in all rows should take."""
     speed = CPU if device.type == "cpu" else ACCELERATOR
     threads = torch.get_num_threads() if device.type == "cpu" else 1
@@ -87,7 +89,7 @@ def forward_seconds(size: Size, tokens: int, device: torch.device) -> float:
     return max(starting, working) if speed.overlaps else starting + working
 
 
-def assumed_times(target: Size, draft: Size, batch: int, device: torch.device) -> dict[str, Any]:
+def assumed_times(target: ForwardSize, draft: ForwardSize, batch: int, device: torch.device) -> dict[str, Any]:
     """A row of `Costs.table` for B rows: the target's forwards by query length, and a draft step."""
     times = {query: forward_seconds(target, batch * query, device) for query in QUERY_LENGTHS}
     return {"target": times, "draft": forward_seconds(draft, batch, device)}

@@ -13,7 +13,7 @@ from hf_specx.sampling.rules import RejectionRule
 from .costs import Costs
 from .draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
 from .drafter import Drafter, Reading
-from .prior import NOTHING, Size
+from .prior import NOTHING, ForwardSize
 from .suffix import ASSUMED
 
 
@@ -118,7 +118,7 @@ class SeveralDrafts(Drafter):
         parts = self.others if self.costly is None else [self.costly]
         return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
 
-    def size(self) -> Size | None:
+    def size(self) -> ForwardSize | None:
         """Of the same."""
         return NOTHING if self.costly is None else self.costly.size()
 

@@ -15,7 +15,7 @@ from hf_specx.sampling.rules import RejectionRule
 from .costs import RoundTimes
 from .draft_length import HASTE
 from .drafter import Drafter, Reading, no_candidates
-from .prior import NOTHING, Size
+from .prior import NOTHING, ForwardSize
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -87,7 +87,7 @@ class SuffixDraft(Drafter):
         """Nothing; but that forwards of the target are timed."""
         return lambda _: None
 
-    def size(self) -> Size:
+    def size(self) -> ForwardSize:
         """Nothing."""
         return NOTHING
 
