@@ -1,4 +1,4 @@
-"""Measure quality and speed of plain and speculative text, and write them into the README.
+"""Measure quality and speed of plain and speculative text, and write them into the README of the room `equivalence`.
 
 The table has the form of Table 1 of Chen et al. 2023. A prompt is the beginning of a function in a file that
 `train_pair.py` held out; ROUGE compares with what really follows. Another version of Python has other files, so the
@@ -170,7 +170,9 @@ def measure(
 
 def main(
     pair: Annotated[str, typer.Option(help="Id or folder; these files are unseen by the default only.")] = "embedded",
-    readme: Annotated[Path, typer.Option(help="Page that has both markers.", dir_okay=False)] = Path("README.md"),
+    readme: Annotated[Path, typer.Option(help="Page that has both markers.", dir_okay=False)] = Path(
+        "hf_specx/equivalence/README.md"
+    ),
     out: Annotated[Path, typer.Option(help="File for all figures, as JSON.", dir_okay=False)] = OUT,
     prompts: Annotated[int, typer.Option(help="How many, in two or more whole batches.")] = 96,
     batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
