@@ -1,6 +1,7 @@
 """The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
 
 import copy
+import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,7 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.entry import check_withheld
+from hf_specx.validation.entry import check_stop_strings_arrive, check_withheld
 from hf_specx.validation.many import check_many, check_queue
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
@@ -92,7 +93,7 @@ class SpeculativeDecoding:
     def __init__(
         self,
         draft_model: AnyDraft | Sequence[AnyDraft],
-        *,
+        *misplaced: Any,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
         layout: str = "auto",
@@ -116,10 +117,9 @@ class SpeculativeDecoding:
             "costs": costs,
         }
         draft_model = unwrapped_draft(draft_model)
-        check_options(options, unknown, draft_model)
+        check_options(options, unknown, draft_model, len(misplaced))
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.compile = compile
-        self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
+        self.compile, self.verification, self.streamer, self.stream_by = compile, verification, streamer, stream_by
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
@@ -127,6 +127,16 @@ class SpeculativeDecoding:
         self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
+
+    def __repr__(self) -> str:
+        shown = "num_draft_tokens", "verification", "layout", "compile"
+        told = (type(self.draft_model).__name__, *(f"{name}={getattr(self, name)!r}" for name in shown))
+        return f"SpeculativeDecoding({', '.join(told)})"
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        check_stop_strings_arrive(sys._getframe(1))
+        return inspect.signature(self.__call__)
 
     @torch.no_grad()
     def __call__(
@@ -167,7 +177,7 @@ class SpeculativeDecoding:
         seeds: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
-        """As `__call__`, with what transformers does not pass on; the streamer is ended by the caller."""
+        """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
         user_cache: Any = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
