@@ -1,7 +1,6 @@
 """The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
 
 import copy
-import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,7 +35,7 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.entry import check_stop_strings_arrive, check_withheld
+from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many, check_queue
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
@@ -133,10 +132,7 @@ class SpeculativeDecoding:
         told = (type(self.draft_model).__name__, *(f"{name}={getattr(self, name)!r}" for name in shown))
         return f"SpeculativeDecoding({', '.join(told)})"
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        check_stop_strings_arrive(sys._getframe(1))
-        return inspect.signature(self.__call__)
+    __signature__ = AskedSignature()
 
     @torch.no_grad()
     def __call__(

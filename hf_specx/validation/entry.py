@@ -1,6 +1,7 @@
 """Checks of how we were called: arguments that transformers would drop, misread or fail on."""
 
 import inspect
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
@@ -160,3 +161,16 @@ def check_stop_strings_arrive(frame: FrameType | None) -> None:
         "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
         "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them.",
     )
+
+
+class AskedSignature:
+    """The signature of an object that can be called.
+
+    transformers asks for it before it prepares anything, which is the first that a strategy hears of a call.
+    """
+
+    def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
+        if strategy is None:
+            raise AttributeError("__signature__")  # of the class it is that of its constructor
+        check_stop_strings_arrive(sys._getframe(1))
+        return inspect.signature(strategy.__call__)
