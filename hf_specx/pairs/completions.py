@@ -156,7 +156,7 @@ class Completer:
         report = self.pair.report
         assert report is not None
         self.meter.add(report.emitted, report.drafted, report.accepted)
-        new = output if decodes else output[:, inputs["input_ids"].shape[1] :]
+        new = output[:, 1 if decodes else inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     def token_ids(self, text: str) -> list[int]:
