@@ -15,12 +15,13 @@ from hf_specx.hub.cards import check_known_name
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.hub.saving import INSIDE, REFERENCE
 from hf_specx.measure.checks import check_sampling, looking_for
+from hf_specx.measure.drafts import weightless_draft
 from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.options import check_choices
 
 
-DRAFTS = ("suffix", "both")
+BOTH = "both"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
@@ -38,7 +39,10 @@ Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
-HELP_DRAFT = "suffix: no model, but what followed the same tokens before; both: the better one; else the pair's own."
+HELP_DRAFT = (
+    "suffix: no model, but what followed the same tokens before; both: the better of this and the pair's own; "
+    "exit:4: the target's first 4 layers; else the pair's own."
+)
 DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
@@ -144,12 +148,14 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
     """
     if draft is None:
         return pair
-    require(draft in DRAFTS, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, or leave it out.")
+    weightless = weightless_draft(draft)
+    known = weightless is not None or draft == BOTH
+    require(known, f"--draft {draft} is unknown; choose one of suffix, both, exit:4 or the like, or leave it out.")
     config = copy.deepcopy(pair.config)
     config.forget()
-    if draft == DRAFTS[0]:
-        config.draft = ModelSource()
-        return DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer, config)
+    if weightless is not None:
+        config.set_draft(weightless)
+        return DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
     made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
     made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
     return made

@@ -13,7 +13,9 @@ from rich.text import Text
 from hf_specx.common.errors import require
 from hf_specx.hub.saving import check_folder
 from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
+from hf_specx.measure.drafts import EXITS
 from hf_specx.measure.study import BATCHES, DraftTrial, Study
+from hf_specx.measure.tune import drafts_to_try
 from hf_specx.measure.tune import tune as try_drafts
 
 from .console import error_line, errors_in_one_line, figure, progress
@@ -50,9 +52,15 @@ MEASURED_TABLE = (
 )
 
 
+HELP_DRAFTS = (
+    "Ids or folders of drafts to try; and without a second model: suffix (what followed the same tokens before), "
+    "exit:4 (the target's first 4 layers), exits (several numbers of them)."
+)
+
+
 def tune(
     target: Annotated[str, typer.Argument(help="Id or folder of the target.")],
-    drafts: Annotated[list[str], typer.Argument(help="Ids or folders of one or more drafts to try.")],
+    drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     file: PromptFile = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Only check; no prompts are needed.")] = False,
     batch: Annotated[list[int] | None, typer.Option(help="Rows timed, once for each size; else 1 and 8.")] = None,
@@ -77,11 +85,14 @@ def tune(
 ) -> None:
     """Check whether drafts fit a target, time them on your prompts, and recommend one.
 
+    With a target alone: which of its layers drafts best, or whether its text repeats enough to do without any.
     Prompts come from --file or standard input. Models from the Hub are saved by id and commit, others with weights.
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        check_saved(out, overwrite, inside, told_apart=len(drafts) <= 1 or not no_measure)
+        given = drafts or []
+        one = len(given) == 1 and given != [EXITS]
+        check_saved(out, overwrite, inside, told_apart=one or not no_measure)
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else read_prompts([], file, ways)
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -89,8 +100,9 @@ def tune(
         loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
         study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
         study.command, study.keep_prompts = typed(), save_prompts
-        with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
-            found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
+        names = drafts_to_try(target, given, study, revision)
+        with progress("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
+            found = try_drafts(target, names, study, revision, draft_revision or [], advance)
         show_drafts(target, found)
         recommend(found[0])
         if as_json:
@@ -170,4 +182,4 @@ def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str
     assert best.config is not None
     target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
-    return f"saved in {out}: target {target}, draft {draft}"
+    return f"saved in {out}: target {target}, draft {draft if best.config.weightless_draft() is None else best.name}"
