@@ -90,9 +90,8 @@ def tune(
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        given = drafts or []
-        one = len(given) == 1 and given != [EXITS]
-        check_saved(out, overwrite, inside, told_apart=one or not no_measure)
+        told_apart = not no_measure or (len(drafts or []) == 1 and drafts != [EXITS])
+        check_saved(out, overwrite, inside, told_apart)
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else read_prompts([], file, ways)
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -100,7 +99,7 @@ def tune(
         loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
         study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
         study.command, study.keep_prompts = typed(), save_prompts
-        names = drafts_to_try(target, given, study, revision)
+        names = drafts_to_try(target, drafts or [], study, revision)
         with progress("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
             found = try_drafts(target, names, study, revision, draft_revision or [], advance)
         show_drafts(target, found)

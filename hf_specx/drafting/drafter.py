@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
@@ -76,8 +76,13 @@ class Drafter(Protocol):
         """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
         return self
 
-    def meet(self, vocab_size: int) -> None:
-        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it.
+
+        Args:
+            vocab_size: of the target's logits.
+            tokenizer: the target's; None where it is not known.
+        """
         return
 
     def read(self, reading: Reading) -> None:

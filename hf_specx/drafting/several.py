@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
@@ -39,10 +40,10 @@ class SeveralDrafts(Drafter):
         known = [part.max_candidates for part in self.others if part.max_candidates is not None]
         self.max_candidates = max(known, default=None) if self.costly is None else self.costly.max_candidates
 
-    def meet(self, vocab_size: int) -> None:
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Ask every part."""
         for part in self.parts:
-            part.meet(vocab_size)
+            part.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         """Read the prompts with every part."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -73,10 +74,10 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
-    def meet(self, vocab_size: int) -> None:
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Check the pool's vocabulary."""
         if self.pool is not None:
-            self.pool.meet(vocab_size)
+            self.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         """Index the prompts."""

@@ -85,10 +85,8 @@ def load_pair(
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    if draft is not None:
-        config.set_draft(None)
-    weightless = config.weightless_draft()
-    asked = {"target": target, "draft": draft} if weightless is None else {"target": target}
+    weightless = _weightless(config, draft)
+    asked = {"target": target} | ({"draft": draft} if weightless is None else {})
     checks = trust | {"use_safetensors": use_safetensors}
     found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
@@ -99,6 +97,13 @@ def load_pair(
     warn_of_another_target(config, models["target"])
     sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
     return LoadedPair(models["target"], weightless or models["draft"], *tokenizers, config, sources)
+
+
+def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
+    """The pair's draft, if it has no weights and there is no other in its place; then the config tells of none."""
+    if other is not None:
+        config.set_draft(None)
+    return config.weightless_draft()
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -107,10 +107,7 @@ def test_more_layers_than_the_target_has(tmp_path: Path):
     path = tmp_path / "pair" / CONFIG_NAME
     path.write_text(json.dumps(json.loads(path.read_text()) | {"early_exit": {"exit_layer": 9}}))
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    with (
-        Forwards(pair.target.model.layers[-1], 0) as forwards,
-        pytest.raises(ValueError, match="exit_layer=9 leaves out no layer"),
-    ):
+    with Forwards(pair.target) as forwards, pytest.raises(ValueError, match="exit_layer=9 leaves out no layer"):
         pair.generate(**prompts(1), **GREEDY)
     assert not forwards.ids
 
