@@ -90,8 +90,7 @@ def tune(
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        told_apart = not no_measure or (len(drafts or []) == 1 and drafts != [EXITS])
-        check_saved(out, overwrite, inside, told_apart)
+        check_saved(out, overwrite, inside, told_apart=not no_measure or is_one(drafts))
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else read_prompts([], file, ways)
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -110,6 +109,11 @@ def tune(
         if out is not None:
             line = save_best(found[0], out, inside, overwrite)
             Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
+
+
+def is_one(drafts: list[str] | None) -> bool:
+    """Whether these names stand for a single draft."""
+    return drafts is not None and len(drafts) == 1 and drafts != [EXITS]
 
 
 def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: bool) -> None:
