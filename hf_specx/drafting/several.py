@@ -170,6 +170,10 @@ class SeveralDrafts(Drafter):
         width = max(map(len, chances))
         if self.costs.table and not self.apart:
             seconds = self.costs.target(len(rows), 1 + width) + steps * self.costs.draft(len(rows))
+            if not steps:  # the model has to read these tokens later, together with others
+                read = 1 + max(map(sum, chances))
+                one, more = (self.costs.target(len(rows), number) for number in (1, 1 + read))
+                seconds += self.costs.draft(len(rows)) * (more / one - 1)
         else:
             seconds = 1 + ASSUMED * (width + steps)
         if batch.lockstep:
