@@ -22,12 +22,12 @@ from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
 from .checks import looking_for
-from .compatibility import ERROR, find_fit
-from .drafts import EXITS, find_own, named_drafts, weightless_draft
+from .compatibility import ERROR, find_fit, find_own
 from .inputs import Inputs, encode
 from .store import provenance
-from .study import DraftTrial, Study
+from .study import DraftTrial, Study, named_drafts, weightless_draft
 from .timer import Advance, Comparison, compare
+from .ways import EXITS
 
 
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
