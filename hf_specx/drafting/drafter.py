@@ -106,10 +106,6 @@ class Drafter(Protocol):
         """Learn what was kept of the draft in a round, and which rows go on."""
         return
 
-    def pause(self, batch: Batch) -> None:
-        """Prepare for rounds without candidates: what was rejected in the last round may be known now only."""
-        return
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None

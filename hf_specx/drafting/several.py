@@ -108,11 +108,6 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.observe(done)
 
-    def pause(self, batch: Batch) -> None:
-        """Rounds without the model's candidates follow."""
-        if self.costly is not None:
-            self.costly.pause(batch)
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
         parts = self.others if self.costly is None else [self.costly]
