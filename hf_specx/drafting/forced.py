@@ -176,9 +176,6 @@ class ForcedDrafter(Drafter):
             done = replace(done, draft=own, accepted=accepted, judged=judged, survival=survival)
         self.inner.observe(done)
 
-    def pause(self, batch: Batch) -> None:
-        self.inner.pause(batch)
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return self.inner.cost(batch)
 
