@@ -255,7 +255,7 @@ class SpeculativeDecoding:
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
-            check_queue(plan.layout, plan.draft_layout, plan.reason, plan.compiled)
+            check_queue(plan.layout, plan.draft_layout, plan.reason)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
         given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places

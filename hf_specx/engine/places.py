@@ -57,7 +57,7 @@ class Places:
         mask = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]).long()
         options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
-        prompt.max_new_tokens = UNLIMITED
+        prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
         return prompt
 
     def replace(self, batch: Batch) -> dict[int, Entry]:

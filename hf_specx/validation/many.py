@@ -20,9 +20,8 @@ OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_
 OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
 
 
-def check_queue(layout: str, draft_layout: str, reason: str, compiled: bool) -> None:
+def check_queue(layout: str, draft_layout: str, reason: str) -> None:
     """Check that prompts can be read in the places of rows that have ended."""
-    require(not compiled, "compile=True does not fill rows again; use compile=False, or call generate for each batch.")
     told = (
         f"rows can be filled again in the ragged layout alone, and this call has {layout!r} for the target "
         f"({reason}) and {draft_layout!r} for the draft; call generate for each batch instead."

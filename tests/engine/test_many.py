@@ -254,7 +254,7 @@ def test_arguments_that_are_refused(options: dict, told: str):
 
 @pytest.mark.parametrize(
     ("options", "told"),
-    [({"layout": "padded"}, "ragged layout alone.*'padded'"), ({"compile": True}, "compile=True does not fill rows")],
+    [({"layout": "padded"}, "ragged layout alone.*'padded'")],
 )
 def test_rows_that_cannot_be_filled_again(options: dict, told: str):
     target = tiny()
