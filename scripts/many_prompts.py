@@ -23,7 +23,7 @@ from hf_specx.measure.inputs import BenchPair, load_bench_pair
 
 PROMPTS, PROMPT_TOKENS, EVEN = 48, 32, 72
 SPREAD = [16 + (number * 41) % 113 for number in range(PROMPTS)]  # 16 to 128, in no order
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}  # nothing ends early
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None}
 
 
 class Ways:
@@ -87,8 +87,12 @@ def seconds(way: Callable[[list[int]], object], limits: list[int], seed: int) ->
 def main() -> None:
     """Measure, and print a line for each way."""
     torch.set_num_threads(1)
-    turns, batch_size = (int(x) for x in [*sys.argv[1:3], "5", "8"][: 2]) if len(sys.argv) < 3 else map(int, sys.argv[1:3])
-    name = sys.argv[3] if len(sys.argv) > 3 else "embedded"
+    given = dict(zip(("turns", "batch_size", "pair"), sys.argv[1:], strict=False))
+    turns, batch_size, name = (
+        int(given.get("turns", 5)),
+        int(given.get("batch_size", 8)),
+        given.get("pair", "embedded"),
+    )
     pair = load_bench_pair(name if name == "embedded" else f"grafted-{name}", "float32", [], load)
     ways = Ways(pair, batch_size).all()
     for told, limits in (("16 to 128", SPREAD), (f"all {EVEN}", [EVEN] * PROMPTS)):

@@ -99,12 +99,14 @@ class Schedule:
     Attributes:
         next_call: the number that a call with the same drafting goes on with.
         most: candidates of a row, at most.
+        late: rows whose prompt came in the place of another and may have candidates for its first token.
     """
 
     most = sys.maxsize
 
     def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
         self.drafting, self.room, self.next_call = drafting, room, number
+        self.late: set[int] = set()
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
@@ -112,7 +114,8 @@ class Schedule:
         wanted = []
         for row, is_over in zip(batch.rows, over, strict=True):
             room = None if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
-            number = 0 if is_over or not batch.counts[row] else min(self.number(row), self.most)
+            begins = not batch.counts[row] and row not in self.late
+            number = 0 if is_over or begins else min(self.number(row), self.most)
             wanted.append(number if room is None else min(number, room))
         return wanted
 
@@ -128,8 +131,15 @@ class Schedule:
     def observe(self, done: Round) -> None:
         """Count a round."""
 
-    def admit(self, row: int, room: int) -> None:
-        """A new prompt has the place of a row, and may emit so many tokens."""
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        """A new prompt has the place of a row.
+
+        Args:
+            row: its number.
+            room: the most tokens that it may emit.
+            alone: whether its numbers must be those of a batch of one, where the first token has no candidates.
+        """
+        (self.late.discard if alone else self.late.add)(row)
         if self.room is not None:
             self.room[row] = room
 
@@ -153,8 +163,8 @@ class Heuristic(Schedule):
                 number = self.number(row)
                 self.numbers[row] = number + 2 if accepted == drafted else max(1, number - 1)
 
-    def admit(self, row: int, room: int) -> None:
-        super().admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        super().admit(row, room, alone)
         self.numbers.pop(row, None)
 
     def end(self) -> None:
@@ -186,8 +196,11 @@ class Auto(Schedule):
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
         self.wanted = self.chooser.first(self.times(rows), max(room))
         self.resting = None if together else Resting()
+        self.alone: set[int] = set()  # rows with the number of a batch of one with a seed
 
     def number(self, row: int) -> int:
+        if row in self.alone:
+            return FIXED_DRAFT_TOKENS
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
 
     def observe(self, done: Round) -> None:
@@ -214,8 +227,9 @@ class Auto(Schedule):
         catch_up = partial(self.times.catch_up, self.rows)
         self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
 
-    def admit(self, row: int, room: int) -> None:
-        super().admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        super().admit(row, room, alone)
+        (self.alone.add if alone else self.alone.discard)(row)
         self.times.skip()
         if self.resting is not None:
             self.resting.admit(row)

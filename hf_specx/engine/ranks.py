@@ -75,8 +75,8 @@ class Agreed(Schedule):
     def observe(self, done: Round) -> None:
         self.own.observe(done)
 
-    def admit(self, row: int, room: int) -> None:
-        self.own.admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        self.own.admit(row, room, alone)
 
     def end(self) -> None:
         self.own.end()

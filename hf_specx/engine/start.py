@@ -33,6 +33,7 @@ from .run import Run
 from .streaming import Stream
 
 
+KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
@@ -57,6 +58,7 @@ def start(
         costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
+    described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
     reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
     return Run(
         target=reading.target,
@@ -65,7 +67,7 @@ def start(
         processors=of_target,
         stopping=stopping,
         batch=reading.batch,
-        report=SpeculationReport(plan.verification, plan.layout, plan.reason, len(prompt.input_ids), costs=costs),
+        report=SpeculationReport(*described, costs=costs, keeps=None if places is None else KEPT_ROUNDS),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
@@ -165,7 +167,8 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
 
 def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
     """The schedule of a call; costs that it needs are measured first."""
-    varies = not call.synced and not (call.seeds is not None and plan.verification in ("token", "block"))
+    alone = call.seeds is not None if run.places is None else any(entry.seeded for entry in run.places.entries)
+    varies = not call.synced and not (alone and plan.verification in ("token", "block"))
     known = None
     if call.drafting.number is None and varies and run.stopping.max_new_tokens > 2:
         step = run.drafter.cost(run.batch)

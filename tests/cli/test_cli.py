@@ -285,7 +285,9 @@ def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
 
 
 def test_piped_output_is_bare(pair):
-    result = specx("the cat", "--max-new-tokens", "4", "--repeats", "1", "--seed", "0")  # some texts hold control characters
+    result = specx(
+        "the cat", "--max-new-tokens", "4", "--repeats", "1", "--seed", "0"
+    )  # some texts hold control characters
     assert result.stdout.splitlines()[0].startswith("accepted: drafted; forced: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
