@@ -128,6 +128,15 @@ class Schedule:
         """Candidates of a row, if its text has room for them."""
         return self.next_call
 
+    @property
+    def usual(self) -> int:
+        """Candidates of a row of which nothing else is known."""
+        return self.next_call
+
+    def idle(self, batch: Batch) -> list[int]:
+        """Candidates for the rows of a text that is finished, while other ranks go on."""
+        return [self.number(row) for row in batch.rows]
+
     def observe(self, done: Round) -> None:
         """Count a round."""
 
@@ -202,6 +211,10 @@ class Auto(Schedule):
         if row in self.alone:
             return FIXED_DRAFT_TOKENS
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
+
+    @property
+    def usual(self) -> int:
+        return self.wanted
 
     def observe(self, done: Round) -> None:
         drafted, before = done.draft.steps, self.rows

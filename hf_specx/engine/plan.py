@@ -182,10 +182,11 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     if call.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
-        check_compile(prompt.model, chosen, reason, prompt.generation_config, call.synced)
+        ranks = call.synced or call.shared
+        check_compile(prompt.model, chosen, reason, prompt.generation_config, ranks)
         if drafter.model is not None:
             why = "its best for a draft"
-            check_compile(drafter.model, draft_layout, why, prompt.generation_config, call.synced)
+            check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
     _check(plan, call, len(prompt.input_ids), drafter)
     return plan

@@ -1,6 +1,6 @@
 """Put a `Run` together; nothing is read yet, so that what cannot be done is refused before any forward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from .dead_ends import DeadEnds
 from .outputs import Outputs
 from .places import Places
 from .plan import Call, Plan, make_plan
-from .ranks import Agreed, Ranks
+from .ranks import Agreed, OneNumber, Ranks, any_rank
 from .report import SpeculationReport
 from .run import Run
 from .streaming import Stream
@@ -168,20 +168,33 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
 def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
     """The schedule of a call; costs that it needs are measured first."""
     alone = call.seeds is not None if run.places is None else any(entry.seeded for entry in run.places.entries)
-    varies = not call.synced and not (alone and plan.verification in ("token", "block"))
+    varies = not (alone and plan.verification in ("token", "block"))
     known = None
-    if call.drafting.number is None and varies and run.stopping.max_new_tokens > 2:
+    if call.drafting.number is None and varies and (call.synced or run.stopping.max_new_tokens > 2):
         step = run.drafter.cost(run.batch)
         if step is not None:
-            costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
+            _measure(call, costs, run, step)
             known = costs
-    room = None if call.synced else [run.stopping.max_new_tokens] * len(run.batch.rows)
-    if run.places is not None:
-        room = list(run.places.stopping.limits)
+    rows, device = len(run.batch.rows), run.batch.ids.device
+    room = [run.stopping.max_new_tokens] * rows if run.places is None else list(run.places.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
-    schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    fixed = call.synced and known is None
+    schedule = make_schedule(
+        call.drafting, known, plan.verification, run.batch, None if fixed else room, earlier, most
+    )
     schedule.most = run.processors.max_rollback
-    return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
+    if call.synced and known is not None:
+        return OneNumber(schedule, device)
+    return Agreed(schedule, device) if call.shared else schedule
+
+
+def _measure(call: Call, costs: Costs, run: Run, step: Callable[[int], object]) -> None:
+    """Time forwards of this batch size, if that was not done yet; ranks that keep step do so together."""
+    rows, forward = len(run.batch.rows), partial(run.target.rehearse, run.batch)
+    if not call.synced:
+        costs.measure_once(rows, forward, step)
+    elif any_rank(rows not in costs.table, run.batch.ids.device):
+        costs.measure(rows, forward, step)
 
 
 def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:
