@@ -58,7 +58,7 @@ class Places:
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
         ones = [torch.ones_like(row) for row in rows]
         mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
-        options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens}
+        options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens, "stop_strings": None}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
         prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
         return prompt, ids if encodes else None

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.architectures import vocabulary
@@ -20,6 +21,8 @@ from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.models import frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
+
+from .stop_strings import bind_stop_strings
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,10 @@ class Waiting:
     def __init__(
         self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
     ):
-        self.model, self.requests, self.options = model, enumerate(requests), options
+        self.model, self.requests, self.options = model, enumerate(requests), dict(options)
+        self.tokenizer = self.options.pop("tokenizer", None)
         self.max_batch_tokens = max_batch_tokens
+        self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
 
@@ -169,6 +174,7 @@ class Waiting:
         options = self.options | {name: value for name, value in own.items() if value is not None}
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
+        bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
         ids = ids.to(self.model.device, torch.int64)
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             options["encoder_outputs"] = BaseModelOutput(torch.zeros(1, len(ids), 1, device=ids.device))

@@ -7,6 +7,7 @@ finds what it would find there. Here each row is shown its own text without pads
 from collections.abc import Sequence
 
 import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
@@ -86,8 +87,13 @@ class RequestStopping(Stopping):
     def __init__(self, own: Sequence[Stopping]):
         first = own[0]
         self.own, self.limits = list(own), [stopping.max_new_tokens for stopping in own]
-        self.criteria, self.stateful, self.eos_token_id = first.criteria, first.stateful, first.eos_token_id
+        self.stateful, self.eos_token_id = first.stateful, first.eos_token_id
         self.pads_finished_rows, self.stopped_at = True, {}
+
+    @property
+    def criteria(self) -> StoppingCriteriaList:  # type: ignore[override]
+        """Those of all rows."""
+        return StoppingCriteriaList(criterion for one in self.own for criterion in one.criteria)
 
     @property
     def max_new_tokens(self) -> int:  # type: ignore[override]
@@ -104,6 +110,8 @@ class RequestStopping(Stopping):
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         for row, number in zip(batch.rows, new, strict=True):
+            if not self.own[row].criteria:
+                continue
             text = batch.row(row)[None]
             for emitted in range(batch.counts[row] - number + 1, batch.counts[row] + 1):
                 prefix = text[:, : batch.prompt_lengths[row] + emitted]

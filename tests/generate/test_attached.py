@@ -104,7 +104,8 @@ def test_adapters_on_and_off():
             assert torch.equal(text(target), with_adapter)
             with target.disable_adapter():
                 assert torch.equal(text(target), without)
-        assert 0 < len(forwards.ids) < 40
+        assert draft is not drafts[0] or len(forwards.ids) < 40  # early exits run the same modules
+        assert strategy.report.accepted > 0
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
