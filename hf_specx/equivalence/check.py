@@ -15,10 +15,11 @@ from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
-from hf_specx.measure.store import StepCounter, Store, code_digest, digest_of, provenance, weights_digest
+from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
 from hf_specx.measure.timer import Advance
-from hf_specx.pairs.complete import DELAY
+from hf_specx.pairs.fingerprint import digest_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.pairs.progress import DELAY
 
 from .cells import (
     judge_acceptance,
@@ -79,7 +80,10 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> hf_specx.check(DraftTargetPair.embedded()).save("check.json")
+        >>> result = hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16)
+        >>> result.passed
+        True
+        >>> result.save("check.json")
     """
     sampling = temperature, top_p, top_k
     sizes, names = tuple(batch_sizes), tuple(verifications)
