@@ -199,10 +199,13 @@ class SpeculativeDecoding:
     ) -> Iterator[Completion]:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
-        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`. Rows
+        are filled again in the ragged layout, also compiled. Models that take another one, have an encoder or no cache
+        complete whole batches, and a request whose own processors keep state is a batch of its own;
+        `report.layout_reason` says so.
 
         Args:
-            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            model: the target.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
