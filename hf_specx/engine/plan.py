@@ -220,7 +220,7 @@ def check_asked(
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
-    drafter.meet(vocabulary(model))
+    drafter.meet(vocabulary(model), tokenizer)
     if drafter.model is not None:
         check_pair(model, drafter.model, tokenizer, draft_tokenizer)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor
@@ -13,6 +14,7 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
+from hf_specx.drafting.prior import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.guidance import guide, is_guidance
@@ -55,7 +57,7 @@ def start(
         call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as prepared; `places`: of requests with their own.
-        costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
+        costs: what "auto" goes by; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
     described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
@@ -173,7 +175,7 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     if call.drafting.number is None and varies and (call.synced or run.stopping.max_new_tokens > 2):
         step = run.drafter.cost(run.batch)
         if step is not None:
-            _measure(call, costs, run, step)
+            _measure(call, plan, costs, run, step)
             known = costs
     rows, device = len(run.batch.rows), run.batch.ids.device
     room = [run.stopping.max_new_tokens] * rows if run.places is None else list(run.places.stopping.limits)
@@ -188,13 +190,23 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     return Agreed(schedule, device) if call.shared else schedule
 
 
-def _measure(call: Call, costs: Costs, run: Run, step: Callable[[int], object]) -> None:
-    """Time forwards of this batch size, if that was not done yet; ranks that keep step do so together."""
+def _measure(call: Call, plan: Plan, costs: Costs, run: Run, step: Callable[[int], object]) -> None:
+    """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
     rows, forward = len(run.batch.rows), partial(run.target.rehearse, run.batch)
     if not call.synced:
-        costs.measure_once(rows, forward, step)
+        costs.prepare(rows, forward, step, _prior(call, plan, run))
     elif any_rank(rows not in costs.table, run.batch.ids.device):
         costs.measure(rows, forward, step)
+
+
+def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
+    """What forwards are assumed to cost; None where only timing tells, or all ranks have to run the same forwards."""
+    if call.shared or plan.compiled:
+        return None
+    target, draft = size_of(run.target.model), run.drafter.size()
+    if target is None or draft is None:
+        return None
+    return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
 def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:

@@ -9,13 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
-from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_entry, check_pair_call
 
@@ -23,7 +22,7 @@ from .complete import complete as complete_texts
 from .loading import LoadedPair, load_pair
 
 
-PairDraft = PreTrainedModel | SuffixDraft | list[PreTrainedModel | SuffixDraft]
+PairDraft = PreTrainedModel | WeightlessDraft | list[PreTrainedModel | WeightlessDraft]
 
 
 class DraftTargetPair:
@@ -31,7 +30,7 @@ class DraftTargetPair:
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model with the same vocabulary, a `SuffixDraft`, or a list of both.
+        draft: a smaller model with the same vocabulary, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
         tokenizer: of both models; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
 
@@ -66,6 +65,12 @@ class DraftTargetPair:
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
+
+    def __repr__(self) -> str:
+        """Both models, and where they were loaded from."""
+        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
+        named = [f"{type(x).__name__} {getattr(x, 'name_or_path', '') or ''}".strip() for x in (self.target, *drafts)]
+        return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
     @property
     def target(self) -> PreTrainedModel:

@@ -150,7 +150,7 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
 
 
 @pytest.mark.usefixtures("draft_pays")
-def test_an_encoder_decoder_gives_what_its_decoder_adds(folder: Path):
+def test_an_encoder_decoder_gives_all_that_follows_its_start(folder: Path):
     """Its prompts are padded on the right: this one has learned positions, counted from the left."""
     tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
     target.resize_token_embeddings(len(tokenizer))
