@@ -1,0 +1,163 @@
+"""How a draft is trained: the loss, the sampling that will be used later, how much and how long."""
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hf_specx.common.errors import brief, is_int, require
+from hf_specx.measure.checks import check_sampling
+from hf_specx.sampling.warping import in_runs
+from hf_specx.validation.options import similar
+
+from .losses import LOSSES, acceptance
+
+
+WIDTH_RATE, LORA_RATE = 0.2, 1.0  # learning rates: these over the draft's hidden size
+OURS = ("output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate", "seed")
+OURS += ("eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "remove_unused_columns")
+WHOLE = ("fsdp", "fsdp_config", "deepspeed")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a draft is trained; every option of `distill` by its name.
+
+    Attributes:
+        loss: a name in `LOSSES`.
+        do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
+            and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
+        max_new_tokens: the longest text that the target writes after a prompt.
+        phases: how often the target writes new texts with the draft of the moment; after each the draft is trained,
+            judged on held-out prompts, and saved.
+        texts_per_phase: new texts of a phase.
+        passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
+            far.
+        patience: training stops after so many phases in a row without a new best α.
+        batch_size: texts of a training step on one device.
+        learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is `WIDTH_RATE` over the
+            hidden size of the draft, and `LORA_RATE` over it with `lora`.
+        lora: rank of LoRA on all linear layers of the draft, merged into it at the end; None trains all weights.
+        seed: of all random numbers.
+        training: further arguments of transformers' `TrainingArguments`, such as {"bf16": True,
+            "gradient_accumulation_steps": 4}.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or contradicts another.
+    """
+
+    loss: str = "lk"
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    phases: int = 20
+    texts_per_phase: int = 64
+    passes: int = 4
+    patience: int = 4
+    batch_size: int = 8
+    learning_rate: float | None = None
+    lora: int | None = None
+    seed: int = 0
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "Recipe":
+        """A recipe with these options and the defaults of the others."""
+        names = [each.name for each in fields(cls)]
+        for name in options:
+            told = f"{name}= is no option of distill; {similar(name, names)}options: {', '.join(names)}."
+            require(name in names, told)
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        told = f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSSES)}."
+        require(self.loss in LOSSES, told)
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        drawn = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
+        require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
+        counts = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
+        for name in counts:
+            value = getattr(self, name)
+            require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more.")
+        require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more.")
+        told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
+        require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
+        rate = self.learning_rate
+        possible = rate is None or 0 < rate < math.inf
+        require(possible, f"learning_rate={rate} is no number above 0.")
+        truncated = self.top_p < 1 or self.top_k > 0 or not self.do_sample
+        told = "loss='reverse_kl' is infinite where the target's distribution has zeros, as top_p, top_k and "
+        told += "do_sample=False leave it; choose another loss, such as 'lk'."
+        require(self.loss != "reverse_kl" or not truncated, told)
+        self._check_training()
+
+    def _check_training(self) -> None:
+        for name in self.training:
+            told = f"training={{{name!r}: ...}} is set by distill, by its own options."
+            require(name not in OURS, told)
+            told = f"training={{{name!r}: ...}}: the draft is trained whole on each device; leave it out, and lower "
+            told += "batch_size or use lora if memory is short."
+            require(name not in WHOLE, told)
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Arguments of `generate`, also those that are off, since a model may have them on."""
+        options: dict[str, Any] = {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens}
+        if self.do_sample:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
+
+    def rate(self, hidden_size: int) -> float:
+        """The largest learning rate of a draft of this width."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return (WIDTH_RATE if self.lora is None else LORA_RATE) / hidden_size
+
+    def target_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """The distribution [N, V] from which a token is drawn; one-hot if text is greedy."""
+        if not self.do_sample:
+            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return self._warped(logits).softmax(-1)
+
+    def losses(self, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+        """The loss at each position, [N], of logits [N, V].
+
+        The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
+        beyond the width of the other model are padding.
+        """
+        width = min(target_logits.shape[-1], draft_logits.shape[-1])
+        log_q = (draft_logits / self.temperature).log_softmax(-1)
+        return LOSSES[self.loss](self.target_probs(target_logits)[:, :width], log_q[:, :width])
+
+    def overlap(self, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+        """α at each position, [N], of logits [N, V]; for greedy text, whether both have the same argmax."""
+        width = min(target_logits.shape[-1], draft_logits.shape[-1])
+        p, q = (self.target_probs(logits)[:, :width] for logits in (target_logits, draft_logits))
+        return acceptance(p, q)
+
+    def _warped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores [N, V] as `generate` would have them, its warpers in its order."""
+        warpers: list[LogitsProcessor] = []
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        unread = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+        for warper in in_runs(warpers):
+            logits = warper(logits) if not isinstance(warper, LogitsProcessor) else warper(unread, logits)
+        return logits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)

@@ -1,0 +1,89 @@
+"""What came of a training, and what the card of its pair says about it."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hf_specx.hub.markdown import fence
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .held_out import Estimate
+from .losses import LOSSES
+from .prompts import Split
+from .recipe import Recipe
+
+
+@dataclass
+class Distilled:
+    """What `distill` returns.
+
+    Attributes:
+        pair: the target with the trained draft, in the precision of the one that was given.
+        before, after, gain: α on held-out prompts that had no part in the training, and the difference text by text,
+            each with its 95% interval.
+        alphas: α on the held-out prompts by which training stops, before it and after each phase.
+        steps: of the optimizer, up to the weights that were taken.
+        recipe: how the draft was trained.
+    """
+
+    pair: DraftTargetPair
+    before: Estimate
+    after: Estimate
+    gain: Estimate
+    alphas: list[float]
+    steps: int
+    recipe: Recipe
+
+    def __str__(self) -> str:
+        best = max(range(len(self.alphas)), key=self.alphas.__getitem__)
+        taken = f"taken after phase {best} of {len(self.alphas) - 1}, {self.steps} steps"
+        taken = taken if best else "no phase was better than the start, so the draft is as it was"
+        return f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; {taken}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        estimates = {name: getattr(self, name)._asdict() for name in ("before", "after", "gain")}
+        return estimates | {"alphas": self.alphas, "steps": self.steps, "recipe": self.recipe.to_dict()}
+
+
+def card_notes(result: Distilled, split: Split, start: str, parameters: int, command: str) -> str:
+    """Markdown for the model card: how the draft was made.
+
+    Args:
+        result: of the training.
+        split: the prompts.
+        start: what the draft was before, in words.
+        parameters: how many of its weights were trained.
+        command: what was typed.
+    """
+    recipe = result.recipe
+    options = {"temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": recipe.top_k}
+    drawn = ", ".join(f"`{name}={value}`" for name, value in options.items()) if recipe.do_sample else "greedily"
+    (doc, *_) = (LOSSES[recipe.loss].__doc__ or "").strip().splitlines()
+    phases = len(result.alphas) - 1
+    adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
+    lines = [
+        "## How the draft was made",
+        f"It started as {start} and was trained{adapters} ({parameters:,} weights) on texts that the target wrote "
+        f"after {len(split.training):,} prompts: {phases * recipe.texts_per_phase:,} texts of at most "
+        f"{recipe.max_new_tokens} tokens, sampled with {drawn}, new ones in each of {phases} phases, each used "
+        f"{recipe.passes} times on average.",
+        f"Loss `{recipe.loss}`: {doc.removesuffix(': [N].')}.",
+        "\n".join(
+            [
+                "| α on held-out prompts | mean and 95% interval |",
+                "| --- | --- |",
+                f"| before | {result.before} |",
+                f"| after | {result.after} |",
+                f"| gain, text by text | {result.gain} |",
+            ]
+        ),
+        f"α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that "
+        f"had no part in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others "
+        f"decided when to stop; on them α was "
+        f"{', '.join(f'{value:.3f}' for value in result.alphas)} before training and after each phase.",
+        fence(command, "bash"),
+    ]
+    if recipe.training:
+        lines.append("Further arguments of the Trainer:\n\n" + fence(json.dumps(recipe.training), "json"))
+    return "\n\n".join(lines)
