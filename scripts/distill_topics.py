@@ -1,10 +1,10 @@
-"""Train the draft of the embedded pair for English documentation: the text of `pydoc_data.topics`, half of it held out.
+"""Train the draft of the embedded pair for English documentation: `pydoc_data.topics`, half of it held out.
 
 The embedded pair knows the source code of the standard library; this is a text that neither model was trained on.
 
-    python scripts/distill_topics.py --folder build/topics               # 15 minutes on one core; goes on if interrupted
-    python scripts/distill_topics.py --draft layers:2 --folder build/layers   # a draft from the target's first layers
-    python scripts/distill_topics.py --folder build/topics --speed       # then: both drafts and plain generate, in turns
+    python scripts/distill_topics.py --folder build/topics             # 15 minutes on one core; goes on if interrupted
+    python scripts/distill_topics.py --folder build/topics --speed     # then: both drafts and plain generate, in turns
+    python scripts/distill_topics.py --draft layers:2 --folder build/layers     # from the target's first two layers
 """
 
 import statistics

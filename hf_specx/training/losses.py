@@ -51,8 +51,8 @@ def log_acceptance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def lk(p: torch.Tensor, log_q: torch.Tensor, eta: float = ETA) -> torch.Tensor:
     """λ KL(p‖q) + (1 - λ) TV(p, q) with λ = exp(-η α), a constant to the gradient (LK^λ of arXiv 2602.23881): [N].
 
-    Where the draft is far off, total variation has hardly a gradient, and the forward KL leads; where it is near, total
-    variation, which is what counts. λ is each position's own.
+    Where the draft is far off, total variation has hardly a gradient, and the forward KL leads; where it is near,
+    total variation, which is what counts. λ is each position's own.
     """
     variation = total_variation(p, log_q)
     weight = torch.exp(-eta * (1 - variation.detach()))
