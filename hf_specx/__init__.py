@@ -13,6 +13,7 @@ from hf_specx.engine.streaming import BatchStreamer
 from hf_specx.equivalence.check import check
 from hf_specx.equivalence.result import CheckResult
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.training.distill import distill
 
 from .generate import generate
 from .strategy import SpeculativeDecoding
@@ -35,5 +36,6 @@ __all__ = [
     "SuffixDraft",
     "SuffixPool",
     "check",
+    "distill",
     "generate",
 ]

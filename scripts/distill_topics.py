@@ -47,8 +47,17 @@ def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any
     prompts, held_out = topic_prompts(pair)
     console.print(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     given: PreTrainedModel | str = pair.models[1] if draft == "embedded" else draft
-    tokenizers = {"tokenizer": pair.tokenizer, "draft_tokenizer": pair.tokenizer}
-    return distill(pair.target, given, prompts, held_out=held_out, folder=folder, **tokenizers, **options)
+    return distill(
+        pair.target,
+        given,
+        prompts,
+        held_out=held_out,
+        folder=folder,
+        batches=(),
+        tokenizer=pair.tokenizer,
+        draft_tokenizer=pair.tokenizer,
+        **options,
+    )
 
 
 def compare(pair: DraftTargetPair, drafts: dict[str, PreTrainedModel], rows: int) -> None:

@@ -11,6 +11,7 @@ except ImportError as error:
 
 from .bench import bench
 from .check import check
+from .distill import distill
 from .generate import generate
 from .pairs import card, publish, vllm
 from .tune import tune
@@ -19,7 +20,7 @@ from .tune import tune
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 export = typer.Typer(no_args_is_help=True, help="Serve a pair with another program, for more than one process can do.")
 
-for command in (generate, bench, tune, check, card, publish):
+for command in (generate, bench, tune, distill, check, card, publish):
     app.command()(command)
 export.command()(vllm)
 app.add_typer(export, name="export")

@@ -23,6 +23,9 @@ OPTIONS = {  # argument to option
     "temperature=": "--temperature ",
     "top_p=": "--top-p ",
     "top_k=": "--top-k ",
+    "do_sample=False": "--greedy",
+    "batch_size=": "--batch-size ",
+    "lora=": "--lora ",
 }
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}

@@ -1,7 +1,6 @@
 """The folder of a training: its settings, its texts, and checkpoints from which an interrupted one goes on."""
 
 import errno
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, TrainerState
+from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_specx.common.errors import require
@@ -18,9 +17,8 @@ from hf_specx.common.errors import require
 from .texts import keep
 
 
-SETTINGS, COMPLETE, STATE = "settings.json", "complete", "trainer_state.json"
-COPIES = 3 * 3 + 2  # of trained weights: checkpoints of weights and two moments, two kept and one written; the pair
-SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
+SETTINGS, TEXTS, COMPLETE, STATE = "settings.json", "texts", "complete", "trainer_state.json"
+KEPT = 3  # checkpoints at a time: the last, the best, and the one that is being written
 
 
 def mark_complete(checkpoint: Path) -> None:
@@ -50,13 +48,15 @@ def check_same_training(folder: Path, settings: dict[str, Any]) -> None:
     """Note the settings of a training in its folder.
 
     Raises:
-        ValueError: the folder has those of another training, or other files.
+        ValueError: the folder has those of another training, or other files than texts.
     """
     path, now = folder / SETTINGS, json.loads(json.dumps(settings))
     if not path.exists():
-        used = folder.exists() and any(folder.iterdir())
-        require(not used, f"{folder} is not empty and has no training to go on with; name another folder.")
-        folder.mkdir(parents=True, exist_ok=True)
+        others = [file.name for file in folder.iterdir() if file.name != TEXTS] if folder.exists() else []
+        told = (
+            f"{folder} has no training to go on with, but has other files, such as {others[:1]}; name another folder."
+        )
+        require(not others, told)
         keep(path, json.dumps(now, indent=1))
     then = json.loads(path.read_text())
     changed = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if then.get(name) != now[name]]
@@ -64,33 +64,21 @@ def check_same_training(folder: Path, settings: dict[str, Any]) -> None:
     require(not changed, told + "name another folder, or delete it.")
 
 
-def fingerprint_of(model: PreTrainedModel) -> str:
-    """A hash of some numbers of each weight."""
-    total = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
-        total.update(name.encode() + some.contiguous().numpy().tobytes())
-    return total.hexdigest()
-
-
-def check_space(folder: Path, trained: int, whole: int) -> None:
-    """Whether there is room for checkpoints and the pair.
+def check_space(folder: Path, weights: int, itemsize: int) -> None:
+    """Whether there is room for checkpoints and the draft.
 
     Args:
         folder: where they will be.
-        trained: weights that are trained; they are saved in float32.
-        whole: bytes of the pair.
+        weights: of the draft; checkpoints have them in float32, with two moments.
+        itemsize: bytes of a weight that is saved in the end.
 
     Raises:
         ValueError: there is not.
     """
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
-    needed, free = COPIES * 4 * trained + whole, shutil.disk_usage(near).free
-    told = (
-        f"{folder} needs about {needed / 1e9:.1f} GB for checkpoints and the pair, and {free / 1e9:.1f} GB are free; "
-    )
-    require(free >= needed, told + "make room, or name a folder on another disk.")
+    needed, free = weights * (KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
+    told = f"{folder} needs about {needed / 1e9:.1f} GB for checkpoints and the draft, and {free / 1e9:.1f} GB are "
+    require(free >= needed, told + "free; make room, or name a folder on another disk.")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
+from hf_specx.hub.markdown import code
+from hf_specx.measure.checks import check_runs
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.pair_config import PairConfig
 from hf_specx.pairs.complete import processes
@@ -23,11 +25,11 @@ from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.validation.models import check_pair, check_target
 
 from .checkpoints import (
+    TEXTS,
     check_same_training,
     check_space,
     discard_broken,
     enough_room,
-    fingerprint_of,
     last_checkpoint,
     state_of,
 )
@@ -38,7 +40,8 @@ from .prompts import SHARE, Prompts, Split, check_fit, encode_prompts, split_pro
 from .recipe import Recipe
 from .result import Distilled, card_notes
 from .run import Run
-from .texts import Phases, Writer
+from .speed import measure_pair
+from .texts import Phases, Writer, fingerprint_of
 
 
 def distill(
@@ -50,6 +53,7 @@ def distill(
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
     held_out: float | Prompts = SHARE,
     folder: str | Path | None = None,
+    batches: Sequence[int] = (1, 8),
     progress: Tell | None = None,
     callbacks: Sequence[TrainerCallback] = (),
     command: str = "hf_specx.distill(...)",
@@ -74,6 +78,7 @@ def distill(
             reported.
         folder: texts and checkpoints are kept there; started again with the same arguments, an interrupted training
             goes on from the last phase, to the same weights. None keeps nothing.
+        batches: sizes of the batches that are timed with the new pair, in turns with plain `generate`; () times none.
         progress: is called with a `Progress` as work is done; None shows a bar on stderr.
         callbacks: further ones for the Trainer.
         command: what the card of the pair says that it was made by.
@@ -90,52 +95,55 @@ def distill(
         >>> result.pair.save_pretrained("my-pair")
     """
     recipe = Recipe.of(options)
+    check_runs(batches or (1,))
     target, layers = unwrapped(target), first_layers_wanted(draft)
-    told = f"draft={brief(draft)} is no model; load one, or give 'layers:N'."
-    require(layers is not None or isinstance(unwrapped(draft, adapters=True), PreTrainedModel), told)
+    told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N'."
+    require(layers is not None or isinstance(unwrapped(draft), PreTrainedModel), told)
     check_target(target, 0)
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
-    first = draft_of_first_layers(target, layers) if layers is not None else unwrapped(draft, adapters=True)
-    check_pair(target, first, tokenizer, tokenizer if layers is not None else draft_tokenizer)
+    told = "several processes need folder=, one that all of them can read."
+    require(folder is not None or processes().num_processes == 1, told)
+    first = unwrapped(draft) if layers is None else draft_of_first_layers(target, layers)
+    check_pair(target, first, tokenizer, draft_tokenizer if layers is None else tokenizer)
     split = prepare_prompts(prompts, held_out, tokenizer, [target, first], recipe.max_new_tokens)
-    start = (
-        first.name_or_path or "the draft that was given" if layers is None else f"the target's first {layers} layers"
-    )
     with ExitStack() as stack:
         stack.enter_context(random_state_kept())
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(enough_room(where, recipe.batch_size))
-        trained = trainable_copy(first, recipe.lora, recipe.seed)
-        weights = sum(weight.numel() for weight in trained.parameters() if weight.requires_grad)
-        prepare_folder(where, recipe, target, first, split, weights)
+        prepare_folder(where, recipe, target, first, split)
         shown = progress if progress is not None else stack.enter_context(Bar())
-        run = Run(target, recipe, shown if processes().is_main_process else lambda _: None)
-        result = _train(run, first, trained, split, where, list(callbacks))
-    pair = result.pair
-    pair.tokenizer = pair.draft_tokenizer = tokenizer
-    pair.strategy = pair._strategy()
-    pair.config.notes = card_notes(result, split, start, weights, command)
+        run = Run(target, recipe, shown if processes().is_main_process else lambda _: None, layers is not None)
+        made = _train(run, first, split, where, list(callbacks))
+        config = PairConfig(model_facts(target), replace(model_facts(made.draft), name=None, subfolder="draft"))
+        pair = DraftTargetPair(target, made.draft, tokenizer, config)
+        figures = estimate(made.before), estimate(made.after), estimate(made.after, made.before)
+        result = Distilled(pair, *figures, made.alphas, made.steps, recipe)
+        config.notes = card_notes(result, split, described(first, layers), command)
+        if batches and processes().is_main_process:
+            run.tell("timing")
+            measure_pair(pair, split.test, batches, recipe, command)
+        processes().wait_for_everyone()
     return result
 
 
-def _train(
-    run: Run, first: PreTrainedModel, trained: Any, split: Split, folder: Path, callbacks: list[TrainerCallback]
-) -> Distilled:
-    """Write the held-out texts, train from the last checkpoint on, and measure.
+class _Made(NamedTuple):
+    """A trained draft, α of each text before and after, and how it came about; see `Distilled`."""
 
-    Args:
-        run: of this training.
-        first: the draft before it.
-        trained: its copy.
-        split: the prompts.
-        folder: has the texts and checkpoints.
-        callbacks: for the Trainer.
-    """
+    draft: PreTrainedModel
+    before: torch.Tensor
+    after: torch.Tensor
+    alphas: list[float]
+    steps: int
+
+
+def _train(run: Run, first: PreTrainedModel, split: Split, folder: Path, callbacks: list[TrainerCallback]) -> _Made:
+    """Write the held-out texts, train from the last checkpoint on, and measure."""
     from .trainer import DistillationTrainer, alphas_of, training_arguments  # takes a second to import
 
     recipe, rows = run.recipe, run.recipe.batch_size
-    writer = Writer(run.target, trained, recipe, folder)
+    trained = trainable_copy(first, recipe.lora, recipe.seed)
+    writer = Writer(run.target, trained, recipe, folder / TEXTS)
     run.costs = writer.costs(split.training[0])
     run.validation = writer.write("validation", split.validation, run.writing)
     test = writer.write("test", split.test, run.writing)
@@ -147,19 +155,16 @@ def _train(
         run.note(value)
     run.tell(EVALUATED)
     phases = len(alphas) if run.has_stopped(alphas) else recipe.phases
-    args = training_arguments(recipe, folder, hidden_size(first), phases)
+    args = training_arguments(recipe, folder, recipe.rate(hidden_size(first), run.from_layers), phases)
     trainer = DistillationTrainer(trained, run, args, Phases(writer, split.training), callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
-    alphas = [run.start, *alphas_of(trainer.state)]
-    better = max(alphas) > run.start
-    made = merged(trainer.plain_draft(), first) if better else first
+    alphas = alphas_of(trainer.state)
+    if max(alphas) <= run.start:
+        return _Made(first, before, before, [run.start, *alphas], 0)
+    made = merged(trainer.plain_draft(), first)
     after = measure_alpha(run.target, made, test, recipe, rows)
-    steps = trainer.state.best_global_step or 0
-    config = PairConfig(model_facts(run.target), replace(model_facts(made), name=None, subfolder="draft"))
-    pair = DraftTargetPair(run.target, made, None, config)
-    figures = estimate(before), estimate(after), estimate(after, before)
-    return Distilled(pair, *figures, alphas, steps if better else 0, recipe)
+    return _Made(made, before, after, [run.start, *alphas], int(trainer.state.best_global_step or 0))
 
 
 def prepare_prompts(
@@ -180,16 +185,23 @@ def prepare_prompts(
 
 
 def prepare_folder(
-    folder: Path, recipe: Recipe, target: PreTrainedModel, first: PreTrainedModel, split: Split, weights: int
+    folder: Path, recipe: Recipe, target: PreTrainedModel, first: PreTrainedModel, split: Split
 ) -> None:
     """Check that a folder has room, and nothing but what an interrupted training of this kind has left."""
     if processes().is_main_process:
-        check_space(folder, weights, first.num_parameters() * first.dtype.itemsize)
+        check_space(folder, first.num_parameters(), first.dtype.itemsize)
         models = {"target": fingerprint_of(target), "draft": fingerprint_of(first)}
         prompts = hashlib.sha256(json.dumps(split).encode()).hexdigest()
         check_same_training(folder, recipe.to_dict() | models | {"prompts": prompts})
         discard_broken(folder)
     processes().wait_for_everyone()
+
+
+def described(first: PreTrainedModel, layers: int | None) -> str:
+    """What a draft was before, in words."""
+    if layers is not None:
+        return f"the first {layers} layers of the target, with its embedding and head"
+    return code(str(first.name_or_path)) or "a draft that was made here"
 
 
 def hidden_size(model: PreTrainedModel) -> int:

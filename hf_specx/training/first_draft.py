@@ -48,7 +48,7 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
     )
     told += "a draft model instead."
     try:
-        draft = type(target)(config).to(dtype=target.dtype, device=target.device)
+        draft: Any = type(target)(config).to(dtype=target.dtype, device=target.device)  # type: ignore[call-arg]
         draft.load_state_dict(layers.state_dict())
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"{told} {error}") from error

@@ -38,11 +38,11 @@ def encode_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, 
             require(tokenizer is not None, told)
             ids: Any = tokenizer(prompt)["input_ids"]  # type: ignore[misc]
         else:
-            ids = [int(i) if is_int(i) else i for i in prompt]
+            ids = list(prompt)
             told = f"prompt {number} of {name} is {brief(prompt)}; give a string, or ints of 0 or more."
             require(all(is_int(i) and i >= 0 for i in ids), told)
         require(bool(ids), f"prompt {number} of {name} is empty; leave it out.")
-        found.append(list(ids))
+        found.append([int(i) for i in ids])
     return found
 
 

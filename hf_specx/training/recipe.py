@@ -20,9 +20,9 @@ from hf_specx.validation.options import similar
 from .losses import LOSSES, acceptance
 
 
-WIDTH_RATE, LORA_RATE = 0.2, 1.0  # learning rates: these over the draft's hidden size
-OURS = ("output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate", "seed")
-OURS += ("eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "remove_unused_columns")
+RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
+OURS = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate", "seed"]
+OURS += ["eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "remove_unused_columns"]
 WHOLE = ("fsdp", "fsdp_config", "deepspeed")
 
 
@@ -42,8 +42,8 @@ class Recipe:
             far.
         patience: training stops after so many phases in a row without a new best α.
         batch_size: texts of a training step on one device.
-        learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is `WIDTH_RATE` over the
-            hidden size of the draft, and `LORA_RATE` over it with `lora`.
+        learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
+            hidden size of the draft, for a draft that is trained already, for layers of the target, or for LoRA.
         lora: rank of LoRA on all linear layers of the draft, merged into it at the end; None trains all weights.
         seed: of all random numbers.
         training: further arguments of transformers' `TrainingArguments`, such as {"bf16": True,
@@ -116,11 +116,10 @@ class Recipe:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return options
 
-    def rate(self, hidden_size: int) -> float:
+    def rate(self, hidden_size: int, from_layers: bool) -> float:
         """The largest learning rate of a draft of this width."""
-        if self.learning_rate is not None:
-            return self.learning_rate
-        return (WIDTH_RATE if self.lora is None else LORA_RATE) / hidden_size
+        kind = "lora" if self.lora is not None else "layers" if from_layers else "draft"
+        return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate
 
     def target_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """The distribution [N, V] from which a token is drawn; one-hot if text is greedy."""

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from hf_specx.hub.markdown import fence
+from hf_specx.hub.markdown import fence, row
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate
@@ -46,44 +46,50 @@ class Distilled:
         return estimates | {"alphas": self.alphas, "steps": self.steps, "recipe": self.recipe.to_dict()}
 
 
-def card_notes(result: Distilled, split: Split, start: str, parameters: int, command: str) -> str:
+def card_notes(result: Distilled, split: Split, start: str, command: str) -> str:
     """Markdown for the model card: how the draft was made.
 
     Args:
         result: of the training.
         split: the prompts.
         start: what the draft was before, in words.
-        parameters: how many of its weights were trained.
         command: what was typed.
     """
-    recipe = result.recipe
-    options = {"temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": recipe.top_k}
-    drawn = ", ".join(f"`{name}={value}`" for name, value in options.items()) if recipe.do_sample else "greedily"
-    (doc, *_) = (LOSSES[recipe.loss].__doc__ or "").strip().splitlines()
     phases = len(result.alphas) - 1
-    adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
+    alphas = [("before", result.before), ("after", result.after), ("gain, text by text", result.gain)]
+    table = [
+        "| α on held-out prompts | mean, 95% interval |",
+        "| --- | --- |",
+        *(row(map(str, each)) for each in alphas),
+    ]
     lines = [
         "## How the draft was made",
-        f"It started as {start} and was trained{adapters} ({parameters:,} weights) on texts that the target wrote "
-        f"after {len(split.training):,} prompts: {phases * recipe.texts_per_phase:,} texts of at most "
-        f"{recipe.max_new_tokens} tokens, sampled with {drawn}, new ones in each of {phases} phases, each used "
-        f"{recipe.passes} times on average.",
-        f"Loss `{recipe.loss}`: {doc.removesuffix(': [N].')}.",
+        f"It started as {start}. {_training(result, len(split.training), phases)}",
         "\n".join(
-            [
-                "| α on held-out prompts | mean and 95% interval |",
-                "| --- | --- |",
-                f"| before | {result.before} |",
-                f"| after | {result.after} |",
-                f"| gain, text by text | {result.gain} |",
-            ]
+            ["| α on held-out prompts | mean, 95% interval |\n| --- | --- |", *(row(map(str, x)) for x in alphas)]
         ),
         f"α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that "
         f"had no part in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others "
-        f"decided when to stop; on them α was "
-        f"{', '.join(f'{value:.3f}' for value in result.alphas)} before training and after each phase.",
+        f"decided when to stop: on them α was {', '.join(f'{value:.3f}' for value in result.alphas)} before training "
+        "and after each phase.",
         fence(command, "bash"),
     ]
-    if recipe.training:
-        lines.append("Further arguments of the Trainer:\n\n" + fence(json.dumps(recipe.training), "json"))
+    if result.recipe.training:
+        lines.append("Further arguments of the Trainer:\n\n" + fence(json.dumps(result.recipe.training), "json"))
     return "\n\n".join(lines)
+
+
+def _training(result: Distilled, prompts: int, phases: int) -> str:
+    recipe = result.recipe
+    options = {"temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": recipe.top_k}
+    drawn = ", ".join(f"{name} {value}" for name, value in options.items()) if recipe.do_sample else "no sampling"
+    adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
+    doc = (LOSSES[recipe.loss].__doc__ or "").splitlines()[0].removesuffix(": [N].")
+    taken = (
+        f"The weights are those after {result.steps:,} steps." if result.steps else "No phase was better than that."
+    )
+    return (
+        f"It was trained{adapters} on texts that the target wrote after {prompts:,} prompts ({drawn}), "
+        f"{recipe.texts_per_phase} of at most {recipe.max_new_tokens} tokens in each of {phases} phases, each used "
+        f"{recipe.passes} times on average, with the loss `{recipe.loss}`: {doc}. {taken}"
+    )

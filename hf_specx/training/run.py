@@ -22,6 +22,7 @@ class Run:
         target: in evaluation mode.
         recipe: how the draft is trained.
         listener: is told how far the training is.
+        from_layers: whether the draft started as layers of the target.
         validation: texts after held-out prompts, by which training stops.
         start: α on these before training.
         costs: times of forwards, for predictions.
@@ -31,6 +32,7 @@ class Run:
     target: PreTrainedModel
     recipe: Recipe
     listener: Tell
+    from_layers: bool = False
     validation: Sequence[Text] = ()
     start: float = 0.0
     costs: Costs = field(default_factory=Costs)

@@ -21,6 +21,7 @@ from .recipe import Recipe
 
 
 ROWS = 16  # texts that are written at once
+SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
 
 
 class Text(NamedTuple):
@@ -40,14 +41,16 @@ class Writer:
         target: in evaluation mode.
         draft: of the moment; the same object while it is trained.
         recipe: how text is sampled.
-        folder: texts are kept there, so that an interrupted run does not write them again; None keeps none.
+        folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
+            same target, prompts, sampling and seed.
 
     Attributes:
         speed: new tokens a second of the last `write`; None if its texts were there already.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: Recipe, folder: Path | None):
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: Recipe, folder: Path):
         self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
+        self.of_target = fingerprint_of(target)
         self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None)
         self.speed: float | None = None
 
@@ -66,17 +69,16 @@ class Writer:
             prompts: token ids.
             advance: called after each text with how many are written, and how many will be.
         """
-        file = None if self.folder is None else self.folder / f"{name}.json"
-        self.speed = None
-        if file is not None and file.exists():
-            return [Text(*each) for each in json.loads(file.read_text())]
+        options = self.recipe.generate_options
+        file, self.speed = self.folder / f"{name}.json", None
+        made_of = hashlib.sha256(json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()).hexdigest()
+        if file.exists() and (known := json.loads(file.read_text()))["made_of"] == made_of:
+            return [Text(*each) for each in known["texts"]]
         seeds = [seed_of(self.recipe.seed, name, number) for number in range(len(prompts))]
-        requests = [Request(ids, seed=seed) for ids, seed in zip(prompts, seeds, strict=True)]
-        numbered = list(enumerate(requests))
+        numbered = [(number, Request(prompts[number], seed=seed)) for number, seed in enumerate(seeds)]
 
         def share(mine: list[tuple[int, Request]]) -> list[tuple[int, list[int]]]:
             found = []
-            options = self.recipe.generate_options
             each = self.strategy.generate_many(self.target, [r for _, r in mine], batch_size=ROWS, **options)
             for done in each:
                 if done.error is not None:
@@ -93,19 +95,30 @@ class Writer:
             self.draft.train(trains)
         texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
         self.speed = sum(len(text.new) for text in texts) / (time.perf_counter() - started)
-        if file is not None and processes().is_main_process:
-            keep(file, json.dumps(texts))
+        if processes().is_main_process:
+            keep(file, json.dumps({"made_of": made_of, "texts": texts}))
         return texts
 
 
 def keep(file: Path, content: str) -> None:
-    """Write a file as a whole or not at all, also where the process is killed meanwhile."""
+    """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
     with part.open("w", encoding="utf-8") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
     part.replace(file)
+
+
+def fingerprint_of(model: PreTrainedModel) -> str:
+    """A hash of some numbers of each weight."""
+    total = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        total.update(name.encode() + some.contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
 def seed_of(seed: int, name: str, number: int) -> int:

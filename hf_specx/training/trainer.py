@@ -24,16 +24,24 @@ from .texts import Phases, collate
 
 
 ALPHA = "eval_alpha"
+WARM_UP = 0.05  # of all steps
 
 
-def training_arguments(recipe: Recipe, folder: Path, hidden_size: int, phases: int) -> TrainingArguments:
-    """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint."""
+def training_arguments(recipe: Recipe, folder: Path, learning_rate: float, phases: int) -> TrainingArguments:
+    """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
+
+    Args:
+        recipe: how the draft is trained.
+        folder: of the checkpoints.
+        learning_rate: the largest.
+        phases: at most, also where fewer are left than the recipe has.
+    """
     accelerated = torch.cuda.is_available()
     own: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": phases,
         "per_device_train_batch_size": recipe.batch_size,
-        "learning_rate": recipe.rate(hidden_size),
+        "learning_rate": learning_rate,
         "seed": recipe.seed,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -42,7 +50,7 @@ def training_arguments(recipe: Recipe, folder: Path, hidden_size: int, phases: i
         "remove_unused_columns": False,
     }
     given: dict[str, Any] = {
-        "warmup_steps": 20,
+        "warmup_steps": WARM_UP,
         "logging_strategy": "epoch",
         "report_to": "none",
         "disable_tqdm": True,
