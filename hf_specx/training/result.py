@@ -57,17 +57,12 @@ def card_notes(result: Distilled, split: Split, start: str, command: str) -> str
     """
     phases = len(result.alphas) - 1
     alphas = [("before", result.before), ("after", result.after), ("gain, text by text", result.gain)]
-    table = [
-        "| α on held-out prompts | mean, 95% interval |",
-        "| --- | --- |",
-        *(row(map(str, each)) for each in alphas),
-    ]
+    table = [row(("α on held-out prompts", "mean, 95% interval")), row(("---", "---"))]
+    table += [row(map(str, each)) for each in alphas]
     lines = [
         "## How the draft was made",
         f"It started as {start}. {_training(result, len(split.training), phases)}",
-        "\n".join(
-            ["| α on held-out prompts | mean, 95% interval |\n| --- | --- |", *(row(map(str, x)) for x in alphas)]
-        ),
+        "\n".join(table),
         f"α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that "
         f"had no part in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others "
         f"decided when to stop: on them α was {', '.join(f'{value:.3f}' for value in result.alphas)} before training "
