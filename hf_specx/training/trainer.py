@@ -57,6 +57,7 @@ def training_arguments(recipe: Recipe, folder: Path, learning_rate: float, phase
         "save_total_limit": 2,
         "bf16": accelerated and torch.cuda.is_bf16_supported(),
         "dataloader_pin_memory": accelerated,
+        "ddp_find_unused_parameters": False,
     }
     args = TrainingArguments(**given | recipe.training | own)
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun

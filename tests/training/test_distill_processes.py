@@ -54,4 +54,4 @@ def test_two_processes_equal_one(tmp_path, options):
         assert torch.equal(first[name], second[name])
         torch.testing.assert_close(first[name], weight, atol=1e-4, rtol=1e-3)
     assert alphas(tmp_path / "two-0") == pytest.approx(alphas(tmp_path / "one-0"), abs=1e-4)
-    assert alphas(tmp_path / "one-0")[-1] > alphas(tmp_path / "one-0")[0] + 0.01
+    assert alphas(tmp_path / "one-0")[-1] > alphas(tmp_path / "one-0")[0] + 0.005
