@@ -12,15 +12,14 @@ from typing import Annotated
 
 import torch
 import typer
-from distill_topics import topic_prompts, train
+from distill_topics import train
 from rich.console import Console
 
 from hf_specx import DraftTargetPair
 from hf_specx.training.checkpoints import TEXTS
 from hf_specx.training.held_out import estimate, measure_alpha
 from hf_specx.training.losses import LOSSES
-from hf_specx.training.prompts import split_prompts
-from hf_specx.training.recipe import Recipe
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Writer
 
 
@@ -35,9 +34,8 @@ def main(
     texts_per_phase: int = 64,
     passes: int = 4,
 ) -> None:
-    pair, default = DraftTargetPair.embedded(), Recipe().loss
+    pair, default = DraftTargetPair.embedded(), TrainingRecipe().loss
     (folder / TEXTS).mkdir(parents=True, exist_ok=True)
-    test = split_prompts(*topic_prompts(pair)).test
     sums: dict[str, torch.Tensor] = {}
     for name in loss or LOSSES:
         own = folder / f"{draft.replace(':', '-')}-{name}"
@@ -48,11 +46,10 @@ def main(
         result = train(pair, draft, own, loss=name, **how)
         console.print(f"{name}: {result}")
         made = result.pair.models[1]
-        texts = Writer(pair.target, made, result.recipe, folder / TEXTS).write("test", test)
+        texts = Writer(pair.target, made, result.recipe, folder / TEXTS).write("test", result.split.test)
         sums[name] = measure_alpha(pair.target, made, texts, result.recipe, result.recipe.batch_size)
-    console.print(
-        f"\n| loss | α after {phases * texts_per_phase * passes // Recipe().batch_size} steps | less {default} |"
-    )
+    steps = phases * texts_per_phase * passes // TrainingRecipe().batch_size
+    console.print(f"\n| loss | α after {steps} steps | less {default} |", soft_wrap=True)
     console.print("| --- | --- | --- |")
     for name in sorted(sums, key=lambda each: -estimate(sums[each]).value):
         less = str(estimate(sums[name], sums[default])) if default in sums else "-"

@@ -53,7 +53,6 @@ def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any
         prompts,
         held_out=held_out,
         folder=folder,
-        batches=(),
         tokenizer=pair.tokenizer,
         draft_tokenizer=pair.tokenizer,
         **options,

@@ -14,16 +14,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_specx.common.errors import require
 
-from .texts import keep
+from .texts import write_whole
 
 
-SETTINGS, TEXTS, COMPLETE, STATE = "settings.json", "texts", "complete", "trainer_state.json"
-KEPT = 3  # checkpoints at a time: the last, the best, and the one that is being written
+SETTINGS_FILE, TEXTS, COMPLETE, STATE = "settings.json", "texts", "complete", "trainer_state.json"
+CHECKPOINTS_KEPT = 3  # checkpoints at a time: the last, the best, and the one that is being written
 
 
 def mark_complete(checkpoint: Path) -> None:
     """Say that all files of a checkpoint are written."""
-    keep(checkpoint / COMPLETE, "")
+    write_whole(checkpoint / COMPLETE, "")
 
 
 def discard_broken(folder: Path) -> None:
@@ -50,14 +50,14 @@ def check_same_training(folder: Path, settings: dict[str, Any]) -> None:
     Raises:
         ValueError: the folder has those of another training, or other files than texts.
     """
-    path, now = folder / SETTINGS, json.loads(json.dumps(settings))
+    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings))
     if not path.exists():
         others = [file.name for file in folder.iterdir() if file.name != TEXTS] if folder.exists() else []
         told = (
             f"{folder} has no training to go on with, but has other files, such as {others[:1]}; name another folder."
         )
         require(not others, told)
-        keep(path, json.dumps(now, indent=1))
+        write_whole(path, json.dumps(now, indent=1))
     then = json.loads(path.read_text())
     changed = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if then.get(name) != now[name]]
     told = f"{folder} has a training with other settings ({'; '.join(changed)}); give the same ones to go on with it, "
@@ -76,7 +76,7 @@ def check_space(folder: Path, weights: int, itemsize: int) -> None:
         ValueError: there is not.
     """
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
-    needed, free = weights * (KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
+    needed, free = weights * (CHECKPOINTS_KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
     told = f"{folder} needs about {needed / 1e9:.1f} GB for checkpoints and the draft, and {free / 1e9:.1f} GB are "
     require(free >= needed, told + "free; make room, or name a folder on another disk.")
 

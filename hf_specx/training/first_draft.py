@@ -9,23 +9,11 @@ from transformers import PreTrainedModel
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 
+from .recipe import LAYERS
 
-PREFIX = "layers:"
+
 PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
 LORA_ALPHA = 2  # times the rank
-
-
-def first_layers_wanted(draft: Any) -> int | None:
-    """N of "layers:N"; None for anything else.
-
-    Raises:
-        ValueError: N is no number.
-    """
-    if not isinstance(draft, str) or not draft.startswith(PREFIX):
-        return None
-    number = draft.removeprefix(PREFIX)
-    require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
-    return int(number)
 
 
 @torch.no_grad()
@@ -33,7 +21,7 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
     """A model of its own with copies of the target's first layers, its embedding, final norm and head.
 
     Raises:
-        ValueError: the target has no list of layers, not enough of them, or is not described by fewer in its config.
+        ValueError: the target has no list of layers, not enough of them, or is not in_words by fewer in its config.
     """
     layers = EarlyExitDraft(count).first_layers(target)
     config = copy.deepcopy(target.config)
@@ -44,7 +32,7 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
             setattr(text, name, value[:count])  # such as layer_types
     text.num_hidden_layers = count
     told = (
-        f"'{PREFIX}{count}': a {type(target).__name__} of {count} layers is not the first {count} of this one; give "
+        f"'{LAYERS}{count}': a {type(target).__name__} of {count} layers is not the first {count} of this one; give "
     )
     told += "a draft model instead."
     try:
@@ -74,7 +62,7 @@ def trainable_copy(draft: PreTrainedModel, lora: int | None, seed: int) -> Any:
 
 
 def merged(draft: Any, like: PreTrainedModel) -> PreTrainedModel:
-    """The trained draft as a plain model, in the precision of the one that it was copied from."""
+    """The trained draft as a plain model, where the one that it was copied from is, and in its precision."""
     plain = draft.merge_and_unload() if hasattr(draft, "merge_and_unload") else draft
     assert isinstance(plain, PreTrainedModel)
-    return plain.to(like.dtype).requires_grad_(True).eval()  # type: ignore[arg-type]
+    return plain.to(like.device, like.dtype).requires_grad_(True).eval()  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ from hf_specx.common.devices import execution_device
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, expected_tokens
 
-from .recipe import Recipe
+from .distributions import overlap
+from .recipe import TrainingRecipe
 from .texts import Text, collate
 
 
@@ -38,7 +39,7 @@ def logits_where_written(model: torch.nn.Module, device: torch.device, batch: di
 
 @torch.no_grad()
 def measure_alpha(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], recipe: Recipe, rows: int
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], recipe: TrainingRecipe, rows: int
 ) -> torch.Tensor:
     """α of each text: [T, 2] float64, the sum of Σₓ min(p, q) over its new tokens, and their number.
 
@@ -54,8 +55,8 @@ def measure_alpha(
         batch = collate(part)
         of_target = logits_where_written(target, execution_device(target), batch)
         of_draft = logits_where_written(draft, execution_device(draft), batch)
-        overlap = recipe.overlap(of_target.to(of_draft.device), of_draft).double().cpu()
-        found += [(float(each.sum()), len(each)) for each in overlap.split([len(text.new) for text in part])]
+        shares = overlap(recipe, of_target.to(of_draft.device), of_draft).double().cpu()
+        found += [(float(each.sum()), len(each)) for each in shares.split([len(text.new) for text in part])]
     return torch.tensor(found, dtype=torch.float64)
 
 

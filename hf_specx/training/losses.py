@@ -13,7 +13,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ETA = 3.0  # the best of arXiv 2602.23881, table of schedules
 
 
-def acceptance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """α = Σₓ min(p, q), the chance that a candidate is accepted (Leviathan et al. 2022, Theorem 3.5): [N]."""
     return torch.minimum(p, q).sum(-1)
 
@@ -40,12 +40,12 @@ def jsd(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 
 def total_variation(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """1 - α, one minus the acceptance, which is the total variation distance ½ Σ |p - q|: [N]."""
-    return 1 - acceptance(p, log_q.exp())
+    return 1 - acceptance_of(p, log_q.exp())
 
 
 def log_acceptance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """-log α, with the gradient of total variation over α (LK^α of arXiv 2602.23881): [N]."""
-    return -_log(acceptance(p, log_q.exp()))
+    return -_log(acceptance_of(p, log_q.exp()))
 
 
 def lk(p: torch.Tensor, log_q: torch.Tensor, eta: float = ETA) -> torch.Tensor:

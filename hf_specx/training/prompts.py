@@ -11,7 +11,7 @@ from hf_specx.common.errors import brief, is_int, require
 
 Prompts = Sequence[str] | Sequence[Sequence[int]]
 SHARE = 0.2
-MOST = 256  # held-out prompts that a share of very many gives
+MOST_HELD_OUT = 256  # held-out prompts that a share of very many gives
 
 
 class Split(NamedTuple):
@@ -46,7 +46,7 @@ def encode_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, 
     return found
 
 
-def check_fit(prompts: list[list[int]], models: Sequence[PreTrainedModel], max_new_tokens: int, name: str) -> None:
+def check_lengths(prompts: list[list[int]], models: Sequence[PreTrainedModel], max_new_tokens: int, name: str) -> None:
     """Whether all models can read the prompts with what is written after them."""
     for model in models:
         limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -63,7 +63,7 @@ def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -
 
     Args:
         prompts: all of them.
-        held_out: a share of the prompts, of which `MOST` at most are taken, evenly spaced; or other prompts.
+        held_out: a share of the prompts, of which `MOST_HELD_OUT` at most are taken, evenly spaced; or other prompts.
 
     Raises:
         ValueError: too few are left on either side.
@@ -73,7 +73,7 @@ def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -
     else:
         told = f"held_out={held_out} is no share between 0 and 1; give one like {SHARE}, or a list of prompts."
         require(0 < held_out < 1, told)
-        count = min(round(held_out * len(prompts)), MOST)
+        count = min(round(held_out * len(prompts)), MOST_HELD_OUT)
         apart = [prompts[number * len(prompts) // count] for number in range(count)]
     unseen = {tuple(ids) for ids in apart}
     training = [ids for ids in prompts if tuple(ids) not in unseen]

@@ -1,37 +1,28 @@
-"""How a draft is trained: the loss, the sampling that will be used later, how much and how long."""
+"""How a draft is trained: the loss, the sampling of later, how much and how long. Nothing here imports torch."""
 
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import torch
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
-
-from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.measure.checks import check_sampling
-from hf_specx.sampling.warping import in_runs
-from hf_specx.validation.options import similar
-
-from .losses import LOSSES, acceptance
 
 
+LOSS_NAMES = ("lk", "log_acceptance", "total_variation", "forward_kl", "reverse_kl", "jsd")  # see `losses`
+LAYERS = "layers:"
 RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
-OURS = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate", "seed"]
-OURS += ["eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model", "remove_unused_columns"]
-WHOLE = ("fsdp", "fsdp_config", "deepspeed")
+SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
+SET_BY_DISTILL += ["seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model"]
+SET_BY_DISTILL += ["remove_unused_columns"]
+OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainingRecipe:
     """How a draft is trained; every option of `distill` by its name.
 
     Attributes:
-        loss: a name in `LOSSES`.
+        loss: one of `LOSS_NAMES`.
         do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
             and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
         max_new_tokens: the longest text that the target writes after a prompt.
@@ -70,7 +61,7 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, options: dict[str, Any]) -> "Recipe":
+    def of(cls, options: dict[str, Any]) -> "TrainingRecipe":
         """A recipe with these options and the defaults of the others."""
         names = [each.name for each in fields(cls)]
         for name in options:
@@ -79,8 +70,8 @@ class Recipe:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        told = f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSSES)}."
-        require(self.loss in LOSSES, told)
+        told = f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSS_NAMES)}."
+        require(self.loss in LOSS_NAMES, told)
         check_sampling(self.temperature, self.top_p, self.top_k)
         drawn = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
         require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
@@ -103,10 +94,10 @@ class Recipe:
     def _check_training(self) -> None:
         for name in self.training:
             told = f"training={{{name!r}: ...}} is set by distill, by its own options."
-            require(name not in OURS, told)
+            require(name not in SET_BY_DISTILL, told)
             told = f"training={{{name!r}: ...}}: the draft is trained whole on each device; leave it out, and lower "
             told += "batch_size or use lora if memory is short."
-            require(name not in WHOLE, told)
+            require(name not in OF_SHARDS, told)
 
     @property
     def generate_options(self) -> dict[str, Any]:
@@ -121,42 +112,19 @@ class Recipe:
         kind = "lora" if self.lora is not None else "layers" if from_layers else "draft"
         return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate
 
-    def target_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """The distribution [N, V] from which a token is drawn; one-hot if text is greedy."""
-        if not self.do_sample:
-            return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        return self._warped(logits).softmax(-1)
-
-    def losses(self, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-        """The loss at each position, [N], of logits [N, V].
-
-        The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
-        beyond the width of the other model are padding.
-        """
-        width = min(target_logits.shape[-1], draft_logits.shape[-1])
-        log_q = (draft_logits / self.temperature).log_softmax(-1)
-        return LOSSES[self.loss](self.target_probs(target_logits)[:, :width], log_q[:, :width])
-
-    def overlap(self, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-        """α at each position, [N], of logits [N, V]; for greedy text, whether both have the same argmax."""
-        width = min(target_logits.shape[-1], draft_logits.shape[-1])
-        p, q = (self.target_probs(logits)[:, :width] for logits in (target_logits, draft_logits))
-        return acceptance(p, q)
-
-    def _warped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores [N, V] as `generate` would have them, its warpers in its order."""
-        warpers: list[LogitsProcessor] = []
-        if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        unread = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
-        for warper in in_runs(warpers):
-            logits = warper(logits) if not isinstance(warper, LogitsProcessor) else warper(unread, logits)
-        return logits
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+def first_layers_wanted(draft: Any) -> int | None:
+    """N of "layers:N"; None for anything else.
+
+    Raises:
+        ValueError: N is no number.
+    """
+    if not isinstance(draft, str) or not draft.startswith(LAYERS):
+        return None
+    number = draft.removeprefix(LAYERS)
+    require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
+    return int(number)

@@ -1,16 +1,19 @@
 """What came of a training, and what the card of its pair says about it."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_specx.hub.markdown import fence, row
+from hf_specx.measure.checks import check_runs
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate
 from .losses import LOSSES
 from .prompts import Split
-from .recipe import Recipe
+from .recipe import TrainingRecipe
+from .speed import measure_pair
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Distilled:
         alphas: α on the held-out prompts by which training stops, before it and after each phase.
         steps: of the optimizer, up to the weights that were taken.
         recipe: how the draft was trained.
+        split: the prompts.
     """
 
     pair: DraftTargetPair
@@ -32,7 +36,8 @@ class Distilled:
     gain: Estimate
     alphas: list[float]
     steps: int
-    recipe: Recipe
+    recipe: TrainingRecipe
+    split: Split
 
     def __str__(self) -> str:
         best = max(range(len(self.alphas)), key=self.alphas.__getitem__)
@@ -40,22 +45,34 @@ class Distilled:
         taken = taken if best else "no phase was better than the start, so the draft is as it was"
         return f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; {taken}"
 
+    def measure(self, batches: Sequence[int] = (1, 8), command: str = "hf_specx.distill(...)") -> None:
+        """Time the pair on the held-out prompts, in turns with plain `generate`, and put the figures into its config.
+
+        Args:
+            batches: their sizes.
+            command: what the card says that the figures were made by.
+
+        Raises:
+            ValueError: for sizes below 1, or one given twice.
+        """
+        check_runs(batches)
+        measure_pair(self.pair, self.split.test, batches, self.recipe, command)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         estimates = {name: getattr(self, name)._asdict() for name in ("before", "after", "gain")}
         return estimates | {"alphas": self.alphas, "steps": self.steps, "recipe": self.recipe.to_dict()}
 
 
-def card_notes(result: Distilled, split: Split, start: str, command: str) -> str:
+def card_notes(result: Distilled, start: str, command: str) -> str:
     """Markdown for the model card: how the draft was made.
 
     Args:
         result: of the training.
-        split: the prompts.
         start: what the draft was before, in words.
         command: what was typed.
     """
-    phases = len(result.alphas) - 1
+    phases, split = len(result.alphas) - 1, result.split
     alphas = [("before", result.before), ("after", result.after), ("gain, text by text", result.gain)]
     table = [row(("α on held-out prompts", "mean, 95% interval")), row(("---", "---"))]
     table += [row(map(str, each)) for each in alphas]

@@ -10,12 +10,12 @@ from hf_specx.drafting.costs import Costs
 
 from .held_out import predicted_speedup
 from .progress import Progress, Tell
-from .recipe import Recipe
+from .recipe import TrainingRecipe
 from .texts import Text
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One training.
 
     Attributes:
@@ -30,7 +30,7 @@ class Run:
     """
 
     target: PreTrainedModel
-    recipe: Recipe
+    recipe: TrainingRecipe
     listener: Tell
     from_layers: bool = False
     validation: Sequence[Text] = ()

@@ -12,14 +12,14 @@ from hf_specx.measure.tune import Loaded, measure_draft
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .recipe import Recipe
+from .recipe import TrainingRecipe
 
 
-REPEATS = 3
+RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 def measure_pair(
-    pair: DraftTargetPair, prompts: Sequence[list[int]], batches: Sequence[int], recipe: Recipe, command: str
+    pair: DraftTargetPair, prompts: Sequence[list[int]], batches: Sequence[int], recipe: TrainingRecipe, command: str
 ) -> None:
     """Put measurements, costs and a number of drafts into the pair's config, as `specx tune` does.
 
@@ -30,9 +30,10 @@ def measure_pair(
         recipe: how text is sampled.
         command: what the measurements say that they were made by.
     """
-    study = Study(batches=batches, options=recipe.generate_options, repeats=REPEATS, seed=recipe.seed, command=command)
+    options, runs = recipe.generate_options, range(RUNS)
+    study = Study(batches=batches, options=options, repeats=RUNS, seed=recipe.seed, command=command)
     target, draft = (Loaded(model, pair.tokenizer, model_facts(model)) for model in pair.models)
-    inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in range(REPEATS)] for rows in batches}
+    inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in runs] for rows in batches}
     measure_draft(target, draft, inputs, study, pair.config, lambda: None)
     pair.strategy = pair._strategy()
 

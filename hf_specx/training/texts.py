@@ -17,7 +17,7 @@ from hf_specx.engine.requests import Request
 from hf_specx.pairs.complete import gathered, processes
 from hf_specx.strategy import SpeculativeDecoding
 
-from .recipe import Recipe
+from .recipe import TrainingRecipe
 
 
 ROWS = 16  # texts that are written at once
@@ -48,7 +48,7 @@ class Writer:
         speed: new tokens a second of the last `write`; None if its texts were there already.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: Recipe, folder: Path):
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: TrainingRecipe, folder: Path):
         self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
         self.of_target = fingerprint_of(target)
         self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None)
@@ -96,11 +96,11 @@ class Writer:
         texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
         self.speed = sum(len(text.new) for text in texts) / (time.perf_counter() - started)
         if processes().is_main_process:
-            keep(file, json.dumps({"made_of": made_of, "texts": texts}))
+            write_whole(file, json.dumps({"made_of": made_of, "texts": texts}))
         return texts
 
 
-def keep(file: Path, content: str) -> None:
+def write_whole(file: Path, content: str) -> None:
     """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")

@@ -16,18 +16,19 @@ from transformers import (
 from hf_specx.common.devices import execution_device
 
 from .checkpoints import mark_complete
+from .distributions import losses_of
 from .held_out import alpha, logits_where_written, measure_alpha
 from .progress import EVALUATED
-from .recipe import Recipe
-from .run import Run
+from .recipe import TrainingRecipe
+from .run import TrainingRun
 from .texts import Phases, collate
 
 
 ALPHA = "eval_alpha"
-WARM_UP = 0.05  # of all steps
+WARM_UP_SHARE = 0.05  # of all steps
 
 
-def training_arguments(recipe: Recipe, folder: Path, learning_rate: float, phases: int) -> TrainingArguments:
+def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: float, phases: int) -> TrainingArguments:
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     Args:
@@ -50,7 +51,7 @@ def training_arguments(recipe: Recipe, folder: Path, learning_rate: float, phase
         "remove_unused_columns": False,
     }
     given: dict[str, Any] = {
-        "warmup_steps": WARM_UP,
+        "warmup_steps": WARM_UP_SHARE,
         "logging_strategy": "epoch",
         "report_to": "none",
         "disable_tqdm": True,
@@ -78,7 +79,7 @@ class DistillationTrainer(Trainer):
     """
 
     def __init__(
-        self, draft: Any, run: Run, args: TrainingArguments, phases: Phases, callbacks: list[TrainerCallback]
+        self, draft: Any, run: TrainingRun, args: TrainingArguments, phases: Phases, callbacks: list[TrainerCallback]
     ):
         every = [_EachPhase(self), *callbacks]
         super().__init__(
@@ -103,7 +104,7 @@ class DistillationTrainer(Trainer):
         with torch.no_grad():
             of_target = logits_where_written(self.target, execution_device(self.target), inputs)
         of_draft = logits_where_written(model, inputs["input_ids"].device, inputs)
-        losses = self.recipe.losses(of_target.to(of_draft.device), of_draft)
+        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft)
         count = len(losses) if num_items_in_batch is None else num_items_in_batch
         loss = losses.sum() / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:

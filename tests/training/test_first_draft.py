@@ -9,7 +9,8 @@ from training_cases import QUICK, models, same, silent, some_prompts, weights
 
 from hf_specx import DraftTargetPair, EarlyExitDraft
 from hf_specx.training.distill import distill
-from hf_specx.training.first_draft import draft_of_first_layers, first_layers_wanted, merged, trainable_copy
+from hf_specx.training.first_draft import draft_of_first_layers, merged, trainable_copy
+from hf_specx.training.recipe import first_layers_wanted
 
 
 TYPES = ("llama", "gpt2", "qwen2", "gemma2", "gpt_neox", "smollm3")

@@ -6,14 +6,14 @@ from training_cases import models, some_prompts
 
 from hf_specx.drafting.costs import Costs
 from hf_specx.training.held_out import alpha, estimate, measure_alpha, predicted_speedup
-from hf_specx.training.recipe import Recipe
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text
 
 
 def test_alpha_is_the_mean_overlap_where_the_target_wrote():
     target, draft = models()
     texts = [Text(prompt, list(range(1, 3 + number))) for number, prompt in enumerate(some_prompts(5))]
-    found = measure_alpha(target, draft, texts, Recipe(), rows=2)
+    found = measure_alpha(target, draft, texts, TrainingRecipe(), rows=2)
     for (total, count), text in zip(found.tolist(), texts, strict=True):
         with torch.no_grad():
             ids = torch.tensor([text.prompt + text.new])

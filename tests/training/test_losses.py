@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_specx.training.losses import LOSSES, acceptance, forward_kl, lk, log_acceptance, total_variation
+from hf_specx.training.losses import LOSSES, acceptance_of, forward_kl, lk, log_acceptance, total_variation
+from hf_specx.training.recipe import LOSS_NAMES
 
 
 def distributions(rows: int = 6, vocab_size: int = 9, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,7 +40,7 @@ DEFINITIONS = {
 
 
 def test_every_loss_has_a_definition():
-    assert LOSSES.keys() == DEFINITIONS.keys()
+    assert LOSSES.keys() == DEFINITIONS.keys() == set(LOSS_NAMES)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -76,7 +77,7 @@ def test_zeros_in_p_and_a_draft_that_underflows(name: str, dtype: torch.dtype):
 def test_log_acceptance_has_the_gradient_of_total_variation_over_alpha():
     """Equation of LK^α: where candidates are hardly ever accepted, it is the larger one."""
     p, logits = distributions()
-    alpha = acceptance(p, logits.softmax(-1)).detach()
+    alpha = acceptance_of(p, logits.softmax(-1)).detach()
     gradients = [
         torch.autograd.grad(loss(p, logits.log_softmax(-1)).sum(), logits)[0]
         for loss in (log_acceptance, total_variation)

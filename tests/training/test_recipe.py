@@ -4,8 +4,9 @@ import pytest
 import torch
 from tiny import tiny
 
+from hf_specx.training.distributions import losses_of, overlap, token_probs
 from hf_specx.training.held_out import logits_where_written
-from hf_specx.training.recipe import Recipe
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text, collate
 
 
@@ -15,28 +16,28 @@ SAMPLED = ({}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature
 @pytest.mark.parametrize("options", SAMPLED, ids=str)
 def test_the_target_has_the_distribution_that_generate_draws_from(options):
     model = tiny()
-    recipe = Recipe(max_new_tokens=4, **options)
+    recipe = TrainingRecipe(max_new_tokens=4, **options)
     ids = torch.tensor([[3, 9, 27, 1]])
     torch.manual_seed(0)
     out = model.generate(ids, **recipe.generate_options, return_dict_in_generate=True, output_scores=True)
     with torch.no_grad():
         logits = model(out.sequences).logits[0, 3:-1]
-    torch.testing.assert_close(recipe.target_probs(logits), torch.cat(out.scores).softmax(-1))
+    torch.testing.assert_close(token_probs(recipe, logits), torch.cat(out.scores).softmax(-1))
 
 
 def test_greedy_text_has_one_token_each():
     logits = torch.tensor([[0.1, 2.0, 1.0], [4.0, 0.0, 1.0]])
-    recipe = Recipe(do_sample=False)
-    assert recipe.target_probs(logits).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert recipe.overlap(logits, logits[[1, 0]]).tolist() == [0, 0]
-    assert recipe.overlap(logits, 3 * logits).tolist() == [1, 1]
+    recipe = TrainingRecipe(do_sample=False)
+    assert token_probs(recipe, logits).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert overlap(recipe, logits, logits[[1, 0]]).tolist() == [0, 0]
+    assert overlap(recipe, logits, 3 * logits).tolist() == [1, 1]
 
 
 def test_overlap_is_of_both_distributions_after_the_warpers():
     """Candidates are drawn after top-k too; here both models then have one token left, and the same one."""
     target, draft = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.9, 0.9]])
-    assert Recipe(top_k=1).overlap(target, draft).tolist() == [1.0]
-    assert Recipe().overlap(target, draft).item() < 0.8
+    assert overlap(TrainingRecipe(top_k=1), target, draft).tolist() == [1.0]
+    assert overlap(TrainingRecipe(), target, draft).item() < 0.8
 
 
 @pytest.mark.parametrize("wider", ["target", "draft"])
@@ -46,15 +47,15 @@ def test_padded_vocabularies(wider: str):
     target, draft = (torch.randn(3, 6, generator=generator) for _ in range(2))
     padding = torch.full((3, 2), -30.0)
     padded = {"target": (torch.cat([target, padding], -1), draft), "draft": (target, torch.cat([draft, padding], -1))}
-    recipe = Recipe(loss="total_variation")
-    torch.testing.assert_close(recipe.overlap(*padded[wider]), recipe.overlap(target, draft))
-    torch.testing.assert_close(recipe.losses(*padded[wider]), recipe.losses(target, draft))
+    recipe = TrainingRecipe(loss="total_variation")
+    torch.testing.assert_close(overlap(recipe, *padded[wider]), overlap(recipe, target, draft))
+    torch.testing.assert_close(losses_of(recipe, *padded[wider]), losses_of(recipe, target, draft))
 
 
 def test_losses_are_at_the_temperature_of_later():
     target, draft = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
-    hot = Recipe(loss="forward_kl", temperature=2.0).losses(target, draft)
-    torch.testing.assert_close(hot, Recipe(loss="forward_kl").losses(target / 2, draft / 2))
+    hot = losses_of(TrainingRecipe(loss="forward_kl", temperature=2.0), target, draft)
+    torch.testing.assert_close(hot, losses_of(TrainingRecipe(loss="forward_kl"), target / 2, draft / 2))
 
 
 def test_only_what_the_target_wrote_counts():
@@ -87,4 +88,4 @@ WRONG = {
 @pytest.mark.parametrize("told", WRONG)
 def test_what_cannot_be_trained_is_refused(told: str):
     with pytest.raises(ValueError, match=told):
-        Recipe.of(WRONG[told])
+        TrainingRecipe.of(WRONG[told])

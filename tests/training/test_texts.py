@@ -8,7 +8,7 @@ from counting import counting
 from tiny import near
 from training_cases import models, some_prompts
 
-from hf_specx.training.recipe import Recipe
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Phases, Writer, seed_of
 
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("draft_pays")
 def writer(folder, noise: float = 0.1, **options) -> Writer:
     target, _ = models()
     return Writer(
-        target, near(target, noise), Recipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options), folder
+        target, near(target, noise), TrainingRecipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options), folder
     )
 
 
