@@ -2,8 +2,8 @@
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from hf_specx.hub.folders import check_folder
 from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
-from .console import errors_in_one_line, imports
+from .console import errors_in_one_line, imports, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -169,7 +169,7 @@ def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, mea
     console, source = Console(stderr=as_json), result.pair.sources["target"]
     console.print(Text(str(result)), soft_wrap=True)
     if measured:
-        result.measure((1, 8), typed())
+        measure(result)
     assert source is not None
     result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
     for m in result.pair.config.measurements:
@@ -177,6 +177,19 @@ def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, mea
     console.print(Text(f"saved in {out}; texts and checkpoints are no longer needed"), soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
+
+
+def measure(result: "Distilled") -> None:
+    """Time the pair, and show how far that is."""
+    with ExitStack() as stack:
+        shown: list[Callable[[], object]] = []
+
+        def advance(total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress("the new pair, in turns with plain generate", total)))
+            shown[0]()
+
+        result.measure((1, 8), typed(), advance)
 
 
 @contextmanager

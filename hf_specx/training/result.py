@@ -1,7 +1,7 @@
 """What came of a training, and what the card of its pair says about it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,18 +45,24 @@ class Distilled:
         taken = taken if best else "no phase was better than the start, so the draft is as it was"
         return f"α on held-out prompts: {self.before} before, {self.after} after, gain {self.gain}; {taken}"
 
-    def measure(self, batches: Sequence[int] = (1, 8), command: str = "hf_specx.distill(...)") -> None:
+    def measure(
+        self,
+        batches: Sequence[int] = (1, 8),
+        command: str = "hf_specx.distill(...)",
+        advance: Callable[[int], object] = lambda total: None,
+    ) -> None:
         """Time the pair on the held-out prompts, in turns with plain `generate`, and put the figures into its config.
 
         Args:
             batches: their sizes.
             command: what the card says that the figures were made by.
+            advance: called after each generation with how many there are in all.
 
         Raises:
             ValueError: for sizes below 1, or one given twice.
         """
         check_runs(batches)
-        measure_pair(self.pair, self.split.test, batches, self.recipe, command)
+        measure_pair(self.pair, self.split.test, batches, self.recipe, command, advance)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

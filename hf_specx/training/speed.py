@@ -1,6 +1,6 @@
 """How fast a target is with a trained draft, on this machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
@@ -19,7 +19,12 @@ RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 def measure_pair(
-    pair: DraftTargetPair, prompts: Sequence[list[int]], batches: Sequence[int], recipe: TrainingRecipe, command: str
+    pair: DraftTargetPair,
+    prompts: Sequence[list[int]],
+    batches: Sequence[int],
+    recipe: TrainingRecipe,
+    command: str,
+    advance: Callable[[int], object],
 ) -> None:
     """Put measurements, costs and a number of drafts into the pair's config, as `specx tune` does.
 
@@ -29,12 +34,14 @@ def measure_pair(
         batches: sizes of the batches.
         recipe: how text is sampled.
         command: what the measurements say that they were made by.
+        advance: called after each generation with how many there are in all.
     """
     options, runs = recipe.generate_options, range(RUNS)
     study = Study(batches=batches, options=options, repeats=RUNS, seed=recipe.seed, command=command)
     target, draft = (Loaded(model, pair.tokenizer, model_facts(model)) for model in pair.models)
     inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in runs] for rows in batches}
-    measure_draft(target, draft, inputs, study, pair.config, lambda: None)
+    total = study.learning + 2 * (RUNS + 1) * len(batches)
+    measure_draft(target, draft, inputs, study, pair.config, lambda: advance(total))
     pair.strategy = pair._strategy()
 
 

@@ -88,7 +88,7 @@ def test_refused_before_anything_is_written(folders, tmp_path, told: str, target
 
 
 def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli_distill, "load", pytest.fail)
+    monkeypatch.setattr(cli_distill, "train", pytest.fail)
     (tmp_path / "thesis.tex").touch()
     result = specx(folders["target"], folders["draft"], "--out", tmp_path)
     assert result.exit_code == 2
