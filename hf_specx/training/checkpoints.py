@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 
 from .texts import write_whole
 
@@ -44,24 +44,29 @@ def state_of(checkpoint: Path) -> TrainerState:
     return TrainerState.load_from_json(str(checkpoint / STATE))
 
 
-def check_same_training(folder: Path, settings: dict[str, Any]) -> None:
-    """Note the settings of a training in its folder.
+def check_same_training(folder: Path, settings: dict[str, Any], parts: dict[str, str]) -> None:
+    """Note the settings of a training in its folder; as long as it has no checkpoint, they may change.
+
+    Args:
+        folder: of the training.
+        settings: plain values.
+        parts: hashes of what else it is made of.
 
     Raises:
-        ValueError: the folder has those of another training, or other files than texts.
+        ValueError: the folder has a checkpoint of another training, or other files than a training has.
     """
-    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings))
-    if not path.exists():
-        others = [file.name for file in folder.iterdir() if file.name != TEXTS] if folder.exists() else []
-        told = (
-            f"{folder} has no training to go on with, but has other files, such as {others[:1]}; name another folder."
-        )
-        require(not others, told)
-        write_whole(path, json.dumps(now, indent=1))
-    then = json.loads(path.read_text())
-    changed = [f"{name} {then.get(name)!r}, now {now[name]!r}" for name in now if then.get(name) != now[name]]
-    told = f"{folder} has a training with other settings ({'; '.join(changed)}); give the same ones to go on with it, "
+    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings | parts))
+    others = {file.name for file in folder.iterdir()} - {TEXTS} if folder.exists() else set()
+    told = f"{folder} has no training to go on with, but other files ({brief(sorted(others))}); name another folder."
+    require(path.exists() or not others, told)
+    then = now if last_checkpoint(folder) is None else json.loads(path.read_text())
+    changed = [name for name in now if then.get(name) != now[name]]
+    shown = [
+        f"another {name}" if name in parts else f"{name} {then.get(name)!r}, now {now[name]!r}" for name in changed
+    ]
+    told = f"{folder} has a training with other settings ({'; '.join(shown)}); give the same ones to go on with it, "
     require(not changed, told + "name another folder, or delete it.")
+    write_whole(path, json.dumps(now, indent=1))
 
 
 def check_space(folder: Path, weights: int, itemsize: int) -> None:
@@ -90,18 +95,21 @@ def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except Exception as error:  # safetensors has a kind of its own
+        told = _remedy(error, folder, batch_size)
+        if told is None:
             raise
-        told = f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
         raise ValueError(told) from error
-    except RuntimeError as error:
-        text = str(error)
-        if "No space left" in text or "PytorchStreamWriter failed" in text:
-            told = f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
-            raise ValueError(told) from error
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in text:
-            raise
-        told = f"memory is not enough with batch_size={batch_size}; lower it (with training={{'gradient_accumulation_"
-        told += "steps': ...} raised as much, the result is the same within rounding), lower max_new_tokens, or use "
-        raise ValueError(f"{told}lora. torch said: {text.splitlines()[0]}") from error
+
+
+def _remedy(error: Exception, folder: Path, batch_size: int) -> str | None:
+    """What to do about an error; None where that is not known."""
+    text = str(error)
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if full or "No space left" in text or "PytorchStreamWriter failed" in text:
+        return f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        same = "with training={'gradient_accumulation_steps': ...} raised as much, the result is the same"
+        told = f"memory is not enough with batch_size={batch_size}; lower it ({same} within rounding), lower "
+        return f"{told}max_new_tokens, or use lora. torch said: {text.splitlines()[0]}"
+    return None

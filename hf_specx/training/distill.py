@@ -158,10 +158,10 @@ def prepare_folder(folder: Path, recipe: TrainingRecipe, start: Start) -> None:
     """Check that a folder has room, and nothing but what an interrupted training of this kind has left."""
     if processes().is_main_process:
         check_space(folder, start.draft.num_parameters(), start.draft.dtype.itemsize)
-        models = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
-        prompts = hashlib.sha256(json.dumps(start.split).encode()).hexdigest()
-        check_same_training(folder, recipe.to_dict() | models | {"prompts": prompts})
         discard_broken(folder)
+        parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
+        prompts = hashlib.sha256(json.dumps(start.split).encode()).hexdigest()
+        check_same_training(folder, recipe.to_dict(), parts | {"prompts": prompts})
     processes().wait_for_everyone()
 
 

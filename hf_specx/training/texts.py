@@ -123,7 +123,7 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 
 def seed_of(seed: int, name: str, number: int) -> int:
     """A seed below 2**56 of its own for each text of each set."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7])
+    return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7], "big")
 
 
 class Phases(torch.utils.data.Dataset[Text]):

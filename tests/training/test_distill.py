@@ -8,6 +8,7 @@ import shutil
 import numpy
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from training_cases import QUICK, models, same, silent, some_prompts, trained, weights
@@ -117,12 +118,22 @@ def test_another_training_does_not_go_on_in_the_same_folder(tmp_path):
     trained(folder=tmp_path, phases=1)
     with pytest.raises(ValueError, match=r"other settings \(loss 'lk', now 'jsd'\); give the same ones to go on"):
         trained(folder=tmp_path, phases=1, loss="jsd")
-    with pytest.raises(ValueError, match=r"other settings \(prompts "):
+    with pytest.raises(ValueError, match=r"other settings \(another prompts\)"):
         trained(folder=tmp_path, phases=1, prompts=some_prompts(seed=1))
     shutil.rmtree(tmp_path / "texts")
     (tmp_path / "settings.json").rename(tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="has no training to go on with"):
         trained(folder=tmp_path, phases=1)
+
+
+def test_settings_may_change_before_the_first_checkpoint(tmp_path):
+    """As after an error that said what to lower: the texts are there already."""
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Interrupt(2)])
+    doing = []
+    result = trained(folder=tmp_path, batch_size=4, progress=lambda now: doing.append((now.doing, now.phase)))
+    assert ("writing", 1) not in doing
+    assert same(weights(result.pair.draft), weights(trained(batch_size=4).pair.draft))
 
 
 def test_it_stops_when_alpha_no_longer_rises():
@@ -258,6 +269,7 @@ ERRORS = {
     "memory is not enough with batch_size=8; lower it": torch.OutOfMemoryError("CUDA out of memory. Tried"),
     "memory is not enough.* or use lora": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
     "is full; make room and start again: it goes on": OSError(28, "No space left on device"),
+    "the disk of .* is full": SafetensorError("Error while serializing: I/O error: No space left on device"),
     "is full; make room": RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/3"),
 }
 
