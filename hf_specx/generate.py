@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import execution_device, hardware
+from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
@@ -19,11 +19,12 @@ from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
+from hf_specx.engine.stop_strings import bind_stop_strings, setting
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
 from hf_specx.strategy import SpeculativeDecoding
-from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name, check_stop_strings
+from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name
 from hf_specx.validation.models import check_lifted
 
 
@@ -55,9 +56,9 @@ EXITS: dict[int, EarlyExitDraft] = {}
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
-    The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
-    `specx_times`; a strategy object also remembers acceptance and the times of rounds, and so does the `SuffixDraft`
-    of a pair.
+    The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
+    as where they are compiled: by batch size, in the draft's attribute `specx_times`. A strategy object also remembers
+    acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
         inputs: as in `generate`.
@@ -107,10 +108,12 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     the longest match counts.
 
     Raises:
-        ValueError: if one of them is not an int of 1 or more.
+        ValueError: if one of them is not an int of 1 or more, or the call has the second alone.
     """
     names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
     number, size = (setting(name, model, kwargs) for name in names)
+    told = f"{names[1]}={size} is for {names[0]}, which is not given; give both, or leave it out."
+    require(number is not None or kwargs.get(names[1]) is None, told)
     if number is None:
         return None
     for name, value in zip(names, (number, size), strict=True):
@@ -167,16 +170,16 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
     exit_layer = setting("assistant_early_exit", model, kwargs)
     if exit_layer is not None:
         kwargs["assistant_early_exit"] = None
-        return early_exit(exit_layer), {}, Costs()
+        return early_exit(exit_layer, model), {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
         return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
     return find_draft(model, kwargs)
 
 
-def early_exit(exit_layer: Any) -> EarlyExitDraft:
+def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
     """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
-    check_exit_layer("assistant_early_exit", exit_layer)
+    check_exit_layer("assistant_early_exit", exit_layer, model)
     return EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 
@@ -248,29 +251,6 @@ def run(
     elif isinstance(result, dict):  # what Whisper makes of several windows
         result["speculation_report"] = strategy.report
     return result
-
-
-def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
-    """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
-    if name in kwargs:
-        return kwargs[name]
-    value = getattr(kwargs.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
-def bind_stop_strings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
-) -> None:
-    """Turn stop strings among the arguments of `generate` into a criterion, since it does not pass on a tokenizer."""
-    strings = setting("stop_strings", model, kwargs)
-    if strings is None:
-        return
-    check_stop_strings(strings, tokenizer)
-    assert tokenizer is not None
-    criteria = list(kwargs.get("stopping_criteria") or [])
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces it
-        criteria.append(StopStringCriteria(tokenizer, strings))
-    kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:

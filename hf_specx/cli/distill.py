@@ -137,7 +137,7 @@ def train(
         from hf_specx.common.devices import last_device
         from hf_specx.measure.study import Study
         from hf_specx.measure.tune import load
-        from hf_specx.pairs.complete import processes
+        from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
 
         from .loading import device_map, texts_of
@@ -169,7 +169,7 @@ def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, mea
     console, source = Console(stderr=as_json), result.pair.sources["target"]
     console.print(Text(str(result)), soft_wrap=True)
     if measured:
-        measure(result)
+        time_pair(result)
     assert source is not None
     result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
     for m in result.pair.config.measurements:
@@ -179,7 +179,7 @@ def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, mea
         typer.echo(json.dumps(result.to_dict()))
 
 
-def measure(result: "Distilled") -> None:
+def time_pair(result: "Distilled") -> None:
     """Time the pair, and show how far that is."""
     with ExitStack() as stack:
         shown: list[Callable[[], object]] = []
@@ -202,7 +202,7 @@ def shown_progress() -> "Iterator[Tell]":
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=None)
 
-        def tell(now: training_progress.Progress) -> None:
+        def tell(now: training_progress.TrainingProgress) -> None:
             if now.doing == training_progress.EVALUATED:
                 print(now, file=sys.stderr)
                 return

@@ -82,8 +82,9 @@ class Run:
             self.rule.admit(row, entry.seed)
             for processors in (self.processors, self.reading.processors):
                 assert isinstance(processors, RequestProcessors)
-                processors.admit(row, entry.processors, entry.limit)
-            self.schedule.admit(row, entry.limit)
+                processors.admit(row, entry.processors, entry.limit, entry.alike)
+            self.schedule.most = self.processors.max_rollback
+            self.schedule.admit(row, entry.limit, entry.seeded and self.report.verification in ("token", "block"))
             self.dead_ends.admit(row)
         if coming:
             self.target.admit(self.batch, list(coming))
@@ -111,8 +112,6 @@ class Run:
         told += [] if self.places is None else [self.places]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
-        if not done.finished and self.schedule.rests(self.batch):
-            self.drafter.pause(self.batch)
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase of the report."""

@@ -1,7 +1,5 @@
 """What a pair's config records of two loaded models and their tokenizers."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.drafting.suffix_pool import vocabulary_digest
 from hf_specx.validation.models import tokens_of_another_meaning
 
 from .pair_config import ModelSource, TokenizerFacts
@@ -97,6 +96,5 @@ def tokenizer_facts(
     if draft_tokenizer is not None and not shared:
         tokens_of_another_meaning(tokenizer, draft_tokenizer)
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    vocabulary = tokenizer.get_vocab()
-    digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-    return TokenizerFacts("one" if shared else "content", len(vocabulary), special, digest)
+    tokens = len(tokenizer.get_vocab())
+    return TokenizerFacts("one" if shared else "content", tokens, special, vocabulary_digest(tokenizer))

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from hf_specx.common.errors import require
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.pair_config import PairConfig
-from hf_specx.pairs.complete import processes
 from hf_specx.pairs.pair import DraftTargetPair
+from hf_specx.pairs.shares import processes
 
 from .checkpoints import (
     TEXTS,
@@ -32,22 +32,22 @@ from .checkpoints import (
 from .first_draft import merged, trainable_copy
 from .held_out import alpha, estimate, measure_alpha
 from .progress import EVALUATED, Bar, Tell
-from .prompts import SHARE, Prompts
+from .prompts import HELD_OUT_SHARE, GivenPrompts
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .run import TrainingRun
-from .start import Start, check_start
+from .start import TrainingStart, check_start
 from .texts import Phases, Writer, fingerprint_of
 
 
 def distill(
     target: PreTrainedModel,
     draft: PreTrainedModel | str,
-    prompts: Prompts,
+    prompts: GivenPrompts,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     draft_tokenizer: PreTrainedTokenizerBase | None = None,
-    held_out: float | Prompts = SHARE,
+    held_out: float | GivenPrompts = HELD_OUT_SHARE,
     folder: str | Path | None = None,
     progress: Tell | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -68,7 +68,7 @@ def distill(
         draft_tokenizer: the draft's own, to be compared token by token; without it only sizes are compared.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
-        progress: called with a `Progress` as work is done; None shows a bar on stderr.
+        progress: called with a `TrainingProgress` as work is done; None shows a bar on stderr.
         callbacks: further ones of the Trainer.
         command: what the card says that the draft was made by.
         **options: of `TrainingRecipe`, such as `loss`, `temperature`, `phases`, `lora`.
@@ -87,7 +87,7 @@ def distill(
 
 @contextmanager
 def _working(
-    start: Start, recipe: TrainingRecipe, folder: str | Path | None, progress: Tell | None
+    start: TrainingStart, recipe: TrainingRecipe, folder: str | Path | None, progress: Tell | None
 ) -> Iterator[tuple[TrainingRun, Path]]:
     """A training that can begin, and its folder; random numbers are as before in the end."""
     told = "several processes need folder=, one that all of them can read."
@@ -112,7 +112,7 @@ class _Made(NamedTuple):
     steps: int
 
 
-def _train(run: TrainingRun, start: Start, folder: Path, callbacks: list[TrainerCallback]) -> _Made:
+def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list[TrainerCallback]) -> _Made:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     from .trainer import DistillationTrainer, alphas_of, training_arguments  # takes a second to import
 
@@ -143,7 +143,7 @@ def _train(run: TrainingRun, start: Start, folder: Path, callbacks: list[Trainer
 
 
 def _result(
-    made: _Made, run: TrainingRun, start: Start, tokenizer: PreTrainedTokenizerBase | None, command: str
+    made: _Made, run: TrainingRun, start: TrainingStart, tokenizer: PreTrainedTokenizerBase | None, command: str
 ) -> Distilled:
     """The pair, and α before and after; the card says how it came about."""
     config = PairConfig(model_facts(start.target), replace(model_facts(made.draft), name=None, subfolder="draft"))
@@ -154,7 +154,7 @@ def _result(
     return result
 
 
-def prepare_folder(folder: Path, recipe: TrainingRecipe, start: Start) -> None:
+def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -> None:
     """Check that a folder has room, and nothing but what an interrupted training of this kind has left."""
     if processes().is_main_process:
         check_space(folder, start.draft.num_parameters(), start.draft.dtype.itemsize)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 
-from .recipe import LAYERS
+from .recipe import LAYERS_PREFIX
 
 
 PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
@@ -31,10 +31,9 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
         if isinstance(value, list) and len(value) == all_layers:
             setattr(text, name, value[:count])  # such as layer_types
     text.num_hidden_layers = count
-    told = (
-        f"'{LAYERS}{count}': a {type(target).__name__} of {count} layers is not the first {count} of this one; give "
-    )
-    told += "a draft model instead."
+    given = f"'{LAYERS_PREFIX}{count}'"
+    told = f"{given}: a {type(target).__name__} of {count} layers is not the first {count} of this one; give a draft "
+    told += "model instead."
     try:
         draft: Any = type(target)(config).to(dtype=target.dtype, device=target.device)  # type: ignore[call-arg]
         draft.load_state_dict(layers.state_dict())

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 
 @dataclass
-class Progress:
+class TrainingProgress:
     """How far a training is.
 
     Attributes:
@@ -49,7 +49,7 @@ class Progress:
         return ", ".join(parts)
 
 
-Tell = Callable[[Progress], object]
+Tell = Callable[[TrainingProgress], object]
 EVALUATED = "evaluated"  # `doing`, when a new α is known
 
 
@@ -60,7 +60,7 @@ class Bar:
         self.bar: Any = None
         self.shown: tuple[int, str] | None = None
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: TrainingProgress) -> None:
         """Show how far the training is."""
         if progress.doing == EVALUATED:
             self.close()

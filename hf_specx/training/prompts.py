@@ -9,8 +9,8 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import brief, is_int, require
 
 
-Prompts = Sequence[str] | Sequence[Sequence[int]]
-SHARE = 0.2
+GivenPrompts = Sequence[str] | Sequence[Sequence[int]]
+HELD_OUT_SHARE = 0.2
 MOST_HELD_OUT = 256  # held-out prompts that a share of very many gives
 
 
@@ -22,7 +22,7 @@ class Split(NamedTuple):
     test: list[list[int]]
 
 
-def encode_prompts(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[list[int]]:
+def encode_prompts(prompts: GivenPrompts, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[list[int]]:
     """Token ids of texts, or of what are token ids already.
 
     Raises:
@@ -71,7 +71,9 @@ def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -
     if isinstance(held_out, list):
         apart = held_out
     else:
-        told = f"held_out={held_out} is no share between 0 and 1; give one like {SHARE}, or a list of prompts."
+        told = (
+            f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or a list of prompts."
+        )
         require(0 < held_out < 1, told)
         count = min(round(held_out * len(prompts)), MOST_HELD_OUT)
         apart = [prompts[number * len(prompts) // count] for number in range(count)]

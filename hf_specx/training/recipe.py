@@ -9,7 +9,7 @@ from hf_specx.measure.checks import check_sampling
 
 
 LOSS_NAMES = ("lk", "log_acceptance", "total_variation", "forward_kl", "reverse_kl", "jsd")  # see `losses`
-LAYERS = "layers:"
+LAYERS_PREFIX = "layers:"
 RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
 SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
 SET_BY_DISTILL += ["seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model"]
@@ -123,8 +123,8 @@ def first_layers_wanted(draft: Any) -> int | None:
     Raises:
         ValueError: N is no number.
     """
-    if not isinstance(draft, str) or not draft.startswith(LAYERS):
+    if not isinstance(draft, str) or not draft.startswith(LAYERS_PREFIX):
         return None
-    number = draft.removeprefix(LAYERS)
+    number = draft.removeprefix(LAYERS_PREFIX)
     require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
     return int(number)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_specx.drafting.costs import Costs
 
 from .held_out import predicted_speedup
-from .progress import Progress, Tell
+from .progress import Tell, TrainingProgress
 from .recipe import TrainingRecipe
 from .texts import Text
 
@@ -36,10 +36,10 @@ class TrainingRun:
     validation: Sequence[Text] = ()
     start: float = 0.0
     costs: Costs = field(default_factory=Costs)
-    progress: Progress = field(init=False)
+    progress: TrainingProgress = field(init=False)
 
     def __post_init__(self) -> None:
-        self.progress = Progress(self.recipe.phases)
+        self.progress = TrainingProgress(self.recipe.phases)
 
     def tell(self, doing: str, done: int = 0, total: int = 0) -> None:
         """Tell the listener what is being done, and how much of it is."""

@@ -8,14 +8,14 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device
 from hf_specx.measure.inputs import Inputs
 from hf_specx.measure.study import Study
-from hf_specx.measure.tune import Loaded, measure_draft
+from hf_specx.measure.tune import Loaded, LoadedDraft, measure_draft
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .recipe import TrainingRecipe
 
 
-RUNS = 3  # of plain and of speculative generation at each batch size
+PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 def measure_pair(
@@ -36,11 +36,13 @@ def measure_pair(
         command: what the measurements say that they were made by.
         advance: called after each generation with how many there are in all.
     """
-    options, runs = recipe.generate_options, range(RUNS)
-    study = Study(batches=batches, options=options, repeats=RUNS, seed=recipe.seed, command=command)
-    target, draft = (Loaded(model, pair.tokenizer, model_facts(model)) for model in pair.models)
+    options, runs = recipe.generate_options, range(PAIR_RUNS)
+    study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=recipe.seed, command=command)
+    own, trained = pair.models
+    target = Loaded(own, pair.tokenizer, model_facts(own))
+    draft = LoadedDraft(trained, pair.tokenizer, model_facts(trained))
     inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in runs] for rows in batches}
-    total = study.learning + 2 * (RUNS + 1) * len(batches)
+    total = study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
     measure_draft(target, draft, inputs, study, pair.config, lambda: advance(total))
     pair.strategy = pair._strategy()
 

@@ -10,11 +10,11 @@ from hf_specx.hub.markdown import code
 from hf_specx.validation.models import check_pair, check_target
 
 from .first_draft import draft_of_first_layers
-from .prompts import Prompts, Split, check_lengths, encode_prompts, split_prompts
+from .prompts import GivenPrompts, Split, check_lengths, encode_prompts, split_prompts
 from .recipe import TrainingRecipe, first_layers_wanted
 
 
-class Start(NamedTuple):
+class TrainingStart(NamedTuple):
     """Both models, and the prompts.
 
     Attributes:
@@ -40,11 +40,11 @@ class Start(NamedTuple):
 def check_start(
     target: PreTrainedModel,
     draft: Any,
-    prompts: Prompts,
-    held_out: float | Prompts,
+    prompts: GivenPrompts,
+    held_out: float | GivenPrompts,
     tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None],
     recipe: TrainingRecipe,
-) -> Start:
+) -> TrainingStart:
     """Check models and prompts.
 
     Args:
@@ -64,10 +64,10 @@ def check_start(
     own = unwrapped(draft) if layers is None else draft_of_first_layers(target, layers)
     check_pair(target, own, tokenizers[0], tokenizers[1] if layers is None else tokenizers[0])
 
-    def encoded(given: Prompts, name: str) -> list[list[int]]:
+    def encoded(given: GivenPrompts, name: str) -> list[list[int]]:
         found = encode_prompts(given, tokenizers[0], name)
         check_lengths(found, [target, own], recipe.max_new_tokens, name)
         return found
 
     apart = held_out if isinstance(held_out, float | int) else encoded(held_out, "held_out")
-    return Start(target, own, layers, split_prompts(encoded(prompts, "prompts"), apart))
+    return TrainingStart(target, own, layers, split_prompts(encoded(prompts, "prompts"), apart))

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.devices import execution_device
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine.requests import Request
-from hf_specx.pairs.complete import gathered, processes
+from hf_specx.pairs.shares import gathered, processes
 from hf_specx.strategy import SpeculativeDecoding
 
 from .recipe import TrainingRecipe
@@ -77,7 +77,9 @@ class Writer:
         seeds = [seed_of(self.recipe.seed, name, number) for number in range(len(prompts))]
         numbered = [(number, Request(prompts[number], seed=seed)) for number, seed in enumerate(seeds)]
 
-        def share(mine: list[tuple[int, Request]]) -> list[tuple[int, list[int]]]:
+        def share() -> list[tuple[int, list[int]]]:
+            state = processes()
+            mine = numbered[state.process_index :: state.num_processes]
             found = []
             each = self.strategy.generate_many(self.target, [r for _, r in mine], batch_size=ROWS, **options)
             for done in each:
@@ -90,7 +92,7 @@ class Writer:
         started, trains = time.perf_counter(), self.draft.training
         self.draft.eval()
         try:
-            new = dict(gathered(share, numbered))
+            new = dict(gathered(share))
         finally:
             self.draft.train(trains)
         texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]

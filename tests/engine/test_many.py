@@ -205,8 +205,6 @@ def test_a_short_prompt_beside_a_draft_that_rested():
 
         def observe(self, done):
             self.drafter.observe(done)
-            if done.stay is None and not done.finished:
-                self.drafter.pause(done.batch)
 
     expected = [alone(target, request, **options) for request in asked]
     drafter = Sometimes(SampledCandidateGenerator(near(target, 0.1)))
@@ -249,16 +247,4 @@ def test_arguments_that_are_refused(options: dict, told: str):
     target = tiny()
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
-    assert not forwards.ids
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"layout": "padded"}, "ragged layout alone.*'padded'"), ({"compile": True}, "compile=True does not fill rows")],
-)
-def test_rows_that_cannot_be_filled_again(options: dict, told: str):
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.2), **options)
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
-        list(strategy.generate_many(target, [[1]], **GREEDY))
     assert not forwards.ids

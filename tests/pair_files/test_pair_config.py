@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from hf_specx import Costs
-from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, TokenizerFacts
+from hf_specx.pair_files.pair_config import (
+    WEIGHTLESS,
+    Measurement,
+    ModelSource,
+    PairConfig,
+    SavedCosts,
+    TokenizerFacts,
+)
 
 
 TIMES = {"target": {"1": 1.0, "5": 1.5, "9": 2.0}, "draft": 0.25}
@@ -45,7 +52,7 @@ def test_round_trip(tmp_path: Path):
     (tmp_path / "c.json").write_text(config.to_text(), encoding="utf-8")
     assert PairConfig.from_file(tmp_path / "c.json") == config
     defaults = PairConfig(ModelSource(), ModelSource(subfolder="draft"))
-    others = [x.name for x in fields(config) if x.name not in ("schema", "suffix")]  # with a model there is none
+    others = [x.name for x in fields(config) if x.name not in ("schema", *WEIGHTLESS)]  # with a model there is none
     assert all(getattr(config, name) != getattr(defaults, name) for name in others)
 
 
@@ -75,7 +82,7 @@ def test_text_is_plain_and_stable():
     text = full().to_text()
     assert text.endswith("}\n")
     assert "日本" in text
-    assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name != "suffix"]
+    assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name not in WEIGHTLESS]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from training_cases import trained
 from transformers import TrainerCallback
 
-from hf_specx.pairs.complete import processes
+from hf_specx.pairs.shares import processes
 
 
 class Kill(TrainerCallback):
