@@ -19,7 +19,7 @@ from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.costs import SHARE, Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.attached import attached
@@ -35,8 +35,8 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.entry import check_withheld
-from hf_specx.validation.many import check_many, check_queue
+from hf_specx.validation.entry import AskedSignature, check_withheld
+from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
 
@@ -56,9 +56,9 @@ class SpeculativeDecoding:
             list of these with at most one that runs forwards, as `[SuffixDraft(), draft_model]`: each row and round
             takes its candidates from the one that promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
-            expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
-            first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
-            of the draft's `generation_config`; "auto" gives way to it.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
             "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
@@ -92,7 +92,7 @@ class SpeculativeDecoding:
     def __init__(
         self,
         draft_model: AnyDraft | Sequence[AnyDraft],
-        *,
+        *misplaced: Any,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
         layout: str = "auto",
@@ -116,10 +116,9 @@ class SpeculativeDecoding:
             "costs": costs,
         }
         draft_model = unwrapped_draft(draft_model)
-        check_options(options, unknown, draft_model)
+        check_options(options, unknown, draft_model, len(misplaced))
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.compile = compile
-        self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
+        self.compile, self.verification, self.streamer, self.stream_by = compile, verification, streamer, stream_by
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
@@ -127,6 +126,13 @@ class SpeculativeDecoding:
         self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
+
+    def __repr__(self) -> str:
+        shown = "num_draft_tokens", "verification", "layout", "compile"
+        told = (type(self.draft_model).__name__, *(f"{name}={getattr(self, name)!r}" for name in shown))
+        return f"SpeculativeDecoding({', '.join(told)})"
+
+    __signature__ = AskedSignature()
 
     @torch.no_grad()
     def __call__(
@@ -167,7 +173,7 @@ class SpeculativeDecoding:
         seeds: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
-        """As `__call__`, with what transformers does not pass on; the streamer is ended by the caller."""
+        """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
         user_cache: Any = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
@@ -202,7 +208,8 @@ class SpeculativeDecoding:
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
 
         Args:
-            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            model: the target. Rows are filled again in the ragged layout; encoder-decoders and models that take other
+                layouts complete whole batches, and the report says why.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
@@ -220,7 +227,7 @@ class SpeculativeDecoding:
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_many(batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = make_drafter(self.draft_model, model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
@@ -255,7 +262,7 @@ class SpeculativeDecoding:
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
-            check_queue(plan.layout, plan.draft_layout, plan.reason, plan.compiled)
+            plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
         given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
@@ -263,12 +270,14 @@ class SpeculativeDecoding:
         self.report = run.report
         return run, plan
 
-    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
-        """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
+    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
+        """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule
+        return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""

@@ -14,6 +14,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 
 from .costs import Costs
+from .prior import ForwardSize, size_of
 
 
 @dataclass
@@ -109,6 +110,10 @@ class Drafter(Protocol):
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None
+
+    def size(self) -> ForwardSize | None:
+        """What `cost` computes, by which it can be told before it is timed; None if only timing tells."""
+        return None if self.model is None else size_of(self.model)
 
 
 def no_candidates(batch: Batch) -> Draft:

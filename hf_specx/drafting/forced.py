@@ -16,6 +16,7 @@ from hf_specx.sampling.rewindable import only_token
 from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
+from .prior import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -177,3 +178,6 @@ class ForcedDrafter(Drafter):
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return self.inner.cost(batch)
+
+    def size(self) -> ForwardSize | None:
+        return self.inner.size()

@@ -14,6 +14,7 @@ from hf_specx.sampling.rules import RejectionRule
 from .costs import Costs
 from .draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
 from .drafter import Drafter, Reading
+from .prior import NOTHING, ForwardSize
 from .suffix import ASSUMED
 
 
@@ -112,6 +113,10 @@ class SeveralDrafts(Drafter):
         """That of the model; without one that of the first part that has any."""
         parts = self.others if self.costly is None else [self.costly]
         return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
+
+    def size(self) -> ForwardSize | None:
+        """Of the same."""
+        return NOTHING if self.costly is None else self.costly.size()
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
         """[R], candidates of each row at most, from whichever part."""

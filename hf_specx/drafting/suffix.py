@@ -16,6 +16,7 @@ from hf_specx.sampling.rules import RejectionRule
 from .costs import RoundTimes
 from .draft_length import HASTE, ON
 from .drafter import Drafter, Reading, no_candidates
+from .prior import NOTHING, ForwardSize
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -86,6 +87,10 @@ class SuffixDraft(Drafter):
     def cost(self, batch: Batch) -> Callable[[int], object]:
         """Nothing; but that forwards of the target are timed."""
         return lambda _: None
+
+    def size(self) -> ForwardSize:
+        """Nothing."""
+        return NOTHING
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""

@@ -80,10 +80,8 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> result = hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16)
-        >>> result.passed
+        >>> hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16).passed
         True
-        >>> result.save("check.json")
     """
     sampling = temperature, top_p, top_k
     sizes, names = tuple(batch_sizes), tuple(verifications)

@@ -45,8 +45,8 @@ def complete(
     Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair
     (on an accelerator by `device_map="cuda"`, say). Without `out` all get every text; one that has finished waits for
     the others, at most for the timeout of the process group, and an error in one is raised in all. With `out` they
-    need not be started together, and need only see the same file; what a process leaves that dies, or has an error,
-    the others complete.
+    need not be started together, only on one machine; what a process leaves that dies, or has an error, the others
+    complete.
 
     With `out` each text is in the file as soon as it is known, and nothing is lost when the call is interrupted, even
     by SIGKILL: the same call goes on from there. Prompts are read one by one, and 8 bytes are kept for each. A prompt
@@ -105,6 +105,7 @@ def _to_file(work: Completer, texts: Iterable[str], file: ResultsFile) -> Path:
         claims, refused = Claims(texts, results), 0
         with Progress(total, results.count, work.meter) as progress:
             while claims.left():
+                progress.update(results.count)
                 for done in work(claims):
                     results.append(done)
                     refused += done.error is not None

@@ -1,6 +1,5 @@
 """Prompts to texts: their rows are filled again as they end, or else whole batches are completed."""
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.errors import is_int, require
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.requests import Completion, Request
+from hf_specx.engine.requests import Completion, Request, Waiting
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.rows import MAX_SEED
 
@@ -20,7 +19,7 @@ from .results import CompletedText, NumberedText
 
 
 EMPTY = "is empty, and the tokenizer puts nothing before it"
-MAX_PROMPTS = 2**40
+MAX_PROMPTS = 2**40  # so many seeds are left after the first
 OF_ONE_CALL = (
     "inputs",
     "input_ids",
@@ -105,18 +104,18 @@ class Completer:
             self.in_batches = True
             return
         for done in itertools.chain(first, completions):
-            if done.error is not None and not self._fits(strategy, options, taken[done.index]):
+            self.fits = self.fits or done.error is None
+            if not self.fits and not self._fits(options, taken[done.index]):
                 self.in_batches = True
                 return
             yield self._completed(taken.pop(done.index), done)
         self.pair.report = strategy.report
 
-    def _fits(self, strategy: SpeculativeDecoding, options: dict[str, Any], refused: NumberedText) -> bool:
+    def _fits(self, options: dict[str, Any], refused: NumberedText) -> bool:
         """Whether a prompt was refused for its own sake: then its first token alone is not."""
-        ids = self.token_ids(refused.text)[:1]
-        if ids and not self.fits:
-            (alone,) = copy.copy(strategy).generate_many(self.pair.target, [Request(ids, seed=0)], **options)
-            self.fits = alone.error is None
+        options = {"tokenizer": self.tokenizer} | options
+        ids, most = self.token_ids(refused.text)[:1], options.pop("max_batch_tokens", None)
+        self.fits = bool(ids) and Waiting(self.pair.target, [Request(ids, seed=0)], options, most).peek() is not None
         return self.fits or not ids
 
     def _requests(self, prompts: Iterator[NumberedText], taken: dict[int, NumberedText]) -> Iterator[Request]:
@@ -156,7 +155,7 @@ class Completer:
         report = self.pair.report
         assert report is not None
         self.meter.add(report.emitted, report.drafted, report.accepted)
-        new = output if decodes else output[:, inputs["input_ids"].shape[1] :]
+        new = output[:, 1 if decodes else inputs["input_ids"].shape[1] :]
         return self.tokenizer.batch_decode(new, skip_special_tokens=True)
 
     def token_ids(self, text: str) -> list[int]:

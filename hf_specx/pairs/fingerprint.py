@@ -1,6 +1,7 @@
 """What a text depends on, in a few words: so that a file of results is continued by the same call alone."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,7 +24,7 @@ def digest_of(parts: Iterable[bytes]) -> str:
 
 def weights_digest(model: PreTrainedModel) -> str:
     """Tells one model from another by its config and the first numbers of each weight that is at hand."""
-    parts = [model.config.to_json_string()]
+    parts = [json.dumps(plain_value(model.config))]
     for name, weight in model.named_parameters():
         numbers = [] if weight.device.type == "meta" else weight.detach().flatten()[:NUMBERS].tolist()
         parts += [f"{name} {tuple(weight.shape)}", repr(numbers)]

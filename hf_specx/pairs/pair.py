@@ -66,6 +66,12 @@ class DraftTargetPair:
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
 
+    def __repr__(self) -> str:
+        """Both models, and where they were loaded from."""
+        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
+        named = [f"{type(x).__name__} {getattr(x, 'name_or_path', '') or ''}".strip() for x in (self.target, *drafts)]
+        return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
+
     @property
     def target(self) -> PreTrainedModel:
         """The target; it cannot be replaced, make another pair instead."""

@@ -196,13 +196,16 @@ class ResultsFile:
                 assert found is not None
                 starts[found[0]] = position
                 position += len(line)
-            with self._told_of_errors(new), open(new, "wb") as in_order:
-                for start in starts:
-                    unsorted.seek(start)
-                    in_order.write(unsorted.readline())
-                in_order.flush()
-                os.fsync(in_order.fileno())
-        os.replace(new, self.path)
+            try:
+                with self._told_of_errors(new), open(new, "wb") as in_order:
+                    for start in starts:
+                        unsorted.seek(start)
+                        in_order.write(unsorted.readline())
+                    in_order.flush()
+                    os.fsync(in_order.fileno())
+                os.replace(new, self.path)
+            finally:
+                new.unlink(missing_ok=True)  # there is still one after an error only
 
 
 def sidecar_of(path: Path) -> Path:

@@ -67,13 +67,11 @@ class Claims:
 
 def turns(count: int) -> Iterator[int]:
     """The numbers below `count`, each for the one process that comes to it first."""
-    state, call = processes(), next(CALLS)
+    state, key = processes(), f"hf_specx/turns/{next(CALLS)}"
     if not in_group():  # one process, or several on a kind of device that torch has no group for
-        yield from range(state.process_index, count, state.num_processes)
-        return
+        return iter(range(state.process_index, count, state.num_processes))
     store = _get_default_store()
-    while (number := store.add(f"hf_specx/turns/{call}", 1) - 1) < count:
-        yield number
+    return itertools.takewhile(lambda number: number < count, (store.add(key, 1) - 1 for _ in itertools.count()))
 
 
 def gathered(work: Callable[[], Iterable[Any]]) -> list[Any]:

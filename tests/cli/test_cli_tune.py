@@ -150,7 +150,7 @@ def test_options_reach_the_study(folders, monkeypatch):
         (["DRAFT", "--out", "USED/file/new/pair"], "(Not a directory); name another place"),
         (["DRAFT", "--overwrite"], "--overwrite is for saving"),
         (["DRAFT", "--inside"], "--inside is for saving"),
-        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is not above 0"),
         (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
         (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
     ],
