@@ -189,8 +189,9 @@ def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
     if call.shared or plan.compiled:
         return None
     target, draft = size_of(run.target.model), run.drafter.size()
-    known = target is not None and draft is not None
-    return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device) if known else None
+    if target is None or draft is None:
+        return None
+    return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
 def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:
