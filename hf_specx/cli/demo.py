@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 DEMO_BATCHES = (1, 8)
 SPECULATIVE = "speculative"
-WORDS = {PLAIN_NAME: "plain generate", STOCK_NAME: "transformers' assisted decoding", SPECULATIVE: "speculative sampling"}
+WORDS = {
+    PLAIN_NAME: "plain generate",
+    STOCK_NAME: "transformers' assisted decoding",
+    SPECULATIVE: "speculative sampling",
+}
 NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
 
 
@@ -74,7 +78,10 @@ def time_ways(session: "Session", inputs: Inputs) -> dict[str, Timing]:
     """The runs of all ways that take a batch of this size."""
     pair, rows = session.pair, len(inputs["input_ids"])
     target, draft = pair.target, next(iter(pair.models[1:]), None)
-    ways = {PLAIN_NAME: Contender(PLAIN_NAME, target), SPECULATIVE: Contender(SPECULATIVE, target, strategy=pair.strategy)}
+    ways = {
+        PLAIN_NAME: Contender(PLAIN_NAME, target),
+        SPECULATIVE: Contender(SPECULATIVE, target, strategy=pair.strategy),
+    }
     if rows == 1 and draft is not None:
         ways[STOCK_NAME] = Contender(STOCK_NAME, target, draft)
     with progress(f"batch {rows}, all ways in turns", len(ways) * (1 + session.repeats)) as advance:
