@@ -36,7 +36,7 @@ from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.entry import AskedSignature, check_withheld
-from hf_specx.validation.many import check_many, check_queue
+from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
 
@@ -208,7 +208,8 @@ class SpeculativeDecoding:
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
 
         Args:
-            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            model: the target. Rows are filled again in the ragged layout; encoder-decoders and models that take other
+                layouts complete whole batches, and the report says why.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
@@ -226,7 +227,7 @@ class SpeculativeDecoding:
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_many(batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = make_drafter(self.draft_model, model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
@@ -261,7 +262,7 @@ class SpeculativeDecoding:
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
-            check_queue(plan.layout, plan.draft_layout, plan.reason, plan.compiled)
+            plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
         given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
@@ -269,13 +270,14 @@ class SpeculativeDecoding:
         self.report = run.report
         return run, plan
 
-    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
-        """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
+    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
+        """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
         self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule
+        return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""

@@ -79,10 +79,8 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> result = hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16)
-        >>> result.passed
+        >>> hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16).passed
         True
-        >>> result.save("check.json")
     """
     sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
     settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)

@@ -248,15 +248,3 @@ def test_arguments_that_are_refused(options: dict, told: str):
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
     assert not forwards.ids
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({"layout": "padded"}, "ragged layout alone.*'padded'"), ({"compile": True}, "compile=True does not fill rows")],
-)
-def test_rows_that_cannot_be_filled_again(options: dict, told: str):
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.2), **options)
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
-        list(strategy.generate_many(target, [[1]], **GREEDY))
-    assert not forwards.ids
