@@ -263,7 +263,7 @@ def _measurement(
         verification=report.verification,
         num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(number),
         layout=report.layout,
-        cost_coefficient=strategy.costs.cost_coefficient(size),
+        cost_coefficient=strategy.costs.cost_coefficient(size) or None,  # 0 where a draft runs no forwards
         tokens_per_round=ratios.pop("mean_acceptance_length"),
         **ratios,
         hardware=hardware(execution_device(target)),
