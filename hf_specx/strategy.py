@@ -206,11 +206,10 @@ class SpeculativeDecoding:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
-        One whose own processors keep state is a batch of its own.
 
         Args:
-            model: the target. Rows are filled again in the ragged layout, also compiled; encoder-decoders and models that take other
-                layouts complete whole batches, and the report says why.
+            model: the target. Rows are filled again in the ragged layout, also compiled; encoder-decoders and models
+                that take other layouts complete whole batches, and the report says why.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
