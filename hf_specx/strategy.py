@@ -206,7 +206,6 @@ class SpeculativeDecoding:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
-        One whose own processors keep state is a batch of its own.
 
         Args:
             model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
