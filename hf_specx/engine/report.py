@@ -7,6 +7,7 @@ from typing import Any
 from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
+from hf_specx.drafting.drafter import TokenizerMatch
 
 from .history import RoundRecord
 
@@ -15,7 +16,14 @@ REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds
 REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged", "accepted"]
 REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources", "drafted_per_position"]
 REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
-REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
+REPORTED += [
+    "tokens_per_round",
+    "tokenizer_match",
+    "cost_coefficient",
+    "expected_speedup",
+    "forward_limited_speedup",
+    "seconds",
+]
 
 
 @dataclass
@@ -35,6 +43,7 @@ class SpeculationReport:
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        matching: how the draft's tokens became the target's; None if both have the same tokenizer.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
     """
 
@@ -52,6 +61,7 @@ class SpeculationReport:
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
     compilations: int = 0
+    matching: TokenizerMatch | None = None
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -220,6 +230,11 @@ class SpeculationReport:
         return sum(r.gained for r in rounds) / len(rounds) if rounds else 1.0
 
     @property
+    def tokenizer_match(self) -> dict[str, Any] | None:
+        """`matching` as plain values."""
+        return None if self.matching is None else self.matching._asdict()
+
+    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -266,6 +281,8 @@ class SpeculationReport:
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
+        if self.matching is not None:
+            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

@@ -10,6 +10,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.matching import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 
@@ -37,6 +38,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
+    _one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
     _one_of("stream_by", options["stream_by"], STREAM_BY)
     compile = options["compile"]
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
