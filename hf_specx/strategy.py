@@ -53,10 +53,9 @@ class SpeculativeDecoding:
     "coupled" its text is that of plain `generate` for this row alone under `torch.manual_seed` of its seed.
 
     Args:
-        draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads the text alone;
+        draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
             `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
-            forwards, as `[SuffixDraft(), draft_model]`: each row and round takes its candidates from the one that
-            promises more tokens a second, by what was kept so far.
+            forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
             first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
@@ -125,8 +124,7 @@ class SpeculativeDecoding:
         draft_model = unwrapped_draft(draft_model)
         check_options(options, unknown, draft_model)
         self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.compile = compile
-        self.verification, self.streamer, self.stream_by = verification, streamer, stream_by
+        self.verification, self.streamer, self.stream_by, self.compile = verification, streamer, stream_by, compile
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None

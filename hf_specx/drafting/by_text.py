@@ -73,7 +73,7 @@ class TextDrafter(Drafter):
                     break
         written = torch.stack(columns, 1).tolist()
         for row, tokens in zip(batch.rows, written, strict=True):
-            text.ids[row] += tokens  # kept as far as they turn out to be the text
+            text.translations[row].ids += tokens  # kept as far as they turn out to be the text
         return [tokens[:number] for tokens, number in zip(written, numbers.tolist(), strict=True)]
 
     def _in_target(self, tokens: list[int]) -> list[int]:

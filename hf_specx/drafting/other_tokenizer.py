@@ -20,27 +20,72 @@ from .vocabulary_map import VocabularyMap
 LONGEST_OPEN = 32  # bytes that are written anew when more follow
 
 
-class OwnText(Decoder):
-    """The decoder of a draft over a text of its own, which follows that of the target token by token.
+class Translation:
+    """The tokens that one row of the target has emitted, in the draft's tokens, while it grows and is taken back.
 
     Each token of the target that the draft has as well is one of its own. Others are written in the draft's tokens
     from their bytes, together with such bytes directly before them; a boundary lies after each common token and before
-    each space. Where that changes what was fed, the cache is rolled back to the first token that differs, never before
-    the last boundary.
+    each space. Nothing before the last boundary changes when more is added.
+
+    Args:
+        vocabularies: what the tokens mean.
+        to_draft: by the target's ids, the draft's token that stands for it wherever it is; -1 for none.
+
+    Attributes:
+        ids: the draft's tokens.
+        states: after each token of the target how many of the draft's come before the last boundary, and the bytes
+            after it.
+    """
+
+    def __init__(self, vocabularies: VocabularyMap, to_draft: list[int]):
+        self.draft, self.target, self.to_draft = vocabularies.draft, vocabularies.target, to_draft
+        self.ids: list[int] = []
+        self.states: list[tuple[int, bytes]] = [(0, b"")]
+
+    @property
+    def count(self) -> int:
+        """How many tokens of the target it has."""
+        return len(self.states) - 1
+
+    def extend(self, tokens: list[int]) -> int:
+        """Add tokens of the target; returns how many of the draft's tokens from before have stayed."""
+        start, text = self.states[-1]
+        found: list[int] = []
+        for token in tokens:
+            own, content = self.to_draft[token], self.target.joined([token])
+            if text and (own >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN):
+                found += self.draft.encode(text)
+                text = b""
+            if own >= 0:
+                found.append(own)
+            else:
+                text += content
+            self.states.append((start + len(found), text))
+        found += self.draft.encode(text) if text else []
+        pairs = zip(self.ids[start:], found, strict=False)
+        kept = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.ids[kept:] = found[kept - start :]
+        return kept
+
+    def keep(self, count: int) -> None:
+        """Only the first `count` tokens of the target are its text; `ids` follow when more is added."""
+        del self.states[count + 1 :]
+
+
+class OwnText(Decoder):
+    """The decoder of a draft over a text of its own, which follows that of the target token by token.
+
+    Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
 
     Args:
         inner: the decoder of the draft; it reads `own`.
         own: the draft's text: prompts so far.
-        vocabularies: what the tokens mean.
-        to_draft: by the target's ids, the draft's token that stands for it wherever it is; -1 for none.
+        vocabularies, to_draft: as for `Translation`.
     """
 
     def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap, to_draft: list[int]):
         self.inner, self.own, self.vocabularies, self.to_draft = inner, own, vocabularies, to_draft
-        rows = len(own.counts)
-        self.ids: list[list[int]] = [[] for _ in range(rows)]  # of each row, the draft's tokens after its prompt
-        # of each row, after each token of the target: the last boundary, and the bytes after it
-        self.states: list[list[tuple[int, bytes]]] = [[(0, b"")] for _ in range(rows)]
+        self.translations = [Translation(vocabularies, to_draft) for _ in own.counts]  # of all B rows
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -55,51 +100,26 @@ class OwnText(Decoder):
 
     def follow(self, batch: Batch, ahead: int) -> None:
         """Write what the draft has not read of the target's text, with `ahead` candidates, in the draft's tokens."""
-        wanted = [batch.counts[row] + ahead + 1 - len(self.states[row]) for row in batch.rows]
+        wanted = [batch.counts[row] + ahead - self.translations[row].count for row in batch.rows]
         most = max(wanted)
         texts = batch.last(most, ahead).tolist() if most else [[] for _ in wanted]
         new, counts = [], list(self.own.counts)
         for row, number, text in zip(batch.rows, wanted, texts, strict=True):
-            new.append(self._continue(row, text[most - number :]))
-            counts[row] = len(self.ids[row]) - len(new[-1])
-        self._write(new, counts)
-
-    def _continue(self, row: int, tokens: list[int]) -> list[int]:
-        """Add tokens of the target to a row; returns the draft's that stand after those that stay."""
-        states, draft = self.states[row], self.vocabularies.draft
-        start, text = states[-1]
-        boundary, found = start, list[int]()
-        for token in tokens:
-            own, content = self.to_draft[token], self.vocabularies.target.joined([token])
-            if text and (own >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN):
-                found += draft.encode(text)
-                text = b""
-            if own >= 0:
-                found.append(own)
-            else:
-                text += content
-            boundary = start + len(found)
-            states.append((boundary, text))
-        found += draft.encode(text) if text else []
-        before = self.ids[row][start:]
-        kept = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, found, strict=False)))
-        self.ids[row][kept:] = found[kept - start :]
-        self.inner.keep(row, kept)
-        return self.ids[row][kept:]
-
-    def _write(self, new: list[list[int]], counts: list[int]) -> None:
-        """Put the draft's new tokens after the first `counts` [B] of the rows."""
-        numbers = [len(tokens) for tokens in new]
+            translation = self.translations[row]
+            counts[row] = translation.extend(text[most - number :])
+            new.append(translation.ids[counts[row] :])
+            self.inner.keep(row, counts[row])
         if counts != self.own.counts:
             self.own.rewind(counts)
-        if most := max(numbers):
+        numbers = [len(tokens) for tokens in new]
+        if longest := max(numbers):
             device = self.own.ids.device
-            tokens = torch.tensor([row + [0] * (most - len(row)) for row in new], device=device)
+            tokens = torch.tensor([row + [0] * (longest - len(row)) for row in new], device=device)
             self.own.emit(tokens, torch.tensor(numbers, device=device), numbers)
 
     def keep(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
-        del self.states[row][count + 1 :]
+        self.translations[row].keep(count)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         self.inner.leave(rows, stay)
@@ -113,7 +133,7 @@ class OwnText(Decoder):
             self.own.widen(widest - self.own.width)
         for row, prompt in zip(rows, prompts, strict=True):
             self.own.replace(row, torch.tensor(prompt, device=self.own.ids.device))
-            self.ids[row], self.states[row] = [], [(0, b"")]
+            self.translations[row] = Translation(self.vocabularies, self.to_draft)
         self.inner.admit(self.own, rows)
 
     def rehearse(self, batch: Batch, count: int) -> None:
