@@ -27,7 +27,7 @@ from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
 
 
 SIZE = 2048
-WINDOW, ROWS, PEAK = 192, 4, 1e-3  # tokens of a window, windows of a step, learning rate
+WINDOW, ROWS, PEAK = 128, 4, 1e-3  # tokens of a window, windows of a step, learning rate
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 console = Console()
 
@@ -95,7 +95,7 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
     for rows in (1, 8):
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         counts: dict[str, list[float]] = {name: [0.0] * 4 for name in ways}
-        for turn in range(6 if rows == 1 else 3):
+        for turn in range(5 if rows == 1 else 2):
             prompts = windows(held_out, turn, seed=11, length=PROMPT_TOKENS, count=rows)
             inputs = {"inputs": prompts, "attention_mask": torch.ones_like(prompts)}
             options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
@@ -123,7 +123,7 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
 
 def main(
     work: Annotated[Path, typer.Option(help="where the tokenizer and the draft are kept")] = Path("build/other"),
-    steps: int = 3000,
+    steps: int = 600,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     trained_on, held_out = source_files()
