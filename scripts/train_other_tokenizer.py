@@ -57,7 +57,7 @@ def first_draft(target: PreTrainedModel, vocabularies: VocabularyMap) -> LlamaFo
         for number, content in enumerate(vocabularies.draft.contents):
             meant = vocabularies.to_target[number]
             spelled = [meant] if meant >= 0 else vocabularies.target.encode(content)
-            own[number] = embeddings[spelled].mean(0)
+            own[number] = embeddings[spelled].mean(0)  # type: ignore[operator]
     return draft
 
 

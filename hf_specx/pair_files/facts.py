@@ -17,9 +17,10 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
-from hf_specx.validation.models import tokens_of_another_meaning
+from hf_specx.drafting.matching import same_tokens
+from hf_specx.drafting.vocabulary_map import vocabulary_map
 
-from .pair_config import ModelSource, TokenizerFacts
+from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
@@ -84,19 +85,35 @@ def commit_of(model: PreTrainedModel) -> str | None:
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
-    """Compare two tokenizers token by token, and describe them.
+    """Compare two tokenizers token by token, and describe the first.
 
     Args:
         tokenizer: the target's.
         draft_tokenizer: the draft's; None, or the same object, where both models share one.
-
-    Raises:
-        ValueError: a token has another id in the other tokenizer, or is missing there.
     """
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
-    if draft_tokenizer is not None and not shared:
-        tokens_of_another_meaning(tokenizer, draft_tokenizer)
+    method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    vocabulary = tokenizer.get_vocab()
-    digest = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
-    return TokenizerFacts("one" if shared else "content", len(vocabulary), special, digest)
+    tokens = tokenizer.get_vocab()
+    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
+    return TokenizerFacts(method, len(tokens), special, digest)
+
+
+def draft_tokenizer_facts(
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+) -> DraftTokenizer | None:
+    """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens.
+
+    Raises:
+        ValueError: if it is not known what the tokens of one stand for.
+    """
+    if same_tokens(tokenizer, draft_tokenizer):
+        return None
+    assert tokenizer is not None
+    assert draft_tokenizer is not None
+    facts, sizes = tokenizer_facts(draft_tokenizer), (vocabulary(target), vocabulary(draft))
+    overlap = vocabulary_map(tokenizer, draft_tokenizer, sizes).overlap
+    return DraftTokenizer(facts.tokens, overlap, facts.special_tokens, facts.vocabulary)

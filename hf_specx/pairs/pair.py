@@ -32,9 +32,10 @@ class DraftTargetPair:
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model with the same vocabulary, a `SuffixDraft`, or a list of both.
-        tokenizer: of both models; None if texts are tokenized elsewhere.
+        draft: a smaller model, a `SuffixDraft`, or a list of both.
+        tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
+        draft_tokenizer: the draft's, where it has another one than the target.
 
     Attributes:
         strategy: the `SpeculativeDecoding` with the options of `generate`, and with the costs and acceptance that it
@@ -58,11 +59,12 @@ class DraftTargetPair:
         draft: PairDraft,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
         self._draft: PairDraft = unwrapped_draft(draft)
         check_entry(self.target, None)
-        self.tokenizer = self.draft_tokenizer = tokenizer
+        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
@@ -100,11 +102,8 @@ class DraftTargetPair:
     @classmethod
     def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
         """A pair made of what `load_pair` has loaded."""
-        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config)
+        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config, loaded.draft_tokenizer)
         pair.sources = loaded.sources
-        if loaded.draft_tokenizer is not None:
-            pair.draft_tokenizer = loaded.draft_tokenizer
-            pair.strategy = pair._strategy()
         return pair
 
     @classmethod

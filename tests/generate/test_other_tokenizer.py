@@ -4,15 +4,13 @@ Equality is met by any draft, so what the draft reads is compared with its own f
 it is fed is counted by hooks.
 """
 
-from itertools import pairwise
-
 import pytest
 import torch
 from other_tokens import KINDS, draft_of, target_of, texts, tokenizer_of
-from tiny import Forwards, near, prompts, tiny
+from tiny import Forwards
 from transformers import PreTrainedModel
 
-from hf_specx import Request, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.other_tokenizer import OwnText
 
 
@@ -27,7 +25,7 @@ PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES)
 SOME = ("byte-level", "byte fallback")
 
 
-def run(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
+def run(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings):
     torch.manual_seed(4)
     given = {} if strategy is None else {"custom_generate": strategy}
     return target.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
@@ -79,6 +77,7 @@ def test_equals_plain(kind: str, draft_kind: str, match: str):
 
 @pytest.mark.parametrize(("kind", "draft_kind"), PAIRS)
 def test_the_draft_has_read_its_own_text(kind: str, draft_kind: str, read_again: list[float]):
-    run(target_of(kind), texts(kind, 4), strategy_of(kind, draft_kind, tokenizer_match="tokens"), **SETTINGS["sampled"])
+    strategy = strategy_of(kind, draft_kind, tokenizer_match="tokens")
+    run(target_of(kind), texts(kind, 4), strategy, **SETTINGS["sampled"])
     assert len(read_again) > 40
     assert max(read_again) < 1e-3

@@ -4,8 +4,6 @@ As in `test_law`: fixed seeds, and over all choices of them some test of the rig
 probability 1e-4.
 """
 
-import copy
-from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -137,13 +135,3 @@ def test_wrong_variants_are_seen(monkeypatch: pytest.MonkeyPatch, verification: 
     monkeypatch.setattr(VocabularyMap, "logits", noted)
     monkeypatch.setattr(*CONTROLS[control])
     assert min(p_values(draw(verification, **LARGE), exact_distribution([]))) < 1e-8
-
-
-def stock(rows: int) -> torch.Tensor:
-    """The same by transformers' own path for drafts of another tokenizer, one row at a time."""
-    target, assistant = copy.deepcopy(models()[0]), copy.deepcopy(draft())
-    both = {"assistant_model": assistant, "tokenizer": tokenizer(OF_TARGET), "assistant_tokenizer": tokenizer(OF_DRAFT)}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "attention_mask": torch.ones_like(PROMPT)}
-    torch.manual_seed(0)
-    texts = [target.generate(PROMPT, **options, **both) for _ in range(rows)]
-    return torch.cat(texts)[:, PROMPT.shape[1] :][:, :DEPTH]

@@ -37,7 +37,8 @@ def _bpe(size: int, texts: list[str] = TEXTS, prefix: bool = False) -> PreTraine
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=["<end>", "<pad>", "<user>"], initial_alphabet=alphabet)
+    names = ["<end>", "<pad>", "<user>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=names, initial_alphabet=alphabet)
     made.train_from_iterator(texts * 9, trainer)
     special = {"eos_token": "<end>", "pad_token": "<pad>", "additional_special_tokens": ["<user>"]}
     return PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
@@ -75,7 +76,7 @@ def _fallback(size: int) -> PreTrainedTokenizerFast:
 
 
 def _word_piece(lowercase: bool = False) -> PreTrainedTokenizerFast:
-    """Of all characters, at the start of a word and inside, and the words that occur twice; its trainer is not seeded."""
+    """Of all characters, at the start of a word and inside, and words that occur twice; its trainer has no seed."""
     whole = " ".join(TEXTS).lower() if lowercase else " ".join(TEXTS)
     counts = Counter(re.findall(r"\w+", whole))
     words = [word for word, count in counts.items() if count > 1 and len(word) > 1]
@@ -111,11 +112,11 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
 
 
 @cache
-def target_of(kind: str, model_type: str = "llama") -> PreTrainedModel:
+def target_of(kind: str, **changes) -> PreTrainedModel:
     """A random target with as many tokens as this kind of tokenizer, which goes by the last token most."""
-    target = tiny(model_type, vocab_size=len(tokenizer_of(kind)))
+    target = tiny(vocab_size=len(tokenizer_of(kind)), **changes)
     for name, weight in target.named_parameters():
-        if any(part in name for part in ("o_proj", "down_proj", "c_proj")):
+        if any(part in name for part in ("o_proj", "down_proj")):
             weight.data *= 0.02
     return target
 
@@ -127,14 +128,14 @@ def vocabularies_of(kind: str, draft_kind: str) -> VocabularyMap:
 
 
 @cache
-def draft_of(kind: str, draft_kind: str, noise: float = 0.02, model_type: str = "llama") -> PreTrainedModel:
+def draft_of(kind: str, draft_kind: str, noise: float = 0.02, **changes) -> PreTrainedModel:
     """A draft with another kind of tokenizer that mostly agrees with `target_of(kind)`.
 
     It is the target with embeddings for the draft's own tokens: those of the target's that mean the same, or the mean
     of those that spell them.
     """
-    target, vocabularies = target_of(kind, model_type), vocabularies_of(kind, draft_kind)
-    draft = tiny(model_type, seed=1, vocab_size=len(tokenizer_of(draft_kind)))
+    target, vocabularies = target_of(kind, **changes), vocabularies_of(kind, draft_kind)
+    draft = tiny(seed=1, vocab_size=len(tokenizer_of(draft_kind)), **changes)
     own, weights = draft.state_dict(), target.state_dict()
     generator = torch.Generator().manual_seed(2)
     for name, weight in own.items():
