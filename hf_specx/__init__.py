@@ -1,21 +1,31 @@
-"""Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size."""
+"""Speculative sampling for Hugging Face transformers: the same distribution, faster, at any batch size.
 
-from hf_specx.common.round import Draft
-from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.drafting.suffix_pool import SuffixPool
-from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.requests import Completion, Request
-from hf_specx.engine.streaming import BatchStreamer
-from hf_specx.equivalence.check import check
-from hf_specx.equivalence.result import CheckResult
-from hf_specx.pairs.pair import DraftTargetPair
+A name is imported when it is first used, so that `import hf_specx` and the command line's help take no time.
+"""
 
-from .generate import generate
-from .strategy import SpeculativeDecoding
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:  # what type checkers and editors see
+    from hf_specx.common.round import Draft
+    from hf_specx.drafting.candidates import SampledCandidateGenerator
+    from hf_specx.drafting.costs import Costs
+    from hf_specx.drafting.drafter import Drafter
+    from hf_specx.drafting.early_exit import EarlyExitDraft
+    from hf_specx.drafting.suffix import SuffixDraft
+    from hf_specx.drafting.suffix_pool import SuffixPool
+    from hf_specx.engine.report import SpeculationReport
+    from hf_specx.engine.requests import Completion, Request
+    from hf_specx.engine.streaming import BatchStreamer
+    from hf_specx.equivalence.check import check
+    from hf_specx.equivalence.result import CheckResult
+    from hf_specx.pairs.pair import DraftTargetPair
+
+    from .generate import generate
+    from .strategy import SpeculativeDecoding
 
 
 __version__ = "0.1.0"
@@ -37,3 +47,44 @@ __all__ = [
     "check",
     "generate",
 ]
+_MODULES = {
+    "common.round": ("Draft",),
+    "drafting.candidates": ("SampledCandidateGenerator",),
+    "drafting.costs": ("Costs",),
+    "drafting.drafter": ("Drafter",),
+    "drafting.early_exit": ("EarlyExitDraft",),
+    "drafting.suffix": ("SuffixDraft",),
+    "drafting.suffix_pool": ("SuffixPool",),
+    "engine.report": ("SpeculationReport",),
+    "engine.requests": ("Completion", "Request"),
+    "engine.streaming": ("BatchStreamer",),
+    "equivalence.check": ("check",),
+    "equivalence.result": ("CheckResult",),
+    "generate": ("generate",),
+    "pairs.pair": ("DraftTargetPair",),
+    "strategy": ("SpeculativeDecoding",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """The package, whose `generate` is the function, also once the file of that name has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:  # PEP 562
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

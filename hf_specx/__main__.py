@@ -3,4 +3,5 @@
 from hf_specx.cli.app import main
 
 
-main()
+if __name__ == "__main__":
+    main()

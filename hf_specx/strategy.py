@@ -221,7 +221,7 @@ class SpeculativeDecoding:
             cannot be done exactly raises a ValueError before any forward.
 
         Example:
-            >>> for done in strategy.generate_many(model, prompts, max_new_tokens=128):
+            >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)

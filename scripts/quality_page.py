@@ -6,7 +6,7 @@ from typing import Any
 from train_pair import HELD_OUT
 
 from hf_specx.hub.markdown import row
-from hf_specx.measure.contenders import PLAIN_NAME
+from hf_specx.measure.ways import PLAIN_NAME
 
 
 BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
@@ -58,14 +58,15 @@ def headed(*names: str) -> list[str]:
     return [row(names), row(["---"] + ["---:"] * (len(names) - 1))]
 
 
-def replaced(page: str, text: str) -> str:
-    """The page with its text between the two markers replaced.
+def replaced(page: str, text: str, script: str = "quality_table.py") -> str:
+    """The page with its text between the two markers of a script replaced.
 
     Raises:
         ValueError: the page does not have one of each marker, in their order.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or page.count(BEGIN) + page.count(END) > 2:
-        raise ValueError(f"the page must have one {BEGIN} and after it one {END}; write them into it.")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    first, last = (f"<!-- {script} {end} -->" for end in ("begins", "ends"))
+    before, begin, rest = page.partition(first)
+    _, end, after = rest.partition(last)
+    if not (begin and end) or page.count(first) + page.count(last) > 2:
+        raise ValueError(f"the page must have one {first} and after it one {last}; write them into it.")
+    return f"{before}{first}\n{text}\n{last}{after}"

@@ -1,4 +1,4 @@
-"""Measure quality and speed of plain and speculative text, and write them into the README.
+"""Measure quality and speed of plain and speculative text, and write them into the README of the room `equivalence`.
 
 The table has the form of Table 1 of Chen et al. 2023. A prompt is the beginning of a function in a file that
 `train_pair.py` held out; ROUGE compares with what really follows. Another version of Python has other files, so the
@@ -31,10 +31,11 @@ from hf_specx.cli.console import progress
 from hf_specx.equivalence.cells import CONFIDENCE, metric, stretch
 from hf_specx.equivalence.check import generator_untouched
 from hf_specx.measure.checks import check_out
-from hf_specx.measure.contenders import PLAIN_NAME, Contender
+from hf_specx.measure.contenders import Contender
 from hf_specx.measure.inputs import Inputs, encode
 from hf_specx.measure.store import provenance
 from hf_specx.measure.timer import Advance, Timer, Timing
+from hf_specx.measure.ways import PLAIN_NAME
 
 
 NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
@@ -169,7 +170,9 @@ def measure(
 
 def main(
     pair: Annotated[str, typer.Option(help="Id or folder; these files are unseen by the default only.")] = "embedded",
-    readme: Annotated[Path, typer.Option(help="Page that has both markers.", dir_okay=False)] = Path("README.md"),
+    readme: Annotated[Path, typer.Option(help="Page that has both markers.", dir_okay=False)] = Path(
+        "hf_specx/equivalence/README.md"
+    ),
     out: Annotated[Path, typer.Option(help="File for all figures, as JSON.", dir_okay=False)] = OUT,
     prompts: Annotated[int, typer.Option(help="How many, in two or more whole batches.")] = 96,
     batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,

@@ -12,9 +12,10 @@ import itertools
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
+import torch.nn.functional as F
 import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -28,6 +29,7 @@ from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
 
 SIZE = 2048
 WINDOW, ROWS, PEAK = 128, 4, 1e-3  # tokens of a window, windows of a step, learning rate
+OF_TEXT = 0.1  # weight of the loss of the draft's own next token
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 console = Console()
 
@@ -61,10 +63,11 @@ def first_draft(target: PreTrainedModel, vocabularies: VocabularyMap) -> LlamaFo
     return draft
 
 
-def loss_of(
-    target: PreTrainedModel, draft: PreTrainedModel, vocabularies: VocabularyMap, rows: torch.Tensor
-) -> torch.Tensor:
-    """The divergence after each token of rows [R, L] of the target where the draft has a boundary as well."""
+def loss_of(target: Any, draft: Any, vocabularies: VocabularyMap, rows: torch.Tensor) -> torch.Tensor:
+    """The divergence after each token of rows [R, L] of the target where the draft has a boundary as well.
+
+    A little of the loss of the draft's own next token is added, so that it can also write texts alone.
+    """
     texts, here, there = [], [], []
     for row, ids in enumerate(rows.tolist()):
         translation = Translation(vocabularies, vocabularies.to_draft)
@@ -75,8 +78,10 @@ def loss_of(
         texts.append(torch.tensor(translation.ids))
     with torch.no_grad():
         said = target(rows).logits[tuple(torch.tensor(here).T)]
-    own = draft(torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)).logits[tuple(torch.tensor(there).T)]
-    return divergence(said, vocabularies.logits(own).clamp(min=-50))
+    read = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
+    logits = draft(read.clamp(min=0)).logits
+    own = vocabularies.logits(logits[tuple(torch.tensor(there).T)]).clamp(min=-50)
+    return divergence(said, own) + OF_TEXT * F.cross_entropy(logits[:, :-1].flatten(0, 1), read[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -91,6 +96,7 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
         draft_tokenizer=other.draft_tokenizer,
         tokenizer_match="text",
     )
+    target: Any = pair.target
     ways = {"plain": None, "same tokenizer": own, "another, by tokens": other, "another, by text": by_text}
     for rows in (1, 8):
         seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -102,12 +108,12 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
             for name, strategy in ways.items():
                 torch.manual_seed(turn)
                 started = time.perf_counter()
-                texts = pair.target.generate(**inputs, **options, custom_generate=strategy)
+                texts = target.generate(**inputs, **options, custom_generate=strategy)
                 seconds[name].append(time.perf_counter() - started)
                 if strategy is None or strategy.report is None:
                     continue
                 report, new = strategy.report, texts[:, PROMPT_TOKENS:]
-                size = len(pair.tokenizer.decode(new.flatten().tolist()).encode()) / new.numel()
+                size = len(str(pair.tokenizer.decode(new.flatten().tolist())).encode()) / new.numel()
                 found = report.overlap, report.judged, size * report.accepted, sum(report.rounds_per_row)
                 counts[name] = [a + b for a, b in zip(counts[name], found, strict=True)]
         for name, strategy in ways.items():
@@ -123,7 +129,7 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
 
 def main(
     work: Annotated[Path, typer.Option(help="where the tokenizer and the draft are kept")] = Path("build/other"),
-    steps: int = 600,
+    steps: int = 1800,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     trained_on, held_out = source_files()

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
-from hf_specx.hub.saving import check_folder
+from hf_specx.hub.folders import check_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 

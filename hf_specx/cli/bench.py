@@ -1,10 +1,8 @@
 """`specx bench`: time contenders in turns on one machine, and compare them with what the forwards allow."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -12,24 +10,26 @@ from rich.text import Text
 
 from hf_specx.common.errors import require
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks import check_out, check_runs
-from hf_specx.measure.contenders import way
-from hf_specx.measure.grafted import PREFIX, check_grafted
-from hf_specx.measure.grid import results, run_grid
-from hf_specx.measure.inputs import load_bench_pair
-from hf_specx.measure.plots import check_can_plot, plot
+from hf_specx.measure.checks import check_out, check_plots, check_runs
 from hf_specx.measure.points import Claim, claims
+from hf_specx.measure.recipes import PREFIX, check_grafted
+from hf_specx.measure.ways import way
 
-from .console import errors_in_one_line, figure, progress
+from .console import errors_in_one_line, figure, imports, progress
 from .options import (
     LARGEST_SEED,
+    Chat,
+    Device,
+    DraftName,
+    Messages,
+    Named,
     PromptFile,
     Revision,
+    TargetName,
     Token,
     Trust,
     check_dtype,
     hub_options,
-    load_given_pair,
     read_prompts,
     typed,
 )
@@ -43,15 +43,16 @@ BENCH_LEGEND = (
     "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
 )
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
+HELP_PAIR = f"Id or folder of a pair; or {PREFIX}30M and the like."
+HELP_OUT = f"File of results, taken up where it ended; of a grid {GRID_FILE}."
 HELP_ONLY = f"Of a grid, --grid unless given: {', '.join(list(EXPERIMENTS)[1:])}."
 HELP_CONTENDER = "plain, plain-compiled, stock, stock-5, block-auto, token-5, coupled-5-compiled, ..., once for each."
 
 
 def bench(
-    pair: Annotated[
-        str | None,
-        typer.Argument(help=f"Id or folder of a pair; or {PREFIX}30M and the like.", show_default="embedded"),
-    ] = None,
+    pair: Annotated[str | None, typer.Argument(help=HELP_PAIR, show_default="embedded")] = None,
+    target: TargetName = None,
+    draft: DraftName = None,
     batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
     prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of each prompt; else 64.")] = None,
     new_tokens: Annotated[int | None, typer.Option(help="Tokens a row; else 64.")] = None,
@@ -60,7 +61,9 @@ def bench(
     contender: Annotated[list[str] | None, typer.Option(help=HELP_CONTENDER)] = None,
     repeats: Annotated[int | None, typer.Option(help="Timed runs of each contender; else 3.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; else as saved.")] = None,
+    device: Device = None,
     file: PromptFile = None,
+    chat: Chat = False,
     seed: Annotated[int | None, typer.Option(help="Of all random numbers; else 0.", min=0, max=LARGEST_SEED)] = None,
     revision: Revision = None,
     token: Token = None,
@@ -68,9 +71,7 @@ def bench(
     grid: Annotated[bool, typer.Option("--grid", help="All experiments, which takes long.")] = False,
     full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help=HELP_ONLY)] = None,
-    out: Annotated[
-        Path | None, typer.Option(help=f"File of results, taken up where it ended; of a grid {GRID_FILE}.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
 ) -> None:
     """Time plain, stock assisted and speculative generation in turns, and their bare forwards.
@@ -82,30 +83,54 @@ def bench(
         sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
         how = {"temperature": temperature, "top_p": top_p, "dtype": dtype, "seed": seed}
         given = {name: value for name, value in (sizes | how).items() if value not in (None, [])}
-        others = {"PAIR": pair, "--contender": contender, "--file": file}
-        cells = choose_cells(grid, full, only or [], given, {name: value for name, value in others.items() if value})
+        others: dict[str, Any] = {"PAIR": pair, "--target": target, "--draft": draft, "--device": device}
+        others = {name: x for name, x in (others | {"--contender": contender, "--file": file}).items() if x}
+        hub, grafted = hub_options(revision, token, trust_remote_code), (pair or "").startswith(PREFIX)
+        named = Named(None if grafted else pair, target, draft, dtype or "auto", device, hub)
+        cells = choose_cells(grid, full, only or [], given, others, pair or named.name)
         check_out(out)
-        if plots is not None:
-            check_can_plot()
+        check_plots(plots)
         prompts = [] if file is None else read_prompts([], file, "")
-        load = partial(load_given_pair, **hub_options(revision, token, trust_remote_code))
-        store = results(out or (GRID_FILE if grid or full or only else None))
-        with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
-            made = run_grid(cells, store, typed(), partial(load_bench_pair, prompts=prompts, load=load), advance)
+        made = measure(cells, named, prompts, chat, out or (GRID_FILE if grid or full or only else None), full)
         show_cells(made)
         if grid or full or only:
             show_claims(claims(made))
-        for path in plot(made, plots) if plots is not None else ():
-            Console().print(Text(f"wrote {path}"), soft_wrap=True)
+        if plots is not None:
+            show_plots(made, plots)
 
 
-def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any], others: dict[str, Any]) -> list[Cell]:
+def measure(
+    cells: list[Cell], named: Named, prompts: list[str | Messages], chat: bool, out: Path | None, full: bool
+) -> list[dict[str, Any]]:
+    """Measure cells; `out` is the file of results, and `full` whether they need a GPU."""
+    with imports():
+        from hf_specx.measure.grid import results, run_grid
+
+        from .loading import bench_loader, check_full
+    check_full(full)
+    store = results(out)
+    with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
+        return run_grid(cells, store, typed(), bench_loader(named, prompts, chat), advance)
+
+
+def show_plots(made: list[dict[str, Any]], folder: Path) -> None:
+    """Write figures, and print where they are."""
+    from hf_specx.measure.plots import plot
+
+    for path in plot(made, folder):
+        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+
+
+def choose_cells(
+    grid: bool, full: bool, only: list[str], given: dict[str, Any], others: dict[str, Any], pair: str = "embedded"
+) -> list[Cell]:
     """The cells to measure; wrong options raise an error here, before anything is loaded.
 
     Args:
         grid, full, only: which grid, and which of its experiments; else a single study.
         given: settings of a cell, and batch sizes.
-        others: the pair, contenders and prompts, by the name of their option.
+        others: models, device, contenders and prompts, by the name of their option.
+        pair: what results call the models.
 
     Raises:
         ValueError: options contradict each other, or cannot be measured.
@@ -115,7 +140,7 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
         check_grid(grid, full, only, [*(f"--{name.replace('_', '-')}" for name in given), *others])
         return [cell for cell in (gpu_grid() if full else cpu_grid()) if not only or cell.experiment in only]
     asked: dict[str, Any] = {"batch": (1, 8), "dtype": "auto"} | given
-    batches, pair, contenders = asked.pop("batch"), others.get("PAIR", "embedded"), others.get("--contender", [])
+    batches, contenders = asked.pop("batch"), others.get("--contender", [])
     check_runs(batches)
     check_dtype(asked["dtype"])
     check_grafted(pair)
@@ -125,7 +150,7 @@ def choose_cells(grid: bool, full: bool, only: list[str], given: dict[str, Any],
 
 
 def check_grid(grid: bool, full: bool, only: list[str], given: list[str]) -> None:
-    """Whether it is clear which cells of a grid are meant, and whether this machine can run them.
+    """Whether it is clear which cells of a grid are meant.
 
     Args:
         grid, full, only: as in `choose_cells`.
@@ -137,8 +162,6 @@ def check_grid(grid: bool, full: bool, only: list[str], given: list[str]) -> Non
     known = list(EXPERIMENTS)[1:]
     unknown = next((name for name in only if name not in known), None)
     require(unknown is None, f"--only {unknown} is unknown; choose among {', '.join(known)}.")
-    possible = not full or torch.cuda.is_available()
-    require(possible, "--full has models of 1B and 7B parameters and there is no GPU here; use --grid.")
 
 
 def show_cells(made: list[dict[str, Any]]) -> None:

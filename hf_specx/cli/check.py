@@ -1,5 +1,8 @@
 """`specx check`: compare speculative with plain text in tokens, distribution and quality, on your pair and prompts."""
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,57 +12,60 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.equivalence.check import run_check, subject_of
 from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.equivalence.settings import CHECKED, Settings
 from hf_specx.measure.checks import check_out
-from hf_specx.measure.store import read_cells
 
-from .console import errors_in_one_line, progress
+from .console import errors_in_one_line, imports, progress
 from .options import (
     LARGEST_SEED,
-    DraftKind,
+    Chat,
+    Device,
+    DraftName,
     Dtype,
+    Messages,
+    Named,
+    PairName,
     PromptFile,
     Revision,
+    TargetName,
     Temperature,
     Token,
     TopK,
     TopP,
     Trust,
-    check_dtype,
     hub_options,
-    load_given_pair,
     read_prompts,
-    with_draft,
 )
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
+HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest one per prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
 HELP_REPORT = "Page (.html) for people, with its figures in a folder next to it; measures speed too."
 
 
 def check(
-    pair: Annotated[str, typer.Argument(help="Id or folder of a draft-target pair.")] = "embedded",
+    pair: PairName = None,
+    target: TargetName = None,
+    draft: DraftName = None,
     file: PromptFile = None,
+    chat: Chat = False,
     batch: Annotated[list[int] | None, typer.Option(help="Rows, once for each size; else 1 and 8.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens of a text, at most.")] = 64,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    verification: Annotated[
-        list[str] | None, typer.Option(help=f"{', '.join(CHECKED)}, once for each; else all.")
-    ] = None,
+    verification: Annotated[list[str] | None, typer.Option(help=HELP_VERIFICATION)] = None,
     samples: Annotated[int | None, typer.Option(help=HELP_SAMPLES, show_default=False)] = None,
     num_draft_tokens: Annotated[int, typer.Option(help="Candidates per round.")] = FIXED_DRAFT_TOKENS,
     level: Annotated[float, typer.Option(help="Chance of a false alarm, at most, of the whole check.")] = 0.001,
     seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
-    draft: DraftKind = None,
+    device: Device = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -72,25 +78,62 @@ def check(
     Prompts come from --file, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
     """
     with errors_in_one_line():
-        check_dtype(dtype)
+        named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
         check_out(out)
+        check_out(resume)
         check_can_write(report)
-        read_cells(resume, "check")  # raises for another file
         how = temperature, top_p, top_k, tuple(verification or CHECKED)
         settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
         given = None if file is None else read_prompts([], file, "with --file")
-        loaded = with_draft(load_given_pair(pair, dtype, **hub_options(revision, token, trust_remote_code)), draft)
-        subject = subject_of(loaded, given or loaded.prompts, settings)
-        steps = settings.steps(len(subject.prompts), timed=report is not None)
-        with progress("plain and speculative, and both compared", steps) as advance:
-            result = run_check(subject, advance, resume, timed=report is not None)
+        result = run_named(named, settings, given, chat, resume, timed=report is not None)
         show_result(result)
-        if out is not None:
-            Console().print(Text(f"wrote {result.save(out)}"), soft_wrap=True)
-        if report is not None:
-            Console().print(Text(f"wrote {write_report(result, report)}"), soft_wrap=True)
+        for path, write in ((out, result.save), (report, partial(write_report, result))):
+            if path is not None:
+                keep(path, write, result)
     if not result.passed:
         raise typer.Exit(1)
+
+
+def run_named(
+    named: Named,
+    settings: Settings,
+    given: list[str | Messages] | None,
+    chat: bool,
+    resume: Path | None,
+    timed: bool,
+) -> CheckResult:
+    """Load the models and check them.
+
+    Args:
+        named, settings, resume: what is checked, how, and the file of partial results.
+        given: prompts in place of the pair's own; `chat` is as in `texts_of`.
+        timed: whether speed is measured for a report.
+    """
+    with imports():
+        from hf_specx.equivalence.check import run_check, subject_of
+        from hf_specx.measure.store import read_cells
+
+        from .loading import load_named, texts_of
+    read_cells(resume, "check")  # raises for another file
+    loaded = load_named(named)
+    prompts = None if given is None else texts_of(given, loaded.tokenizer, chat, named.name)
+    subject = subject_of(loaded, prompts or loaded.prompts, settings)
+    steps = settings.steps(len(subject.prompts), timed=timed)
+    with progress("plain and speculative, and both compared", steps) as advance:
+        return run_check(subject, advance, resume, timed=timed)
+
+
+def keep(path: Path, write: Callable[[Path], Path], result: CheckResult) -> None:
+    """Write a file of a result; where that has become impossible, print all figures, since they took minutes.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        Console().print(Text(f"wrote {write(path)}"), soft_wrap=True)
+    except OSError:
+        typer.echo(json.dumps(result.to_dict()))
+        raise
 
 
 def show_result(result: CheckResult) -> None:

@@ -1,20 +1,18 @@
-"""What commands print: text coloured by the origin of its tokens, progress, and errors in one line."""
+"""What all commands print: figures, progress, and errors in one line; nothing that takes time is imported for it."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.text import Text
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
-
-from hf_specx.engine.history import RoundRecord
-from hf_specx.strategy import SpeculativeDecoding
 
 
 OPTIONS = {  # argument to option
@@ -24,90 +22,8 @@ OPTIONS = {  # argument to option
     "top_p=": "--top-p ",
     "top_k=": "--top-k ",
 }
-# Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
-STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}
-
-
-class TokenDecoder:
-    """Decodes token by token; a token that ends inside a character waits for the one that completes it."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
-        self.tokenizer = tokenizer
-        # some tokenizers strip a space at the start of a text, so the last tokens of the prompt come first
-        self.ids = prompt[-8:]
-        self.shown_from, self.shown_to = 0, len(self.ids)
-
-    def push(self, token: int) -> str:
-        """The text that this token adds, with that of tokens that waited; "" if it has to wait."""
-        self.ids.append(token)
-        added = self.rest()
-        if not added or added.endswith("\ufffd"):
-            return ""
-        self.shown_from, self.shown_to = self.shown_to, len(self.ids)
-        return added
-
-    def rest(self) -> str:
-        """The text of tokens that still wait; an unfinished character is shown as the replacement character."""
-        return self._decode(self.ids[self.shown_from :])[
-            len(self._decode(self.ids[self.shown_from : self.shown_to])) :
-        ]
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-
-class OriginStreamer(BaseStreamer):
-    """Prints what each round has emitted; that round is the last one in the report."""
-
-    def __init__(self, strategy: SpeculativeDecoding, tokenizer: PreTrainedTokenizerBase, console: Console):
-        self.strategy, self.tokenizer, self.console = strategy, tokenizer, console
-        self.decoder: TokenDecoder | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt [1, L] in the first call, then the tokens [n] of a round."""
-        if self.decoder is None:
-            self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
-            return
-        assert self.strategy.report is not None
-        record = self.strategy.report.history[0][-1]
-        self.console.print(coloured(value.tolist(), [record], self.decoder, last=False), end="", soft_wrap=True)
-
-    def end(self) -> None:
-        rest = "" if self.decoder is None else self.decoder.rest()
-        self.console.print(Text(rest), soft_wrap=True)
-
-
-def round_origins(record: RoundRecord) -> list[str]:
-    """The origin of each token that a row emitted in a round: a key of `STYLES`."""
-    accepted = min(record.accepted, record.emitted)
-    follower = "bonus" if record.accepted == record.drafted else "recovered"
-    kept = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
-    return kept + [follower] * (record.emitted - accepted)
-
-
-def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
-    """The text of tokens, each in the style of its origin.
-
-    Args:
-        tokens: emitted by one row.
-        history: the rounds that emitted them.
-        decoder: has read the text before them.
-        last: whether the text ends here, True unless given.
-    """
-    text = Text()
-    origins = itertools.chain.from_iterable(map(round_origins, history))
-    for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row within its last round
-        text.append(decoder.push(token), STYLES[origin])
-    return text.append(decoder.rest()) if last else text
-
-
-def legend() -> Text:
-    """One line that explains the styles."""
-    accepted, recovered, bonus, forced = STYLES.items()
-    drafted = Text.assemble(accepted, ": drafted; ", forced, ": the only token allowed; ")
-    return Text.assemble(drafted, recovered, ": the target's, after a rejection; ", bonus, ": the target's, else")
+WRONG, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 and the number of the signal
+SECONDS = 10.0  # between lines of progress where there is no terminal
 
 
 def figure(value: Any) -> str:
@@ -117,16 +33,69 @@ def figure(value: Any) -> str:
 
 
 @contextmanager
+def imports() -> Iterator[None]:
+    """Import torch and what needs it, which takes seconds.
+
+    Ctrl-C ends the process at once meanwhile: half-imported modules answer it with errors of their own.
+    """
+    ours = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if ours else None
+    try:
+        yield
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # its warnings and progress bars would mix with the output
+        logging.disable_progress_bar()
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
-    """A progress bar on stderr, if that is a terminal; yields a function to be called after each step.
+    """Progress on stderr: a bar on a terminal, else a line about every ten seconds.
 
     It is drawn between steps only, since a thread that draws would slow down what is timed.
+
+    Args:
+        text: what is being done.
+        steps: how many there are.
+
+    Returns:
+        A context with a function to be called after each step.
     """
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        yield ProgressLines(text, steps).advance
+        return
+    with Progress(console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(text, total=steps)
         bar.refresh()
         yield lambda: bar.update(task, advance=1, refresh=True)
+
+
+class ProgressLines:
+    """Progress as plain lines, now and then.
+
+    Args:
+        text: what is being done.
+        steps: how many there are.
+    """
+
+    def __init__(self, text: str, steps: int):
+        self.text, self.steps, self.done = text, steps, 0
+        self.started = self.shown = time.monotonic()
+
+    def advance(self) -> None:
+        """One step more."""
+        self.done += 1
+        if time.monotonic() - self.shown >= SECONDS:
+            self.show()
+
+    def show(self) -> None:
+        """Print how far it is."""
+        self.shown = time.monotonic()
+        print(f"{self.text}: {self.done} of {self.steps}, {self.shown - self.started:.0f} s", file=sys.stderr)
 
 
 def error_line(error: object) -> str:
@@ -137,11 +106,25 @@ def error_line(error: object) -> str:
     return text
 
 
+def say_error(message: str) -> None:
+    """One red line on stderr."""
+    Console(stderr=True).print(Text(f"error: {message}", "red"), soft_wrap=True)
+
+
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """For errors that a user can correct: print one red line on stderr, and exit with code 2."""
+    """For errors that a user can correct: print one red line on stderr, and exit with code 2.
+
+    Ctrl-C ends with code 130, and a reader of the output that has closed it with 141, as in other programs.
+    """
     try:
         yield
+    except BrokenPipeError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write goes nowhere
+        raise typer.Exit(PIPE_CLOSED) from error
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(Text(f"error: {error_line(error)}", "red"), soft_wrap=True)
-        raise typer.Exit(2) from error
+        say_error(error_line(error))
+        raise typer.Exit(WRONG) from error
+    except KeyboardInterrupt as error:
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(INTERRUPTED) from error

@@ -1,59 +1,57 @@
 """`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`."""
 
-import importlib.util
-import itertools
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
-from rich.console import Console
-from rich.text import Text
 
-from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
-from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
-from hf_specx.measure.store import provenance
-from hf_specx.measure.timer import Comparison, compare
-from hf_specx.pairs.pair import DraftTargetPair
 
-from .console import OriginStreamer, TokenDecoder, coloured, errors_in_one_line, legend, progress
+from .console import errors_in_one_line, imports
 from .options import (
     LARGEST_SEED,
     AsJson,
-    DraftKind,
+    Chat,
+    Device,
+    DraftName,
     Dtype,
     Greedy,
     MaxNewTokens,
+    Named,
     PromptFile,
     Revision,
+    TargetName,
     Temperature,
     Token,
     TopK,
     TopP,
     Trust,
     hub_options,
-    load_given_pair,
     read_prompts,
     sampling_options,
     strategy_options,
-    with_draft,
 )
 
 
-DEMO_BATCHES = (1, 8)
+TIMED_TURNS = 5
+WAYS = "as arguments, with --file, on standard input, or use --demo"
+PairOption = Annotated[str | None, typer.Option("--pair", help="Id or folder of a pair; else the one in the package.")]
+HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
+Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default=False)]
+Seed = Annotated[int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=LARGEST_SEED)]
+HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
+Schema = Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)]
 
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
     file: PromptFile = None,
+    chat: Chat = False,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
-    pair: Annotated[str, typer.Option(help="Id or folder of a draft-target pair.")] = "embedded",
-    draft: DraftKind = None,
+    pair: PairOption = None,
+    target: TargetName = None,
+    draft: DraftName = None,
     revision: Revision = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -64,148 +62,43 @@ def generate(
     greedy: Greedy = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=LARGEST_SEED)
-    ] = None,
+    seed: Seed = None,
     dtype: Dtype = "auto",
-    repeats: Annotated[int, typer.Option(help="Timed runs of plain and of speculative generation, odd.")] = 5,
-    json_schema: Annotated[
-        Path | None, typer.Option(help="File with a JSON schema that each text follows; needs xgrammar.")
-    ] = None,
-    no_compare: Annotated[bool, typer.Option("--no-compare", help="No timing against plain generate.")] = False,
+    device: Device = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
+    repeats: Repeats = None,
+    json_schema: Schema = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate with a draft, show where each token came from, and time it against plain generate.
+    """Generate with a draft, show where each token came from, and report what the draft was worth.
 
-    Prompts come from the arguments, --file, --demo, or else standard input.
+    Prompts come from the arguments, --file, --demo, or else standard input. Models: a pair, or --target and --draft.
     """
     with errors_in_one_line():
-        given = read_prompts(prompts or [], file, "as arguments, with --file, on standard input, or use --demo", demo)
-        odd = repeats >= 1 and repeats % 2 == 1
-        require(odd, f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
+        timed = checked_repeats(repeats, compare or demo)
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
-        loaded = load_reading_pair(pair, dtype, hub_options(revision, token, trust_remote_code), chosen, draft)
-        seed = torch.seed() % LARGEST_SEED if seed is None else seed
-        grammar = None if json_schema is None else json_grammar(json_schema, loaded)
-        session = Session(loaded, options, 0 if no_compare else repeats, seed, grammar)
-        session.console.print(legend(), soft_wrap=True)
-        runs = [session.run(batch) for batch in (demo_batches(loaded.prompts, pair) if demo else [given])]
-    if as_json:
-        source = {"pair": pair, "seed": seed, "options": options, **provenance(loaded.target)}
-        typer.echo(json.dumps(source | {"runs": runs}))
+        named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
+        given = read_prompts(prompts or [], file, WAYS, demo)
+        if demo and not as_json:
+            typer.echo(f"Speculative sampling with {named.name}: about two minutes on two cores. Loading ...")
+        with imports():
+            from .session import open_session
+        session = open_session(named, chosen, options, timed, seed, json_schema, as_json)
+        found = session.demonstrate() if demo else session.answer(given, chat)
+        if as_json:
+            typer.echo(json.dumps(found))
 
 
-def load_reading_pair(
-    name: str, dtype: str, hub: dict[str, Any], options: dict[str, Any], draft: str | None = None
-) -> DraftTargetPair:
-    """A pair with a tokenizer; `options` replace those of its strategy, and `draft` its draft, see `with_draft`.
-
-    Raises:
-        ValueError: the pair has no tokenizer.
-    """
-    pair = with_draft(load_given_pair(name, dtype, **hub), draft)
-    require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read text.")
-    for option, value in options.items():
-        setattr(pair.strategy, option, value)
-    return pair
-
-
-def demo_batches(prompts: list[str], pair: str) -> list[list[str]]:
-    """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
-    require(bool(prompts), f"--demo: the pair {pair!r} has no prompts of its own; give some as arguments.")
-    return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
-
-
-class NewProcessor(list[Any]):
-    """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
-
-    Args:
-        make: makes it.
-    """
-
-    def __init__(self, make: Callable[[], Any]):
-        super().__init__([None])
-        self.make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.make()])
-
-
-def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
-    """The `logits_processor` argument of `generate` for a JSON schema.
+def checked_repeats(repeats: int | None, timed: bool) -> int:
+    """Timed runs of each contender; 0 if nothing is timed.
 
     Raises:
-        ValueError: xgrammar is not installed, or cannot read the schema.
+        ValueError: the number has no middle run, or there is nothing to time.
     """
-    found = importlib.util.find_spec("xgrammar") is not None
-    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
-    xgrammar = importlib.import_module("xgrammar")
-    processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
-    size = vocabulary(pair.target)
-    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
-    schema = file.read_text()
-    try:
-        json.loads(schema)
-        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
-    return NewProcessor(partial(processor, grammar))
-
-
-@dataclass
-class Session:
-    """What all batches of a command share.
-
-    Attributes:
-        options: for `generate`.
-        repeats: timed runs of each contender; 0 for none.
-        seed: of all random numbers.
-        grammar: that each text follows, if any.
-    """
-
-    pair: DraftTargetPair
-    options: dict[str, Any]
-    repeats: int
-    seed: int
-    grammar: NewProcessor | None = None
-
-    def __post_init__(self) -> None:
-        self.console = Console()
-        self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
-
-    def run(self, prompts: list[str]) -> dict[str, Any]:
-        """Generate for a batch, print text, report and comparison, and return the same as plain values."""
-        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
-        assert tokenizer is not None
-        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
-        if len(prompts) == 1:
-            self.console.print(Text(f"\n{prompts[0]}", "dim"), end="", soft_wrap=True)
-            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, self.console), "run"
-        torch.manual_seed(self.seed)
-        output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
-        report, strategy.streamer, strategy.stream_by = strategy.report, None, "token"
-        assert report is not None
-        new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)
-        if len(prompts) > 1:
-            for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
-                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
-                self.console.print(Text.assemble((f"\n{row + 1}. {prompt}", "dim"), body), soft_wrap=True)
-        self.console.print(Text(f"\n{report}"), soft_wrap=True)
-        comparison = self.compare(inputs) if self.repeats else None
-        return {
-            "batch": len(prompts),
-            "prompts": prompts,
-            "texts": tokenizer.batch_decode(new, skip_special_tokens=True),
-            "report": report.to_dict(),
-            "comparison": None if comparison is None else comparison.to_dict(),
-        }
-
-    def compare(self, inputs: Inputs) -> Comparison:
-        """Time plain and speculative generation in turns, and print the comparison."""
-        with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
-            comparison = compare(
-                self.pair.target, self.pair.strategy, [inputs], self.arguments, self.repeats, self.seed, advance
-            )
-        self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
-        return comparison
+    if repeats is None:
+        return TIMED_TURNS if timed else 0
+    require(timed, "--repeats is for --compare, which times both ways to generate; add it, or leave --repeats out.")
+    odd = repeats >= 1 and repeats % 2 == 1
+    require(odd, f"--repeats {repeats} has no middle run; give an odd number of 1 or more.")
+    return repeats

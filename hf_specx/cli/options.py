@@ -1,32 +1,30 @@
 """Options that several commands share, and their checks."""
 
-import copy
+import json
+import re
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from hf_specx.common.errors import require
-from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.hub.cards import check_known_name
-from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.hub.saving import INSIDE, REFERENCE
-from hf_specx.measure.checks import check_sampling, looking_for
-from hf_specx.pair_files.pair_config import ModelSource
-from hf_specx.pairs.pair import DraftTargetPair
-from hf_specx.validation.options import check_choices
+from hf_specx.hub.known_pairs import check_known_name
+from hf_specx.measure.checks import check_sampling
+from hf_specx.validation.choices import check_choices
 
 
 DRAFTS = ("suffix", "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
-PromptFile = Annotated[
-    Path | None, typer.Option("--file", "--prompts", help="Prompts, one per line.", exists=True, dir_okay=False)
-]
+HELP_FILE = "Prompts, one per line; of a .jsonl file texts, or objects with prompt, text or messages."
+Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
+PROMPT_KEYS = ("prompt", "text", "messages")
+JSON_LINES = (".jsonl", ".ndjson")
+PromptFile = Annotated[Path | None, typer.Option("--file", "--prompts", help=HELP_FILE, exists=True, dir_okay=False)]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens per row, at most.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 is off.")]
@@ -40,34 +38,117 @@ Token = Annotated[
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 HELP_DRAFT = "suffix: no model, but what followed the same tokens before; both: the better one; else the pair's own."
 DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
+HELP_NAMED = f"Id or folder of a draft for the target; or {HELP_DRAFT}"
+DraftName = Annotated[str | None, typer.Option("--draft", help=HELP_NAMED)]
+TargetName = Annotated[str | None, typer.Option("--target", help="Id or folder of a target, in place of a pair.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")]
+PairName = Annotated[str | None, typer.Argument(help="Id or folder of a pair; else the one in the package.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Each prompt is a message: put it into the chat template.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document as the last line of stdout.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
 
-def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str]:
+@dataclass(frozen=True)
+class Named:
+    """The models that a command names.
+
+    Attributes:
+        pair: id or folder of a pair; None for a target with a draft, or for the pair in the package.
+        target, draft: ids or folders in place of a pair, or of its draft; a draft may also be one of `DRAFTS`.
+        dtype: one of `DTYPES`.
+        device: as torch names it, or "auto"; None is "auto" where there is an accelerator.
+        hub: see `hub_options`.
+
+    Raises:
+        ValueError: for names that cannot be, or that contradict each other.
+    """
+
+    pair: str | None = None
+    target: str | None = None
+    draft: str | None = None
+    dtype: str = "auto"
+    device: str | None = None
+    hub: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        both = f"the pair {self.pair!r} and --target {self.target}"
+        require(self.pair is None or self.target is None, f"{both} are two targets; leave one of them out.")
+        told = f"--target {self.target} has no draft; name one with --draft, or take --draft suffix, which needs none."
+        require(self.target is None or self.draft is not None, told)
+        told = "--draft both needs the draft model of a pair, and --target names none; name a model, or take suffix."
+        require(self.target is None or self.draft != DRAFTS[1], told)
+        if self.target is None:
+            check_name(self.shown_pair)
+        for role, name in (("target", self.target), ("draft", self.draft)):
+            if name is not None and not (role == "draft" and name in DRAFTS):
+                check_model_name(f"--{role}", name)
+
+    @property
+    def shown_pair(self) -> str:
+        """The pair's name."""
+        return self.pair or "embedded"
+
+    @property
+    def name(self) -> str:
+        """What results and messages call the models."""
+        first = self.target or self.shown_pair
+        return first if self.draft is None else f"{first} with {self.draft}"
+
+
+def check_model_name(option: str, name: str) -> None:
+    """Raise a ValueError if no model can have this name; what looks like a path is one."""
+    if not Path(name).is_dir():
+        path = name.startswith((".", "/", "~")) or name.count("/") > 1
+        require(not path, f"{option} {name}: there is no such folder.")
+
+
+def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str | Messages]:
     """The prompts, from the arguments, a file or standard input; [] for the demo, which has its own.
 
     Args:
         prompts: the arguments.
-        file: one prompt per line.
+        file: one prompt per line; in a .jsonl file each line is a text in quotes, or an object.
         others: the ways to give prompts, for the error.
         demo: whether the demo was asked for.
 
     Raises:
-        ValueError: there are no prompts, or they were given in several ways.
+        ValueError: there are no prompts, they were given in several ways, or the file cannot be read.
     """
     ways = bool(prompts) + demo + (file is not None)
     require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
     if prompts or demo:
-        return prompts
-    text = ""
-    if file is not None:
-        text = file.read_text(encoding="utf-8")
-    elif not sys.stdin.isatty():
-        text = sys.stdin.read()
-    lines = [line for line in text.splitlines() if line.strip()]
+        return list(prompts)
+    name = "standard input" if file is None else str(file)
+    try:
+        text = (_typed_in() if file is None else file.read_bytes()).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text in UTF-8 (byte {error.start}); convert it, as by iconv.") from error
+    lines = [line for line in re.split("\r?\n", text.removeprefix("\ufeff")) if line.strip()]
     require(bool(lines), f"no prompts; give them {others}.")
-    return lines
+    if file is None or file.suffix not in JSON_LINES:
+        return list(lines)
+    return [prompt_of(line, f"{name}, prompt {number}") for number, line in enumerate(lines, 1)]
+
+
+def _typed_in() -> bytes:
+    """Standard input, unless it is a terminal, where nobody would know that something is waited for."""
+    return b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+
+
+def prompt_of(line: str, where: str) -> str | Messages:
+    """The prompt in a line of JSON: a text, or an object with one of `PROMPT_KEYS`."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: the line is not JSON ({error}).") from error
+    if isinstance(found, dict):
+        found = next((found[key] for key in PROMPT_KEYS if key in found), None)
+    chat = isinstance(found, list) and bool(found)
+    chat = chat and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found)
+    told = f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}."
+    require(isinstance(found, str) or chat, told)
+    return found
 
 
 def sampling_options(
@@ -100,14 +181,15 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     return {name: value for name, value in given.items() if value is not None}
 
 
+def check_draft_kind(draft: str | None) -> None:
+    """Raise a ValueError if --draft is not in `DRAFTS`, where it names no model."""
+    known = draft is None or draft in DRAFTS
+    require(known, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, or leave it out.")
+
+
 def check_dtype(dtype: str) -> None:
     """Raise a ValueError if --dtype is not in `DTYPES`."""
     require(dtype in DTYPES, f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
-
-
-def default_device_map() -> str | None:
-    """`"auto"` if there is an accelerator, else None."""
-    return "auto" if torch.cuda.is_available() else None
 
 
 def hub_options(revision: str | None, token: str | None, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -116,54 +198,10 @@ def hub_options(revision: str | None, token: str | None, trust_remote_code: bool
     return {name: value for name, value in given.items() if value is not None}
 
 
-def load_given_pair(name: str, dtype: str, **options: Any) -> DraftTargetPair:
-    """Load a pair, on the accelerator if there is one.
-
-    Args:
-        name: id, folder, or "embedded".
-        dtype: one of `DTYPES`.
-        **options: for `DraftTargetPair.from_pretrained`.
-
-    Raises:
-        ValueError: there is no such pair, or its files are wrong.
-    """
-    check_dtype(dtype)
-    check_name(name)
-    if is_known(name) and not is_embedded(name):
-        ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
-        raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-    placed = {"device_map": device_map} if (device_map := default_device_map()) else {}
-    with looking_for(name):
-        return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
-
-
-def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
-    """The pair with what --draft asks for in place of its draft; the pair itself where nothing is asked for.
-
-    What was measured with its own draft, and recommended for it, does not hold then.
-    """
-    if draft is None:
-        return pair
-    require(draft in DRAFTS, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, or leave it out.")
-    config = copy.deepcopy(pair.config)
-    config.forget()
-    if draft == DRAFTS[0]:
-        config.draft = ModelSource()
-        return DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer, config)
-    made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
-    made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
-    return made
-
-
 def check_name(name: str) -> None:
-    """Raise a ValueError if there cannot be a pair of this name: ids on the Hub have an owner."""
+    """Raise a ValueError if there cannot be a pair of this name."""
     if "/" not in name and not Path(name).is_dir():
         check_known_name(name)
-
-
-def saved_as(source: ModelSource, inside: bool) -> str:
-    """Whether to save a model inside the pair or by reference."""
-    return INSIDE if inside or source.name is None else REFERENCE
 
 
 def typed() -> str:

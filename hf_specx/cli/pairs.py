@@ -9,30 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from hf_specx.common.errors import require
-from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.flatten import ENTRY
-from hf_specx.hub.known_pairs import BY_NAME, NAMES, embedded_folder, is_embedded, is_known
-from hf_specx.hub.publish import CODE, write_repository
-from hf_specx.hub.saving import INSIDE, REFERENCE, check_folder
-from hf_specx.hub.vllm import vllm as export_vllm
-from hf_specx.measure.checks import looking_for
-from hf_specx.pair_files.fetch import get_files, get_pair
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.hub.folders import check_folder, check_repository, check_writable
+from hf_specx.hub.known_pairs import NAMES, is_known
+from hf_specx.measure.checks import check_out
 
-from .console import errors_in_one_line
-from .options import (
-    AsJson,
-    DraftKind,
-    Overwrite,
-    Revision,
-    Token,
-    Trust,
-    check_name,
-    hub_options,
-    load_given_pair,
-    saved_as,
-    with_draft,
-)
+from .console import errors_in_one_line, imports
+from .options import AsJson, DraftKind, Overwrite, Revision, Token, Trust, check_draft_kind, check_name, hub_options
 
 
 def card(
@@ -55,6 +37,9 @@ def card(
                 all(given is None for given in (name, out, title, revision)),
                 "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision.",
             )
+            check_writable(every.absolute(), every)
+            with imports():
+                from hf_specx.hub.cards import write_cards
             for path in write_cards(every):
                 typer.echo(path)
             return
@@ -63,6 +48,10 @@ def card(
             require(alone, "without a name there is no card; name a pair, or leave out --out, --title and --revision.")
             typer.echo("\n".join(NAMES))
             return
+        check_out(out)
+        check_known(name, title=title, revision=revision)
+        with imports():
+            from .reading import card_of
         text = card_of(name, title, hub_options(revision, token))
         if out is None:
             typer.echo(text, nl=False)
@@ -70,37 +59,10 @@ def card(
             out.write_text(text, encoding="utf-8")
 
 
-def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
-    """The card of a pair; its title is its id, or for a folder `title`."""
-    if is_known(name):
-        check_known(name, title=title, revision=hub.get("revision"))
-        return known_card(name)
-    config, folder = config_of(name, hub), Path(name)
-    return render(config, title or (folder.resolve().name if folder.is_dir() else name), has_code(name, hub))
-
-
-def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
-    """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
-    check_name(name)
-    if is_known(name):
-        check_known(name, revision=hub.get("revision"))
-        if not is_embedded(name):
-            return BY_NAME[name].config()
-    options = dict(hub)
-    with looking_for(name):
-        return get_pair(embedded_folder() if is_embedded(name) else name, options.pop("revision", None), **options)[1]
-
-
-def has_code(name: str, hub: dict[str, Any]) -> bool:
-    """Whether a pair's folder or repository has `custom_generate/`."""
-    options = dict(hub)
-    files = get_files(name, options.pop("revision", None), [f"{ENTRY}.py"], CODE, **options)
-    return (files.root / CODE / f"{ENTRY}.py").is_file()
-
-
 def check_known(name: str, **given: str | None) -> None:
-    """Raise a ValueError for options that mean nothing for a well-known pair."""
-    for option, value in given.items():
+    """Raise a ValueError if no pair can have this name, and for options that mean nothing for a well-known one."""
+    check_name(name)
+    for option, value in given.items() if is_known(name) else ():
         told = f"--{option} {value} means nothing for {name!r}, which is known here; leave it out."
         require(value is None, told)
 
@@ -133,36 +95,34 @@ def publish(
     with errors_in_one_line():
         one = (repo_id is None) != (folder is None)
         require(one, "give the repository's name, or --folder to write one without uploading it.")
+        if repo_id is not None:
+            check_repository(repo_id)
         if folder is None:
             check_left_out("--folder", "--overwrite" if overwrite else None)
         else:
             check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
             check_folder(folder, overwrite)
-        loaded = with_draft(load_given_pair(pair, "auto", **hub_options(revision, token, trust_remote_code)), draft)
+        check_name(pair)
+        check_draft_kind(draft)
+        hub = hub_options(revision, token, trust_remote_code)
+        with imports():
+            from .loading import default_device_map, load_given_pair, with_draft
+            from .reading import publish_pair
+        loaded = with_draft(load_given_pair(pair, "auto", default_device_map(), **hub), draft)
+        uploading = {"private": private or None, "token": token, "revision": branch}
+        options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
         asked = {"target": reference_target, "draft": reference_draft}
-        where: dict[str, Any] = {
-            role: publish_as(getattr(loaded.config, role), reference) for role, reference in asked.items()
-        }
-        if repo_id is not None:
-            commit = loaded.push_to_hub(repo_id, private=private or None, token=token, revision=branch, **where)
-            done, said = {"repository": repo_id, "commit": commit}, f"published {repo_id} at {commit}"
-        elif folder is not None:
-            write_repository(loaded, folder, overwrite=overwrite, **where)
-            done, said = {"folder": str(folder)}, f"written to {folder}"
-        Console().print(Text(f"{said}: target {where['target']}, draft {where['draft']}"), soft_wrap=True)
-    if as_json:
-        typer.echo(json.dumps(done | where))
+        done, line = publish_pair(loaded, repo_id, folder, asked, **options)
+        if as_json:
+            typer.echo(json.dumps(done))
+        else:
+            Console().print(Text(line), soft_wrap=True)
 
 
 def check_left_out(goal: str, *given: str | None) -> None:
     """Raise a ValueError for options that are for another way to publish."""
     for option in given:
         require(option is None, f"{option} is for {goal}, which was not named; leave it out.")
-
-
-def publish_as(source: ModelSource, reference: bool | None) -> str:
-    """Whether to publish a model inside the pair or by reference; None is as the pair has it."""
-    return saved_as(source, inside=False) if reference is None else REFERENCE if reference else INSIDE
 
 
 def vllm(
@@ -174,6 +134,11 @@ def vllm(
 ) -> None:
     """Print the vllm serve command of a pair with its --speculative-config, and what is different there."""
     with errors_in_one_line():
+        check_known(pair, revision=revision)
+        with imports():
+            from hf_specx.hub.vllm import vllm as export_vllm
+
+            from .reading import config_of
         config = config_of(pair, hub_options(revision, token))
         found = export_vllm(config, pair, revision=revision, num_draft_tokens=num_draft_tokens)
-    typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))

@@ -1,9 +1,8 @@
 """`specx tune`: which of some drafts fits a target, how fast it makes it, and how many tokens to draft."""
 
 import json
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,18 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.common.errors import require
-from hf_specx.hub.saving import check_folder
-from hf_specx.measure.compatibility import ERROR, NOTE, OK, Finding
-from hf_specx.measure.study import BATCHES, DraftTrial, Study
-from hf_specx.measure.tune import tune as try_drafts
+from hf_specx.hub.folders import check_folder
+from hf_specx.measure.checks import check_runs
 
-from .console import error_line, errors_in_one_line, figure, progress
+from .console import error_line, errors_in_one_line, figure, imports, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
+    Device,
     Dtype,
     Greedy,
     MaxNewTokens,
+    Messages,
     Overwrite,
     PromptFile,
     Revision,
@@ -32,17 +31,21 @@ from .options import (
     TopP,
     Trust,
     check_dtype,
-    default_device_map,
+    check_model_name,
     hub_options,
     read_prompts,
     sampling_options,
-    saved_as,
     strategy_options,
     typed,
 )
 
 
-VERDICTS = {OK: "green", NOTE: "yellow", ERROR: "red"}
+if TYPE_CHECKING:  # torch is imported after the options were checked
+    from hf_specx.measure.compatibility import Finding
+    from hf_specx.measure.study import DraftTrial
+
+
+VERDICTS = {"ok": "green", "note": "yellow", "error": "red"}
 MEASURED_TABLE = (
     ("draft", "batch", "α", "c", "drafts", "tokens", "expected", "limited", "measured"),
     "alpha; c, a draft step over a target step; the recommended number of drafts; tokens a row and round; speed-ups: "
@@ -65,6 +68,7 @@ def tune(
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the default.")] = None,
     seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
+    device: Device = None,
     revision: Revision = None,
     draft_revision: Annotated[list[str] | None, typer.Option(help="The same for the drafts, once for each.")] = None,
     token: Token = None,
@@ -81,24 +85,69 @@ def tune(
     """
     with errors_in_one_line():
         check_dtype(dtype)
+        check_models(target, drafts)
+        check_runs(batch or (1, 8), repeats)
         check_saved(out, overwrite, inside, told_apart=len(drafts) <= 1 or not no_measure)
         ways = "with --file, on standard input, or use --no-measure"
-        prompts = [] if no_measure else read_prompts([], file, ways)
+        prompts = [] if no_measure else texts_only(read_prompts([], file, ways))
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         how: dict[str, Any] = {"repeats": repeats, "seed": seed, **strategy_options(None, verification)}
-        loading: dict[str, Any] = {"dtype": dtype, "device_map": default_device_map(), "hub": hub_options(None, token)}
-        study = Study(prompts, batch or BATCHES, options, **how, **loading, trust_remote_code=trust_remote_code)
-        study.command, study.keep_prompts = typed(), save_prompts
-        with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
-            found = try_drafts(target, drafts, study, revision, draft_revision or [], advance)
-        show_drafts(target, found)
-        recommend(found[0])
+        how |= {"options": options, "trust_remote_code": trust_remote_code, "dtype": dtype, "command": typed()}
+        how |= {"hub": hub_options(None, token), "keep_prompts": save_prompts, "batches": batch or (1, 8)}
+        found = try_all(target, drafts, revision, draft_revision or [], device, prompts=prompts, **how)
+        show_drafts(target, found, console := Console(quiet=as_json))
+        recommend(found[0], console)
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
-            line = save_best(found[0], out, inside, overwrite)
-            Console(stderr=as_json).print(Text(line), soft_wrap=True)  # stdout ends with the document
+            keep_best(found[0], out, inside, overwrite, Console(stderr=as_json))
+
+
+def try_all(
+    target: str,
+    drafts: list[str],
+    revision: str | None,
+    draft_revisions: list[str],
+    device: str | None,
+    **how: Any,
+) -> "list[DraftTrial]":
+    """Try drafts for a target, each at its revision; `how` is for `Study`."""
+    with imports():
+        from hf_specx.measure import tune as tuning
+        from hf_specx.measure.study import Study
+
+        from .loading import device_map
+    study = Study(device_map=device_map(device), **how)
+    with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
+        return tuning.tune(target, drafts, study, revision, draft_revisions, advance)
+
+
+def keep_best(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
+    """Save the pair with the best draft, and say where its models are."""
+    from .loading import save_best
+
+    console.print(Text(save_best(best, out, inside, overwrite)), soft_wrap=True)
+
+
+def check_models(target: str, drafts: list[str]) -> None:
+    """Raise a ValueError if models cannot have these names, or a draft is named twice."""
+    for option, name in (("TARGET", target), *(("DRAFT", draft) for draft in drafts)):
+        check_model_name(option, name)
+    twice = next((draft for draft in drafts if drafts.count(draft) > 1), None)
+    require(twice is None, f"the draft {twice} is named twice; name each once.")
+
+
+def texts_only(prompts: list[str | Messages]) -> list[str]:
+    """Prompts that are texts, as they are.
+
+    Raises:
+        ValueError: one is a list of messages.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    told = "specx tune takes texts, and a prompt is a list of messages; write its text as the model reads it."
+    require(len(texts) == len(prompts), told)
+    return texts
 
 
 def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: bool) -> None:
@@ -108,28 +157,24 @@ def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: boo
         require(not overwrite and not inside, f"{option} is for saving; name a folder with --out.")
         return
     check_folder(out, overwrite)
-    near = next(folder for folder in out.resolve().parents if folder.exists())
-    writable = near.is_dir() and os.access(near, os.W_OK | os.X_OK)
-    require(writable, f"--out {out}: nothing can be written in {near}; name another folder.")
     require(told_apart, "--out saves the best draft, which --no-measure cannot tell; give one draft, or measure.")
 
 
-def show_drafts(target: str, trials: list[DraftTrial]) -> None:
+def show_drafts(target: str, trials: "list[DraftTrial]", console: Console) -> None:
     """Print each draft compared with the target, then the measurements of all drafts."""
-    console = Console()
     for trial in trials:
         if trial.findings:
             console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
             console.print(findings_table(trial.findings))
         if trial.error is not None:
-            console.print(Text(f"{trial.name}: {error_line(trial.error)}", VERDICTS[ERROR]), soft_wrap=True)
+            console.print(Text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"]), soft_wrap=True)
     if any(trial.speedup for trial in trials):
         console.print()
         console.print(measured_table(trials))
         console.print(Text(MEASURED_TABLE[1], "dim"))
 
 
-def findings_table(findings: list[Finding]) -> Table:
+def findings_table(findings: "list[Finding]") -> Table:
     """A row for each property that was compared."""
     table = Table(show_edge=False)
     for heading in ("", "target", "draft", "", "what follows"):
@@ -141,7 +186,7 @@ def findings_table(findings: list[Finding]) -> Table:
     return table
 
 
-def measured_table(trials: list[DraftTrial]) -> Table:
+def measured_table(trials: "list[DraftTrial]") -> Table:
     """A row for each draft and batch size, the best draft first."""
     table = Table(show_edge=False)
     for heading in MEASURED_TABLE[0]:
@@ -155,19 +200,10 @@ def measured_table(trials: list[DraftTrial]) -> Table:
     return table
 
 
-def recommend(best: DraftTrial) -> None:
+def recommend(best: "DraftTrial", console: Console) -> None:
     """Print which draft is recommended, if any was measured."""
     if best.speedup:
         numbers = ", ".join(f"{m.num_draft_tokens} at batch {m.batch}" for m in best.measurements)
         says = "best" if best.speedup > 1 else "none is faster than plain generate here; the best"
         line = f"{says}: {best.name}, num_draft_tokens {numbers}, {best.speedup:.2f} times as fast as plain generate"
-        Console().print(Text(line), soft_wrap=True)
-
-
-def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str:
-    """Save the pair with the best draft; returns a line that says where its models are."""
-    assert best.pair is not None
-    assert best.config is not None
-    target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
-    best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
-    return f"saved in {out}: target {target}, draft {draft}"
+        console.print(Text(line), soft_wrap=True)

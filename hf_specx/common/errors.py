@@ -1,7 +1,8 @@
 """How bad input is refused: plainly by `require`, and by a `refusal` where wrong text or foreign code would follow."""
 
+import difflib
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -36,6 +37,17 @@ def brief(value: Any) -> str:
     except RecursionError:
         return "many levels deep"
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """A question after the name that was meant, if there is one."""
+    near = difflib.get_close_matches(name, list(known), 1, 0.75)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Validate a choice."""
+    require(value in known, f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")
 
 
 def refusal(check: Callable[P, str | None]) -> Callable[P, None]:

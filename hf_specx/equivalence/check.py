@@ -79,7 +79,10 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> hf_specx.check(DraftTargetPair.embedded()).save("check.json")
+        >>> result = hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16)
+        >>> result.passed
+        True
+        >>> result.save("check.json")
     """
     sampling = temperature, top_p, top_k
     sizes, names = tuple(batch_sizes), tuple(verifications)

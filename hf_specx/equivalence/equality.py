@@ -14,8 +14,9 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
 
+from .settings import UNITS
 
-UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
+
 DOUBLINGS = 40  # doublings of a unit, after which a token is taken to be out of reach
 
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .equality import UNITS
-from .settings import Settings
+from .settings import UNITS, Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"

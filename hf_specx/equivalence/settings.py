@@ -18,6 +18,7 @@ LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
 TIMED = tuple(range(MAX_DRAFT_TOKENS + 1))  # candidates a round of what is timed for a report; 0 is plain
 REPEATS = 3  # timed runs of each, after one that warms up
+UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
 TIMED_RUNS = len(TIMED) * (1 + REPEATS)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_speedup
-from hf_specx.measure.contenders import PLAIN_NAME, Contender
+from hf_specx.measure.contenders import Contender
 from hf_specx.measure.inputs import Inputs
 from hf_specx.measure.timer import Advance, Timer, Timing, speedups, spread
+from hf_specx.measure.ways import PLAIN_NAME
 from hf_specx.strategy import SpeculativeDecoding
 
 from .settings import REPEATS, TIMED

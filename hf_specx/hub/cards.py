@@ -9,10 +9,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
-from hf_specx.common.errors import require
-from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, embedded_folder
+from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig, TokenizerFacts
-from hf_specx.validation.options import similar
 
 from .card_usage import SPEECH, VISION, Card, usage
 from .markdown import code, escaped, fence, row
@@ -31,12 +29,6 @@ HEADER = (
     "expected (Theorem 3.8) | limited by the forwards | measured |\n"
     "| ---: | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
 )
-
-
-def check_known_name(name: str) -> None:
-    """Whether a well-known pair has this name."""
-    known = ", ".join(NAMES)
-    require(name in NAMES, f"no well-known pair is called {name!r}; {similar(name, NAMES)}known: {known}.")
 
 
 def render(config: PairConfig, name: str, published: bool = False) -> str:

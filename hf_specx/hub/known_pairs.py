@@ -3,8 +3,13 @@
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.common.errors import require, similar
+
+
+if TYPE_CHECKING:  # commands look up names before torch is imported
+    from hf_specx.pair_files.pair_config import PairConfig
 
 
 EMBEDDED = "embedded"  # the pair in the package
@@ -31,8 +36,10 @@ class KnownPair:
         """Both ids."""
         return f"{self.target} with {self.draft}"
 
-    def config(self) -> PairConfig:
+    def config(self) -> "PairConfig":
         """A config with nothing but the ids and their class."""
+        from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
         target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
         return PairConfig(target, draft)
 
@@ -65,6 +72,12 @@ NAMES = (EMBEDDED, *BY_NAME)
 def embedded_folder() -> Path:
     """The folder of the pair in the package."""
     return Path(str(files("hf_specx") / EMBEDDED))
+
+
+def check_known_name(name: str) -> None:
+    """Whether a well-known pair has this name."""
+    told = f"{name!r} is no folder here, no id on the Hub, which has an owner (owner/{name}), and no well-known pair; "
+    require(name in NAMES, f"{told}{similar(name, NAMES)}known: {', '.join(NAMES)}.")
 
 
 def is_known(name: str) -> bool:

@@ -8,14 +8,13 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.utils import CHAT_TEMPLATE_DIR
 
-from hf_specx.common.errors import require
 from hf_specx.pair_files import pair_source
 from hf_specx.pair_files.pair_config import PairConfig
-from hf_specx.pair_files.schema import HUB_ID
 
 from .cards import render
 from .flatten import SOURCE, published_code
-from .saving import INSIDE, save
+from .folders import INSIDE, check_repository
+from .saving import save
 
 
 CODE = "custom_generate"
@@ -99,25 +98,40 @@ def publish(
 
     Raises:
         ValueError: as `save`, and if `repo_id` cannot be the name of a repository.
+        ConnectionError: the Hub cannot be reached.
     """
-    named = HUB_ID.fullmatch(repo_id) and "/" in repo_id
-    require(bool(named), f"repo_id={repo_id!r} is no name of a repository; give 'owner/name'.")
+    check_repository(repo_id)
     api = HfApi(token=token)
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work) / "pair"
-        config = save(pair, folder, target=target, draft=draft)
-        _write_card(folder, config, repo_id)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        to: dict[str, Any] = {"repo_id": repo_id, "revision": revision}
-        stale = [name for name in api.list_repo_files(repo_id, revision=revision) if _is_saved(name)]
-        models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
-        write_code(folder, repo_id, models.oid)
-        return api.upload_folder(
-            folder_path=folder / CODE,
-            path_in_repo=CODE,
-            commit_message=f"Code for the models of {models.oid[:7]}",
-            delete_patterns=["*.py"],
-            **to,
-        ).oid
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work) / "pair"
+            config = save(pair, folder, target=target, draft=draft)
+            _write_card(folder, config, repo_id)
+            api.create_repo(repo_id, private=private, exist_ok=True)
+            return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
+    except Exception as error:
+        if not _is_offline(error):
+            raise
+        told = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
+        raise ConnectionError(told) from error
+
+
+def _is_offline(error: Exception) -> bool:
+    """Whether nothing answered, told by the error's name: the Hub's client has changed the library under it."""
+    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+
+
+def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
+    """Upload a pair's folder, then the code, which names the first commit; returns the second."""
+    if to["revision"] is not None:
+        api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
+    stale = [name for name in api.list_repo_files(**to) if _is_saved(name)]
+    models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
+    write_code(folder, to["repo_id"], models.oid)
+    return api.upload_folder(
+        folder_path=folder / CODE,
+        path_in_repo=CODE,
+        commit_message=f"Code for the models of {models.oid[:7]}",
+        delete_patterns=["*.py"],
+        **to,
+    ).oid

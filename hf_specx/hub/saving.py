@@ -15,8 +15,9 @@ from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokeni
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, SuffixOptions
 
+from .folders import INSIDE, REFERENCE, check_folder
 
-INSIDE, REFERENCE = "inside", "reference"
+
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
 SUBFOLDERS = {"target": "", "draft": "draft"}
 
@@ -63,13 +64,6 @@ def save(
                 old.rename(folder)
             raise
     return config
-
-
-def check_folder(folder: Path, overwrite: bool) -> None:
-    """Whether a pair may be written there."""
-    free = not folder.exists() or (folder.is_dir() and (overwrite or not any(folder.iterdir())))
-    told = f"{folder} is there already; name another folder, or pass overwrite=True to replace all that is in it."
-    require(free, told)
 
 
 def _check_draft(draft: Any, where: str) -> None:

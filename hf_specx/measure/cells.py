@@ -43,7 +43,7 @@ class Cell:
     Attributes:
         experiment: one of `EXPERIMENTS`, which says how it is measured and what for.
         pair: its name, as `load_bench_pair` knows it.
-        contenders: names, as `contenders.way` reads them.
+        contenders: names, as `ways.way` reads them.
         dtype: "float32", "bfloat16", or "auto".
         batch: B.
         prompt_tokens, new_tokens: of each row.

@@ -1,11 +1,14 @@
 """Validation that several measurements and commands share: sizes, sampling, paths of files, names of models."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from hf_specx.common.errors import require
+from hf_specx.hub.folders import check_writable
 
 
 def check_runs(batches: Sequence[int], repeats: int = 1) -> None:
@@ -30,6 +33,18 @@ def check_out(path: Path | None) -> None:
         require(not path.is_dir(), f"{path} is a folder; name a file in it.")
         folder = path.resolve().parent
         require(folder.is_dir(), f"{path}: there is no folder {folder}; make it, or name another file.")
+        writable = not path.exists() or os.access(path, os.W_OK)
+        require(writable, f"{path} is there and cannot be written; name another file.")
+        check_writable(folder, path)
+
+
+def check_plots(folder: Path | None) -> None:
+    """Whether figures could be written into a folder, which need not be there yet; None is none."""
+    if folder is not None:
+        found = find_spec("matplotlib") is not None
+        require(found, "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out.")
+        require(folder.is_dir() or not folder.exists(), f"--plots {folder} is a file; name a folder.")
+        check_writable(folder.absolute(), folder)
 
 
 @contextmanager

@@ -6,11 +6,14 @@ What a target makes of them is its own affair; a small one that was trained on c
 import importlib
 import inspect
 from collections.abc import Callable
-
-import torch
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from hf_specx.common.errors import require
+
+
+if TYPE_CHECKING:  # the kinds are known before torch is imported
+    import torch
+    from transformers import PreTrainedTokenizerBase
 
 
 MODULES = ("textwrap", "heapq", "shlex", "fnmatch", "copy", "queue", "string", "bisect")  # one for each row
@@ -48,12 +51,14 @@ KINDS: dict[str, tuple[Make, str]] = {
 }
 
 
-def copying_prompts(kind: str, tokenizer: PreTrainedTokenizerBase | None, rows: int, size: int) -> torch.Tensor:
+def copying_prompts(kind: str, tokenizer: "PreTrainedTokenizerBase | None", rows: int, size: int) -> "torch.Tensor":
     """Prompts of a kind, [rows, size] int64, each from another module.
 
     Raises:
         ValueError: there is no tokenizer, or the kind is unknown, or a text has fewer tokens.
     """
+    import torch
+
     if tokenizer is None:
         raise ValueError("prompts that are copied are texts, and this pair has no tokenizer; give one that has.")
     require(kind in KINDS, f"prompts of kind {kind!r} are unknown; give one of {', '.join(KINDS)}.")

@@ -2,7 +2,7 @@
 
 import datetime
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,18 @@ from hf_specx.hub.flatten import core_modules
 
 from .bare import bandwidth, plain_history, replay, round_bytes
 from .cells import Cell
-from .contenders import PLAIN_NAME, Contender
+from .contenders import Contender
 from .copying import copying_prompts
-from .inputs import BenchPair
+from .inputs import BenchPair, LoadBenchPair
 from .probes import compare_contexts, measure_memory, round_seconds
 from .store import StepCounter, Store, code_digest, provenance
 from .timer import Advance, TimedCall, Timer, Timing, median_known, speedups, spread
+from .ways import PLAIN_NAME
 
 
 MACHINE = ("hf_specx", "torch", "transformers", "python", "device", "threads", "code")
 BARE = ("target_step", "draft_step", "prompt", "decoding")
 COUNTED = ("alpha", "tokens_per_round", "num_draft_tokens", "rounds", "layout")
-LoadBenchPair = Callable[[str, str], BenchPair]
 
 
 def results(path: Path | None) -> Store:

@@ -12,7 +12,8 @@ from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .grafted import PREFIX, RECIPES, check_grafted, graft
+from .grafted import graft
+from .recipes import PREFIX, RECIPES, check_grafted
 
 
 Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
@@ -55,6 +56,9 @@ class BenchPair:
             ]
             ids = torch.tensor([list(itertools.islice(row, prompt_tokens)) for row in endless])
         return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
+
+
+LoadBenchPair = Callable[[str, str], BenchPair]
 
 
 def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -> BenchPair:

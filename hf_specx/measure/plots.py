@@ -5,28 +5,15 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from hf_specx.common.errors import require
+import matplotlib
+from matplotlib import pyplot
 
 from .cells import AUTO_NUMBERS, FIXED, GAMMA, Measured, median_of
 
 
-try:
-    import matplotlib
-except ImportError:
-    matplotlib = None  # type: ignore[assignment]
-else:
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-
+matplotlib.use("Agg")  # there may be no screen
 BY_BATCH = (f"{FIXED}-compiled", FIXED, f"coupled-{GAMMA}", "block-auto", "coupled-auto", f"stock-{GAMMA}", "stock")
 FIGURE_SIZE = (7.0, 4.2)  # inches of a figure
-
-
-def check_can_plot() -> None:
-    """Raise a ValueError where there is no matplotlib."""
-    found = matplotlib is not None
-    require(found, "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out.")
 
 
 def plot(cells: Iterable[Measured], folder: Path) -> list[Path]:
@@ -38,11 +25,7 @@ def plot(cells: Iterable[Measured], folder: Path) -> list[Path]:
 
     Returns:
         The files, SVG.
-
-    Raises:
-        ValueError: without matplotlib.
     """
-    check_can_plot()
     folder.mkdir(parents=True, exist_ok=True)
     known = [cell for cell in cells if "failed" not in cell]
     figures = {

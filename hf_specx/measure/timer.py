@@ -18,8 +18,9 @@ from hf_specx.drafting.candidates import make_drafter
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
-from .contenders import PLAIN_NAME, Contender
+from .contenders import Contender
 from .inputs import Inputs, emitted
+from .ways import PLAIN_NAME
 
 
 WARM_UP = 32  # new tokens of the run that is not counted, where nothing is compiled

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import GenericAlias
 from typing import Any, get_origin
 
-from hf_specx.common.errors import brief, is_int, refusal, require
+from hf_specx.common.errors import brief, is_int, one_of, refusal, require
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.validation.options import check_choices
+from hf_specx.layouts.choose import LAYOUTS
+from hf_specx.validation.choices import check_choices
 
 
 OF_PAIRS = ["subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant"]
@@ -153,7 +154,8 @@ def check_known_values(config: Any, where: str) -> None:
         "a draft needs a folder of its own.",
     )
     number = config.num_draft_tokens
-    check_choices(number, config.verification, config.layout, f"{where}: ")
+    check_choices(number, config.verification, f"{where}: ")
+    one_of(f"{where}: layout", config.layout, LAYOUTS)
     told = f"{where}: num_draft_tokens={number} is above {MAX_RECOMMENDED}; give a smaller number, or 'auto'."
     require(number == "auto" or number <= MAX_RECOMMENDED, told)
     if config.costs is not None:

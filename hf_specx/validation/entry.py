@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_specx.common.errors import require
-
-from .options import similar
+from hf_specx.common.errors import require, similar
 
 
 WITHHELD = {  # what transformers takes from a call and does not pass on to a strategy object, and the remedy

@@ -1,21 +1,21 @@
 """Checks of the options of a strategy, whatever model it will serve."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.errors import is_int, one_of, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.matching import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 
+from .choices import check_choices
 
-VERIFICATIONS = ("token", "block", "coupled")
+
 STREAM_BY = ("token", "run")
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 DUCK_TYPED = {  # option: (attributes that are needed, remedy)
@@ -37,9 +37,10 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     check_draft(draft_model)
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
-    check_choices(options["num_draft_tokens"], options["verification"], options["layout"])
-    _one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
-    _one_of("stream_by", options["stream_by"], STREAM_BY)
+    check_choices(options["num_draft_tokens"], options["verification"])
+    one_of("layout", options["layout"], LAYOUTS)
+    one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
+    one_of("stream_by", options["stream_by"], STREAM_BY)
     compile = options["compile"]
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")
     for name, (needed, remedy) in DUCK_TYPED.items():
@@ -92,22 +93,6 @@ def check_together(drafts: Sequence[Any]) -> None:
     require(len(models) <= 1, told)
 
 
-def check_choices(num_draft_tokens: Any, verification: Any, layout: Any = "auto", where: str = "") -> None:
-    """The options that a config may recommend.
-
-    Args:
-        num_draft_tokens, verification, layout: as `SpeculativeDecoding` takes them.
-        where: what a message begins with.
-    """
-    number = num_draft_tokens
-    automatic, given = number == "auto", f"{where}num_draft_tokens={brief(number)}"
-    require(automatic or is_int(number), f"{given} is not a number; give an int of 1 or more, or 'auto'.")
-    require(automatic or number >= 1, f"{given} is below 1; give 1 or more, or 'auto'.")
-    if verification is not None:
-        _one_of(f"{where}verification", verification, VERIFICATIONS)
-    _one_of(f"{where}layout", layout, LAYOUTS)
-
-
 def check_assistant_settings(num_assistant_tokens: Any, schedule: Any, threshold: Any) -> None:
     """What transformers calls the number of candidates, its schedule, and the threshold; None is unset."""
     number = num_assistant_tokens
@@ -116,7 +101,7 @@ def check_assistant_settings(num_assistant_tokens: Any, schedule: Any, threshold
         f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'.",
     )
     if schedule is not None:
-        _one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
+        one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
     require(
         threshold is None or (isinstance(threshold, float | int) and 0 <= threshold <= 1),
         f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1.",
@@ -127,13 +112,3 @@ def check_calibration(draft_model: Any) -> None:
     """Whether the forwards of a draft can be timed."""
     told = "a draft without a model has no forward to time; give num_draft_tokens as a number."
     require(isinstance(draft_model, PreTrainedModel), told)
-
-
-def similar(name: str, known: Iterable[str]) -> str:
-    """A question after the option that was meant, if there is one."""
-    near = difflib.get_close_matches(name, list(known), 1, 0.75)
-    return f"did you mean {near[0]!r}? " if near else ""
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    require(value in known, f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")

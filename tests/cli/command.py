@@ -3,7 +3,7 @@
 from transformers.utils import logging
 from typer.testing import CliRunner
 
-from hf_specx.cli import app as cli
+from hf_specx.cli.commands import app
 
 
 def command(*arguments: object, input: str | None = None, **env: str):
@@ -14,7 +14,7 @@ def command(*arguments: object, input: str | None = None, **env: str):
     verbosity = logging.get_verbosity()
     try:
         runner = CliRunner(env={"TERM": "dumb"} | env)
-        result = runner.invoke(cli.app, list(map(str, arguments)), input=input)
+        result = runner.invoke(app, list(map(str, arguments)), input=input)
     finally:
         logging.set_verbosity(verbosity)
         logging.enable_progress_bar()

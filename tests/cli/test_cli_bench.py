@@ -4,13 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 from bench_cases import speed, tiny_pair
 from command import command
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import bench as cli_bench
 from hf_specx.measure.cells import cpu_grid
 from hf_specx.measure.points import claims
 
@@ -83,7 +83,7 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
         seen.append((cells, results.path))
         return [speed(), speed(batch=8) | {"failed": "RuntimeError: memory"}]
 
-    monkeypatch.setattr(cli_bench, "run_grid", run_grid)
+    monkeypatch.setattr("hf_specx.measure.grid.run_grid", run_grid)
     result = specx("--grid", "--only", "speed", "--only", "auto")
     assert result.exit_code == 0, result.stderr
     (cells, path), *_ = seen
@@ -99,7 +99,9 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
 
 
 def test_what_cannot_run_is_said(monkeypatch):
-    monkeypatch.setattr(cli_bench, "load_bench_pair", lambda name, dtype, prompts, load: tiny_pair(name, dtype))
+    monkeypatch.setattr(
+        "hf_specx.cli.loading.load_bench_pair", lambda name, dtype, prompts, load: tiny_pair(name, dtype)
+    )
     result = specx("grafted-30M", *QUICK, "--batch", "2", "--contender", "plain", "--contender", "stock-5")
     assert result.exit_code == 0, result.stderr
     assert "stock-5 is not available: ValueError: assisted generate is only supported" in result.stdout
@@ -141,13 +143,13 @@ def test_errors_are_one_line(tmp_path, arguments, message):
 
 
 def test_figures_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_specx.measure.plots.matplotlib", None)
-    monkeypatch.setattr(cli_bench, "run_grid", None)
+    monkeypatch.setattr("hf_specx.measure.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_specx.measure.grid.run_grid", None)
     result = specx("--plots", str(tmp_path))
     assert result.exit_code == 2
     assert "figures need matplotlib" in result.stderr
 
 
 def test_the_large_grid_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(cli_bench.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "there is no GPU here; use --grid" in specx("--full").stderr

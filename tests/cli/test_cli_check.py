@@ -9,7 +9,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import check as cli_check
+from hf_specx.equivalence.settings import Settings
 
 
 SMALL = ["--batch", "16", "--new-tokens", "8", "--samples", "32", "--num-draft-tokens", "3", "--temperature", "0.7"]
@@ -74,7 +74,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
         seen.append((subject.settings, subject.prompts, subject.target.dtype, path))
         raise ValueError("seen")
 
-    monkeypatch.setattr(cli_check, "run_check", run_check)
+    monkeypatch.setattr("hf_specx.equivalence.check.run_check", run_check)
     options = "--batch 2 --batch 3 --new-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 7 --verification token"
     more = f"--samples 6 --num-draft-tokens 2 --level 0.01 --seed 4 --dtype bfloat16 --resume {tmp_path}/known.json"
     specx(folder, *options.split(), *more.split(), "--file", texts)
@@ -95,7 +95,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     assert (prompts, str(dtype), path) == (PROMPTS, "torch.bfloat16", tmp_path / "known.json")
     specx()
     settings, prompts, dtype, path = seen[1]
-    assert (settings, len(prompts), path) == (cli_check.Settings(), 16, None)  # the embedded pair has 16
+    assert (settings, len(prompts), path) == (Settings(), 16, None)  # the embedded pair has 16
 
 
 @pytest.mark.parametrize(
@@ -154,14 +154,14 @@ def test_a_report(monkeypatch, folder, texts, tmp_path, fault):
 
 
 def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr(cli_check, "load_given_pair", None)
+    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
     result = specx("--report", "report.pdf")
     assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
     assert "does not end in .html" in result.stderr
 
 
 def test_a_file_that_cannot_be_taken_up_is_refused_before_the_pair_is_loaded(monkeypatch, texts):
-    monkeypatch.setattr(cli_check, "load_given_pair", None)
+    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
     result = specx("org/pair", "--resume", texts)
     assert result.exit_code == 2
     assert "is no interrupted check of this version" in result.stderr

@@ -32,9 +32,9 @@ def test_generate(pair: DraftTargetPair, kind: str, sources: set):
     options = ["--greedy", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
     texts = []
     for draft in (["--draft", kind], []):
-        result = command("generate", TEXTS[0], *options, *draft, *(["--repeats", "1"] if draft else ["--no-compare"]))
+        result = command("generate", TEXTS[0], *options, *draft, *(["--compare", "--repeats", "1"] if draft else []))
         assert result.exit_code == 0, result.stderr
-        run = json.loads(result.stdout.splitlines()[-1])["runs"][0]
+        run = json.loads(result.stdout)["runs"][0]
         texts.append(run["texts"])
         found = set(run["report"]["sources"])
         assert found <= (sources if draft else {"model"})
@@ -59,6 +59,12 @@ def test_publish(pair: DraftTargetPair, tmp_path: Path):
 
 
 def test_another_kind(pair: DraftTargetPair):
-    result = command("generate", TEXTS[0], "--draft", "ngram", "--no-compare")
+    result = command("publish", "org/pair", "org/name", "--draft", "ngram")
     assert result.exit_code == 2
     assert "--draft ngram is unknown; choose one of suffix, both, or leave it out." in result.stderr
+
+
+def test_a_draft_that_is_not_there_is_named(pair: DraftTargetPair):
+    result = command("generate", TEXTS[0], "--draft", "org/ngram")
+    assert result.exit_code == 2
+    assert "'org/ngram' cannot be got from the Hub, and there is no folder of that name here" in result.stderr

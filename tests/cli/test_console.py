@@ -8,7 +8,7 @@ from tokenizers.decoders import Metaspace
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_specx.cli import console
+from hf_specx.cli import coloured, console
 from hf_specx.engine.history import RoundRecord
 
 
@@ -38,23 +38,23 @@ def test_errors_are_in_the_words_of_commands(capsys, error):
     ],
 )
 def test_origins_of_a_round(record, origins):
-    assert console.round_origins(record) == origins
+    assert coloured.round_origins(record) == origins
 
 
 def test_colours_by_origin(tokenizer):
     history = [RoundRecord(0, 0, 1), RoundRecord(2, 2, 3), RoundRecord(2, 1, 2), RoundRecord(3, 3, 2)]
     tokens = [*tokenizer.convert_tokens_to_ids(list("bdoganc")), tokenizer.eos_token_id]
-    text = console.coloured(tokens, history, console.TokenDecoder(tokenizer, []))
+    text = coloured.coloured(tokens, history, coloured.TokenDecoder(tokenizer, []))
     assert text.plain == "bdoganc"
     origins = ["bonus", "accepted", "accepted", "bonus", "accepted", "recovered", "accepted"]
-    assert [(s.start, s.style) for s in text.spans] == [(i, console.STYLES[o]) for i, o in enumerate(origins)]
-    assert console.coloured(tokens[:2], history, console.TokenDecoder(tokenizer, [])).plain == "bd"
+    assert [(s.start, s.style) for s in text.spans] == [(i, coloured.STYLES[o]) for i, o in enumerate(origins)]
+    assert coloured.coloured(tokens[:2], history, coloured.TokenDecoder(tokenizer, [])).plain == "bd"
 
 
 @pytest.mark.parametrize("text", ["plain text [red]x[/red]\n  two", "naïve 🙂 größer", "日本"])
 def test_characters_split_across_tokens(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
-    decoder = console.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
+    decoder = coloured.TokenDecoder(tokenizer, tokenizer("the cat")["input_ids"])
     pieces = [decoder.push(i) for i in ids]
     assert "".join(pieces) == text
     assert decoder.rest() == ""
@@ -67,12 +67,12 @@ def test_spaces_after_the_prompt_are_kept():
     words.decoder = Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
     assert tokenizer.decode([1]) == "cat"
-    assert console.TokenDecoder(tokenizer, [0]).push(1) == " cat"
+    assert coloured.TokenDecoder(tokenizer, [0]).push(1) == " cat"
 
 
 def test_unfinished_and_broken_characters(tokenizer):
     ids = tokenizer("é🙂")["input_ids"]
-    decoder = console.TokenDecoder(tokenizer, [])
+    decoder = coloured.TokenDecoder(tokenizer, [])
     broken = [ids[0], *tokenizer("a")["input_ids"], *ids[2:4]]  # half an é, a letter, half a face
     assert [decoder.push(i) for i in broken] == ["", "\ufffda", "", ""]
     assert set(decoder.rest()) == {"\ufffd"}

@@ -244,7 +244,7 @@ def test_prompts_that_are_no_whole_batches(scripts, tmp_path, prompts, batch):
 
 
 def test_our_page_has_its_markers(scripts):
-    page = (SCRIPTS.parent / "README.md").read_text(encoding="utf-8")
+    page = (SCRIPTS.parent / "hf_specx/equivalence/README.md").read_text(encoding="utf-8")
     assert scripts["quality_page"].replaced(page, "x") != page
 
 

@@ -14,7 +14,7 @@ from tiny import near, tiny
 from typer.main import get_command
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli.app import app
+from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.publish import write_repository
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig

@@ -9,10 +9,10 @@ from bench_cases import small, tiny_pair
 from hf_specx.hub.flatten import Module
 from hf_specx.measure import grid as bench_grid
 from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid
-from hf_specx.measure.contenders import way
-from hf_specx.measure.grafted import PREFIX, RECIPES
 from hf_specx.measure.grid import results, run_grid
+from hf_specx.measure.recipes import PREFIX, RECIPES
 from hf_specx.measure.store import StepCounter, Store
+from hf_specx.measure.ways import way
 
 
 CELLS = [small("plain", "block-2", repeats=1), small("plain", "block-2", repeats=1, batch=2)]

@@ -7,6 +7,7 @@ from bench_cases import measured, ours, plain, small, speed
 
 from hf_specx.measure import plots as bench_plots
 from hf_specx.measure.cells import AUTO_NUMBERS, TEMPERATURES
+from hf_specx.measure.checks import check_plots
 
 
 pytest.importorskip("matplotlib")
@@ -39,7 +40,7 @@ def test_only_what_there_is_data_for(tmp_path):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_plots, "matplotlib", None)
+    monkeypatch.setattr("hf_specx.measure.checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="figures need matplotlib: pip install"):
-        bench_plots.plot(cells(), tmp_path / "new")
+        check_plots(tmp_path / "new")
     assert not (tmp_path / "new").exists()

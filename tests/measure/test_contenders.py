@@ -6,7 +6,8 @@ from bench_cases import tiny_pair
 from transformers import CompileConfig
 
 from hf_specx.measure import contenders
-from hf_specx.measure.contenders import VERIFIERS, Contender, stock_settings, way
+from hf_specx.measure.contenders import Contender, stock_settings
+from hf_specx.measure.ways import VERIFIERS, way
 
 
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}

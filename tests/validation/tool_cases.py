@@ -13,15 +13,14 @@ from hf_specx.equivalence.page import check_can_write
 from hf_specx.equivalence.settings import Settings
 from hf_specx.hub.cards import known_card
 from hf_specx.hub.vllm import vllm
-from hf_specx.measure.checks import looking_for
-from hf_specx.measure.contenders import way
-from hf_specx.measure.grafted import Recipe
+from hf_specx.measure.checks import check_plots, looking_for
 from hf_specx.measure.grid import results
 from hf_specx.measure.inputs import BenchPair, load_bench_pair
-from hf_specx.measure.plots import check_can_plot
+from hf_specx.measure.recipes import Recipe
 from hf_specx.measure.store import read_cells
 from hf_specx.measure.study import Study
 from hf_specx.measure.tune import Loaded, encode_batches, tune
+from hf_specx.measure.ways import way
 from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.pairs.complete import complete
@@ -110,14 +109,14 @@ def in_a_locked_folder() -> None:
 
 
 def without_matplotlib() -> None:
-    with mock.patch("hf_specx.measure.plots.matplotlib", None):
-        check_can_plot()
+    with mock.patch("hf_specx.measure.checks.find_spec", return_value=None):
+        check_plots(Path("figures"))
 
 
 TARGET, DRAFT = ModelSource("org/target"), ModelSource("org/draft")
 PLAIN = [
     ("no metric is called .bleu.; choose among acceptance, ", lambda: path("bleu")),
-    ("no well-known pair is called 'qwen9'", lambda: known_card("qwen9")),
+    ("'qwen9' is no folder here, no id on the Hub, which has an owner", lambda: known_card("qwen9")),
     # Drafts that are tried
     ("drafts=.'a', 'a'.: give at least one, and each once", lambda: tune("target", ["a", "a"], Study())),
     ("drafts=..: give at least one", lambda: tune("target", [], Study())),

@@ -1,0 +1,107 @@
+"""Generated text on a terminal: each token in the colour of its origin, and as it is emitted."""
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from hf_specx.engine.history import RoundRecord
+from hf_specx.strategy import SpeculativeDecoding
+
+
+# Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
+STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}
+
+
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
+def written_out(text: str) -> str:
+    """Text whose control characters are written out, since a terminal would obey them: a title, colours, answers."""
+    return text.translate(CONTROLS)
+
+
+class TokenDecoder:
+    """Decodes token by token; a token that ends inside a character waits for the one that completes it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: list[int]):
+        self.tokenizer = tokenizer
+        # some tokenizers strip a space at the start of a text, so the last tokens of the prompt come first
+        self.ids = prompt[-8:]
+        self.shown_from, self.shown_to = 0, len(self.ids)
+
+    def push(self, token: int) -> str:
+        """The text that this token adds, with that of tokens that waited; "" if it has to wait."""
+        self.ids.append(token)
+        added = self.rest()
+        if not added or added.endswith("\ufffd"):
+            return ""
+        self.shown_from, self.shown_to = self.shown_to, len(self.ids)
+        return added
+
+    def rest(self) -> str:
+        """The text of tokens that still wait; an unfinished character is shown as the replacement character."""
+        return self._decode(self.ids[self.shown_from :])[
+            len(self._decode(self.ids[self.shown_from : self.shown_to])) :
+        ]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+class OriginStreamer(BaseStreamer):
+    """Prints what each round has emitted; that round is the last one in the report."""
+
+    def __init__(self, strategy: SpeculativeDecoding, tokenizer: PreTrainedTokenizerBase, console: Console):
+        self.strategy, self.tokenizer, self.console = strategy, tokenizer, console
+        self.decoder: TokenDecoder | None = None
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt [1, L] in the first call, then the tokens [n] of a round."""
+        if self.decoder is None:
+            self.decoder = TokenDecoder(self.tokenizer, value.flatten().tolist())
+            return
+        assert self.strategy.report is not None
+        record = self.strategy.report.history[0][-1]
+        self.console.print(coloured(value.tolist(), [record], self.decoder, last=False), end="", soft_wrap=True)
+
+    def end(self) -> None:
+        rest = "" if self.decoder is None else self.decoder.rest()
+        self.console.print(Text(written_out(rest)), soft_wrap=True)
+
+
+def round_origins(record: RoundRecord) -> list[str]:
+    """The origin of each token that a row emitted in a round: a key of `STYLES`."""
+    accepted = min(record.accepted, record.emitted)
+    follower = "bonus" if record.accepted == record.drafted else "recovered"
+    kept = ["forced" if position in record.forced else "accepted" for position in range(accepted)]
+    return kept + [follower] * (record.emitted - accepted)
+
+
+def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
+    """The text of tokens, each in the style of its origin.
+
+    Args:
+        tokens: emitted by one row.
+        history: the rounds that emitted them.
+        decoder: has read the text before them.
+        last: whether the text ends here, True unless given.
+    """
+    text = Text()
+    origins = itertools.chain.from_iterable(map(round_origins, history))
+    for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row within its last round
+        text.append(written_out(decoder.push(token)), STYLES[origin])
+    return text.append(written_out(decoder.rest())) if last else text
+
+
+def legend() -> Text:
+    """One line that explains the styles."""
+    accepted, recovered, bonus, forced = STYLES.items()
+    drafted = Text.assemble(accepted, ": drafted; ", forced, ": the only token allowed; ")
+    return Text.assemble(drafted, recovered, ": the target's, after a rejection; ", bonus, ": the target's, else")

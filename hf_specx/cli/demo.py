@@ -1,0 +1,95 @@
+"""`specx generate --demo`: what speculative sampling is worth here, in about two minutes."""
+
+import itertools
+import statistics
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hf_specx.common.errors import require
+from hf_specx.measure.contenders import Contender
+from hf_specx.measure.inputs import Inputs
+from hf_specx.measure.timer import Timer, Timing, speedups
+from hf_specx.measure.ways import PLAIN_NAME, STOCK_NAME
+
+from .coloured import legend
+from .console import progress
+
+
+if TYPE_CHECKING:
+    from .session import Session
+
+
+DEMO_BATCHES = (1, 8)
+OURS = "speculative"
+WORDS = {PLAIN_NAME: "plain generate", STOCK_NAME: "transformers' assisted decoding", OURS: "speculative sampling"}
+NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
+
+
+def demo_batches(prompts: list[str], name: str) -> list[list[str]]:
+    """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
+    require(bool(prompts), f"--demo: {name!r} has no prompts of its own; give some as arguments.")
+    return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
+
+
+def show_demo(session: "Session") -> list[dict[str, Any]]:
+    """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8.
+
+    Returns:
+        What `Session.run` returns for each batch, with the times of all ways as its comparison.
+    """
+    console, batches = session.console, demo_batches(session.pair.prompts, session.name)
+    console.print(legend(), soft_wrap=True)
+    runs, timings = [], []
+    for batch in batches:
+        run, inputs = session.run(batch, show=len(batch) == 1)
+        if len(batch) == 1:
+            console.print(Text(f"\n{same_text(session, batch)}\n"), soft_wrap=True)
+        timings.append(time_ways(session, inputs))
+        runs.append(run | {"comparison": {way: timing.to_dict() for way, timing in timings[-1].items()}})
+    table = Table("", *(f"batch {size}" for size in DEMO_BATCHES), show_edge=False)
+    for way, words in WORDS.items():
+        table.add_row(words, *(cell_of(timing, way) for timing in timings))
+    console.print(table)
+    gains = [speedup_of(timing, OURS) for timing in timings]
+    said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
+    summary = (
+        f"\nHere speculative sampling was {said} as fast as plain generate (medians of {session.repeats} turns), "
+    )
+    console.print(Text(summary + "with the same distribution of texts.", "bold"), soft_wrap=True)
+    console.print(Text(NEXT), soft_wrap=True)
+    return runs
+
+
+def same_text(session: "Session", prompts: list[str]) -> str:
+    """A sentence that says whether plain generate and ours gave one text: greedily, or from one seed."""
+    sampled = session.options["do_sample"]
+    how = f'From seed {session.seed}, verification="coupled"' if sampled else "Greedy speculative decoding"
+    same = session.texts(prompts, plain=True) == session.texts(prompts, verification="coupled")
+    verdict = "the same text, token by token" if same else "different texts (which rounding can do in half precision)"
+    return f"{how} and plain generate gave {verdict}."
+
+
+def time_ways(session: "Session", inputs: Inputs) -> dict[str, Timing]:
+    """The runs of all ways that take a batch of this size."""
+    pair, rows = session.pair, len(inputs["input_ids"])
+    target, draft = pair.target, next(iter(pair.models[1:]), None)
+    ways = {PLAIN_NAME: Contender(PLAIN_NAME, target), OURS: Contender(OURS, target, strategy=pair.strategy)}
+    if rows == 1 and draft is not None:
+        ways[STOCK_NAME] = Contender(STOCK_NAME, target, draft)
+    with progress(f"batch {rows}, all ways in turns", len(ways) * (1 + session.repeats)) as advance:
+        seeds = range(session.seed, session.seed + session.repeats)
+        return Timer(ways.__getitem__, [inputs], session.arguments, seeds, advance).time(tuple(ways))
+
+
+def speedup_of(timings: dict[str, Timing], way: str) -> float:
+    """How many times as fast as plain `generate` in the same turn, the median."""
+    return statistics.median(speedups(timings[way].rates, timings[PLAIN_NAME].rates))
+
+
+def cell_of(timings: dict[str, Timing], way: str) -> str:
+    """Tokens per second, and the speed compared with plain `generate`."""
+    if way not in timings:
+        return "takes one row alone"
+    return f"{timings[way].tokens_per_second:.0f} tokens/s, {speedup_of(timings, way):.2f} times"

@@ -1,0 +1,188 @@
+"""Loading what a command names: a pair, or a target and a draft."""
+
+import copy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_specx.common.errors import require
+from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.hub.folders import INSIDE, REFERENCE
+from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
+from hf_specx.measure.checks import looking_for
+from hf_specx.measure.compatibility import ERROR, find_fit
+from hf_specx.measure.inputs import LoadBenchPair, load_bench_pair
+from hf_specx.measure.study import DraftTrial, Study
+from hf_specx.measure.tune import Loaded, describe, load
+from hf_specx.pair_files.fetch import SMALL_FILES, get_files
+from hf_specx.pair_files.pair_config import ModelSource
+from hf_specx.pairs.loading import LoadedPair
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .options import DRAFTS, Messages, Named, check_name
+
+
+def default_device_map() -> str | None:
+    """`"auto"` if there is an accelerator, else None."""
+    return "auto" if torch.cuda.is_available() else None
+
+
+def device_map(device: str | None) -> str | None:
+    """What --device says as a `device_map`.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if device in (None, "auto"):
+        return default_device_map()
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
+        first = str(error).partition("\n")[0]
+        raise ValueError(f"--device {device} is not here ({first}); take cpu, or leave it out.") from error
+    return device
+
+
+def load_named(named: Named) -> DraftTargetPair:
+    """Load what a command names.
+
+    Raises:
+        ValueError: there is no such pair or model, its files are wrong, or the draft does not fit the target.
+    """
+    if named.target is not None:
+        return load_two(named)
+    draft = None if named.draft in DRAFTS else named.draft
+    other = {} if draft is None else {"draft": draft}
+    hub = named.hub or {}
+    if draft is not None:
+        with looking_for(draft):  # what is not found is not the pair
+            get_files(draft, None, SMALL_FILES, **{name: hub[name] for name in ("token",) if name in hub})
+    pair = load_given_pair(named.shown_pair, named.dtype, device_map(named.device), **other, **hub)
+    return pair if draft is not None else with_draft(pair, named.draft)
+
+
+def load_two(named: Named) -> DraftTargetPair:
+    """Load a target and a draft for it, each by its name."""
+    assert named.target is not None
+    hub = dict(named.hub or {})
+    revision, trust = hub.pop("revision", None), hub.pop("trust_remote_code", False)
+    study = Study(dtype=named.dtype, device_map=device_map(named.device), hub=hub, trust_remote_code=trust)
+    target = load(named.target, revision, study, study.device_map)
+    if named.draft in DRAFTS or named.draft is None:
+        return DraftTargetPair(target.model, SuffixDraft(), target.tokenizer)
+    draft = load(named.draft, None, study, study.device_map)
+    check_fit(target, draft)
+    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
+    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, draft, study)
+    return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+
+
+def bench_loader(named: Named, prompts: list[str | Messages], chat: bool) -> LoadBenchPair:
+    """What loads pairs for the bench: those of a command by their name there, and those of a grid.
+
+    Args:
+        named: what the command names; device and access to the Hub hold for all pairs.
+        prompts: in place of those of a pair; [] for its own.
+        chat: see `texts_of`.
+    """
+
+    def load(name: str, dtype: str) -> DraftTargetPair:
+        own = named if name == named.name else Named(name, device=named.device, hub=named.hub)
+        pair = load_named(replace(own, dtype=dtype))
+        pair.config.prompts = texts_of(prompts, pair.tokenizer, chat, name) or pair.prompts
+        return pair
+
+    return partial(load_bench_pair, prompts=[], load=load)
+
+
+def check_full(full: bool) -> None:
+    """Whether this machine can run the grid of --full."""
+    possible = not full or torch.cuda.is_available()
+    require(possible, "--full has models of 1B and 7B parameters and there is no GPU here; use --grid.")
+
+
+def check_fit(target: Loaded, draft: Loaded) -> None:
+    """Raise a ValueError if a draft cannot be used for a target."""
+    findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, [])
+    wrong = next((finding.follows for finding in findings if finding.verdict == ERROR), None)
+    require(wrong is None, f"the draft does not fit the target: {wrong}")
+
+
+def load_given_pair(name: str, dtype: str, device: str | None, **options: Any) -> DraftTargetPair:
+    """Load a pair.
+
+    Args:
+        name: id, folder, or "embedded".
+        dtype: one of `DTYPES`.
+        device: its `device_map`.
+        **options: for `DraftTargetPair.from_pretrained`.
+
+    Raises:
+        ValueError: there is no such pair, or its files are wrong.
+    """
+    check_name(name)
+    if is_known(name) and not is_embedded(name):
+        ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
+        raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
+    placed = {"device_map": device} if device else {}
+    with looking_for(name):
+        return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+
+
+def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
+    """The pair with one of `DRAFTS` in place of its draft; the pair itself where nothing is asked for.
+
+    What was measured with its own draft, and recommended for it, does not hold then.
+    """
+    if draft is None:
+        return pair
+    config = copy.deepcopy(pair.config)
+    config.forget()
+    if draft == DRAFTS[0]:
+        config.draft = ModelSource()
+        return DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer, config)
+    made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
+    made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
+    return made
+
+
+def texts_of(
+    prompts: list[str | Messages], tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
+) -> list[str]:
+    """The prompts as texts; with --chat, and where they are messages, in the tokenizer's chat template.
+
+    Raises:
+        ValueError: prompts are messages without --chat, or there is no chat template.
+    """
+    if not chat:
+        told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
+        require(all(isinstance(prompt, str) for prompt in prompts), told)
+        return [prompt for prompt in prompts if isinstance(prompt, str)]
+    template = None if tokenizer is None else tokenizer.chat_template
+    require(bool(template), f"--chat: the tokenizer of {name!r} has no chat template; leave --chat out.")
+    assert tokenizer is not None
+    texts = []
+    for prompt in prompts:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        texts.append(str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)))
+    begins, first = tokenizer("")["input_ids"][:1], tokenizer.bos_token
+    twice = first is not None and begins == [tokenizer.bos_token_id]  # by the template, and by the tokenizer
+    return [text.removeprefix(first) if twice else text for text in texts]
+
+
+def saved_as(source: ModelSource, inside: bool) -> str:
+    """Whether to save a model inside the pair or by reference."""
+    return INSIDE if inside or source.name is None else REFERENCE
+
+
+def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str:
+    """Save the pair with the best draft; returns a line that says where its models are."""
+    assert best.pair is not None
+    assert best.config is not None
+    target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
+    best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
+    return f"saved in {out}: target {target}, draft {draft}"

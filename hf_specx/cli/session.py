@@ -1,0 +1,192 @@
+"""What `specx generate` does for each batch: text coloured by origin, a report, and the speed."""
+
+import copy
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from hf_specx.common.architectures import vocabulary
+from hf_specx.common.errors import require
+from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
+from hf_specx.measure.store import provenance
+from hf_specx.measure.timer import Comparison, compare
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .coloured import OriginStreamer, TokenDecoder, coloured, legend, written_out
+from .console import progress
+from .demo import show_demo
+from .loading import load_named, texts_of
+from .options import LARGEST_SEED, Messages, Named
+
+
+def open_session(
+    named: Named,
+    chosen: dict[str, Any],
+    options: dict[str, Any],
+    repeats: int,
+    seed: int | None,
+    schema: Path | None,
+    quiet: bool,
+) -> "Session":
+    """Load what a command names, for texts.
+
+    Args:
+        named: the models.
+        chosen: options of the strategy.
+        options, repeats, seed, quiet: see `Session`; without a seed there is a new one.
+        schema: a file with a JSON schema, if texts are to follow one.
+
+    Raises:
+        ValueError: the models cannot be loaded or cannot read text.
+    """
+    pair = load_named(named)
+    require(pair.tokenizer is not None, f"{named.name!r} has no tokenizer, so it cannot read text.")
+    for option, value in chosen.items():
+        setattr(pair.strategy, option, value)
+    seed = torch.seed() % LARGEST_SEED if seed is None else seed
+    grammar = None if schema is None else json_grammar(schema, pair)
+    return Session(named.name, pair, options, repeats, seed, grammar, quiet)
+
+
+class NewProcessor(list[Any]):
+    """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
+
+    Args:
+        make: makes it.
+    """
+
+    def __init__(self, make: Callable[[], Any]):
+        super().__init__([None])
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.make()])
+
+
+def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
+    """The `logits_processor` argument of `generate` for a JSON schema.
+
+    Raises:
+        ValueError: xgrammar is not installed, or cannot read the schema.
+    """
+    found = importlib.util.find_spec("xgrammar") is not None
+    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
+    xgrammar = importlib.import_module("xgrammar")
+    processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
+    size = vocabulary(pair.target)
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
+    schema = file.read_text()
+    try:
+        json.loads(schema)
+        grammar = compiler.compile_json_schema(schema, any_whitespace=False)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
+    return NewProcessor(partial(processor, grammar))
+
+
+@dataclass
+class Session:
+    """What all batches of a command share.
+
+    Attributes:
+        name: what results and messages call the models.
+        pair: with a tokenizer.
+        options: for `generate`.
+        repeats: timed runs of each contender; 0 for none.
+        seed: of all random numbers.
+        grammar: that each text follows, if any.
+        quiet: whether nothing is printed.
+    """
+
+    name: str
+    pair: DraftTargetPair
+    options: dict[str, Any]
+    repeats: int
+    seed: int
+    grammar: NewProcessor | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        self.console = Console(quiet=self.quiet)
+        self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
+
+    def answer(self, prompts: list[str | Messages], chat: bool) -> dict[str, Any]:
+        """Generate for prompts, one batch; returns the document of --json. `chat` is as in `texts_of`."""
+        self.console.print(legend(), soft_wrap=True)
+        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer, chat, self.name))
+        if self.repeats:
+            run["comparison"] = self.compare(inputs).to_dict()
+        return self.document([run])
+
+    def demonstrate(self) -> dict[str, Any]:
+        """The demo; returns the document of --json."""
+        return self.document(show_demo(self))
+
+    def document(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
+        """What was generated and by what, as plain values."""
+        source = {"pair": self.name, "seed": self.seed, "options": self.options, **provenance(self.pair.target)}
+        return source | {"runs": runs}
+
+    def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
+        """Generate for a batch, and print text and report if they are to be shown.
+
+        Returns:
+            The same as plain values, and what `generate` was given.
+        """
+        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
+        assert tokenizer is not None
+        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        console = self.console if show else Console(quiet=True)
+        if len(prompts) == 1:
+            console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
+            strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
+        torch.manual_seed(self.seed)
+        try:
+            output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
+        finally:
+            strategy.streamer, strategy.stream_by = None, "token"
+        report = strategy.report
+        assert report is not None
+        new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)
+        if len(prompts) > 1:
+            for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
+                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
+                console.print(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body), soft_wrap=True)
+        console.print(Text(f"\n{report}"), soft_wrap=True)
+        texts = tokenizer.batch_decode(new, skip_special_tokens=True)
+        values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
+        return values | {"comparison": None}, inputs
+
+    def texts(self, prompts: list[str], plain: bool = False, verification: str | None = None) -> list[str]:
+        """What a batch is continued with, from the seed; nothing is printed.
+
+        Args:
+            prompts: the batch.
+            plain: whether by plain `generate`.
+            verification: in place of the strategy's own.
+        """
+        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, copy.copy(self.pair.strategy)
+        assert tokenizer is not None
+        strategy.verification = verification or strategy.verification
+        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        torch.manual_seed(self.seed)
+        how = {} if plain else {"custom_generate": strategy}
+        output = target.generate(**inputs, **self.arguments, **how)  # type: ignore[operator]
+        return tokenizer.batch_decode(emitted(target, inputs, output, self.options), skip_special_tokens=True)
+
+    def compare(self, inputs: Inputs) -> Comparison:
+        """Time plain and speculative generation in turns, and print the comparison."""
+        with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
+            comparison = compare(
+                self.pair.target, self.pair.strategy, [inputs], self.arguments, self.repeats, self.seed, advance
+            )
+        self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
+        return comparison

@@ -1,0 +1,99 @@
+"""Each block of the main README runs as pasted, in order, offline; its links lead somewhere.
+
+The cache of the Hub holds tiny models under the names that the README uses.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import near, tiny
+from transformers import PreTrainedTokenizerFast
+
+from hf_specx import DraftTargetPair
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.publish import write_code
+
+
+ROOT = PACKAGE.parent
+README = ROOT / "README.md"
+COMMIT = "0" * 40
+PROMPTS = "def read_header(self, file):\nclass Queue:\nimport os\n"
+RUNNER = """
+import pathlib, re, subprocess
+names, text = {}, pathlib.Path(%r).read_text()
+for number, (language, block) in enumerate(re.findall(r"(?ms)^```(\\w+)\\n(.*?)^```$", text)):
+    print(f"block {number}:", block, sep="\\n", flush=True)
+    if language == "python":
+        exec(compile(block, f"block {number}", "exec"), names)
+    elif language == "bash" and "pip install" not in block:
+        subprocess.run(["bash", "-euc", block], check=True)
+print("all ran")
+"""
+
+
+def in_the_cache(home: Path, name: str) -> Path:
+    """The folder of a repository in the cache."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    return repository / "snapshots" / COMMIT
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A cache with stand-ins for the README's models."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "embedded")
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
+    target = tiny(**sizes, num_hidden_layers=3)
+    for name, model in {"Qwen/Qwen3-4B": target, "Qwen/Qwen3-0.6B": near(target, 0.1)}.items():
+        folder = in_the_cache(tmp_path, name)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    pair = in_the_cache(tmp_path, "org/pair")
+    DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(pair)
+    write_code(pair, "org/pair", COMMIT)
+    return tmp_path
+
+
+def test_every_block_runs_as_pasted(home: Path, tmp_path: Path):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "prompts.txt").write_text(PROMPTS)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    changed = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PATH": path, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RUNNER % str(README)]
+    result = subprocess.run(command, cwd=work, env=os.environ | changed, capture_output=True, text=True)
+    assert result.stdout.endswith("all ran\n"), result.stdout[-2000:] + result.stderr[-4000:]
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of its headings, as they are made on the web."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = sorted(
+    page for pattern in ("*.md", ".github/*.md", "hf_specx/**/*.md", "model_cards/*.md") for page in ROOT.glob(pattern)
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        file, _, anchor = link.partition("#")
+        place = (page.parent / file) if file else page
+        assert place.exists(), link
+        assert not anchor or anchor in anchors(place), link
+
+
+def test_it_is_short():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 300
