@@ -14,7 +14,7 @@ from hf_specx.common.errors import refusal
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
 STARTS, ENDS = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
 CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces were; before these there is mostly none
-REMEMBERED = 32, 65_536  # bytes of a piece of text, and how many such pieces are kept
+PIECE_BYTES, PIECES = 32, 65_536  # how long a piece of text is that is kept with its tokens, and how many are
 
 
 @refusal
@@ -125,11 +125,11 @@ class TokenBytes:
             text: not empty.
             opens: whether nothing comes before it.
         """
-        if opens or len(text) > REMEMBERED[0]:
+        if opens or len(text) > PIECE_BYTES:
             return self._encoded(text, opens)
         found = self.known.get(text)
         if found is None:
-            if len(self.known) >= REMEMBERED[1]:
+            if len(self.known) >= PIECES:
                 self.known.clear()
             found = self.known[text] = self._encoded(text)
         return found

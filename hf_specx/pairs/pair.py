@@ -64,7 +64,8 @@ class DraftTargetPair:
         self._target: PreTrainedModel = unwrapped(target)
         self._draft: PairDraft = unwrapped_draft(draft)
         check_entry(self.target, None)
-        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer or tokenizer
+        self.tokenizer = tokenizer
+        self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
