@@ -15,7 +15,7 @@ from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
 MATCHES = ("auto", "tokens", "text")
-ENOUGH = 0.5  # coverage from which "auto" goes by tokens
+ENOUGH_COMMON = 0.5  # coverage from which "auto" goes by tokens
 
 
 @refusal
@@ -77,4 +77,4 @@ def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
         no_common_tokens(vocabularies)
     if match != "auto":
         return TokenizerMatch(match, f"asked for; {covered}", *known)
-    return TokenizerMatch("tokens" if vocabularies.coverage >= ENOUGH else "text", f"chosen: {covered}", *known)
+    return TokenizerMatch("tokens" if vocabularies.coverage >= ENOUGH_COMMON else "text", f"chosen: {covered}", *known)

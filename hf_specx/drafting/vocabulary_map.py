@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from .token_bytes import TokenBytes, tokens_without_bytes
 
 
-SAMPLE = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old house
+SAMPLE_TEXT = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old house
 could answer that question, because everyone had already left for the summer (it was the 21st of June 2024).
 
 def mean(values: list[float], default=0.0) -> float:
@@ -44,7 +44,7 @@ class VocabularyMap:
         self.to_draft = _meaning(target, draft, *sizes)
         common = set(self.to_target) - {-1}
         self.overlap = len(common) / max(1, sum(map(bool, target.contents[: sizes[0]])))
-        sample = target.encode(SAMPLE.encode())
+        sample = target.encode(SAMPLE_TEXT.encode())
         self.coverage = sum(number in common for number in sample) / len(sample)
         self.layers = self._layers()
 
