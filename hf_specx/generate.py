@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import execution_device, hardware
+from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
@@ -56,9 +57,9 @@ EXITS: dict[int, EarlyExitDraft] = {}
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
     """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
 
-    The only thing remembered from call to call is how long forwards took, by batch size, in the draft's attribute
-    `specx_times`; a strategy object also remembers acceptance and the times of rounds, and so does the `SuffixDraft`
-    of a pair.
+    The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
+    as where they are compiled: by batch size, in the draft's attribute `specx_times`. A strategy object also remembers
+    acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
 
     Args:
         inputs: as in `generate`.
@@ -108,10 +109,12 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
     the longest match counts.
 
     Raises:
-        ValueError: if one of them is not an int of 1 or more.
+        ValueError: if one of them is not an int of 1 or more, or the call has the second alone.
     """
     names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
     number, size = (setting(name, model, kwargs) for name in names)
+    told = f"{names[1]}={size} is for {names[0]}, which is not given; give both, or leave it out."
+    require(number is not None or kwargs.get(names[1]) is None, told)
     if number is None:
         return None
     for name, value in zip(names, (number, size), strict=True):
@@ -168,16 +171,16 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
     exit_layer = setting("assistant_early_exit", model, kwargs)
     if exit_layer is not None:
         kwargs["assistant_early_exit"] = None
-        return early_exit(exit_layer), {}, Costs()
+        return early_exit(exit_layer, model), {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
         return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
     return find_draft(model, kwargs)
 
 
-def early_exit(exit_layer: Any) -> EarlyExitDraft:
+def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
     """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
-    check_exit_layer("assistant_early_exit", exit_layer)
+    check_exit_layer("assistant_early_exit", exit_layer, model)
     return EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 

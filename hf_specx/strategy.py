@@ -19,7 +19,7 @@ from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.costs import SHARE, Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
@@ -37,7 +37,7 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.entry import check_withheld
+from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many, check_queue
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
@@ -57,9 +57,9 @@ class SpeculativeDecoding:
             `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
             forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
-            expected tokens per second, by the acceptance seen so far and a cost table that is measured before the
-            first token of the first call at each batch size. An int wins over `num_assistant_tokens` of the call or
-            of the draft's `generation_config`; "auto" gives way to it.
+            expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
             "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
@@ -96,7 +96,7 @@ class SpeculativeDecoding:
     def __init__(
         self,
         draft_model: AnyDraft | Sequence[AnyDraft],
-        *,
+        *misplaced: Any,
         num_draft_tokens: str | int = "auto",
         verification: str | None = None,
         layout: str = "auto",
@@ -109,29 +109,27 @@ class SpeculativeDecoding:
         costs: Costs | None = None,
         **unknown: Any,
     ):
-        options = {
-            "num_draft_tokens": num_draft_tokens,
-            "verification": verification,
-            "layout": layout,
-            "compile": compile,
-            "streamer": streamer,
-            "stream_by": stream_by,
-            "tokenizer": tokenizer,
-            "draft_tokenizer": draft_tokenizer,
-            "tokenizer_match": tokenizer_match,
-            "costs": costs,
-        }
-        draft_model = unwrapped_draft(draft_model)
-        check_options(options, unknown, draft_model)
-        self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.verification, self.streamer, self.stream_by, self.compile = verification, streamer, stream_by, compile
+        self.draft_model = unwrapped_draft(draft_model)
+        self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
+        self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
+        names = ("num_draft_tokens", "verification", "layout", "compile", "streamer", "stream_by")
+        names += ("tokenizer", "draft_tokenizer", "tokenizer_match")  # type: ignore[assignment]
+        options = {name: getattr(self, name) for name in names} | {"costs": costs}
+        check_options(options, unknown, self.draft_model, len(misplaced))
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
+
+    def __repr__(self) -> str:
+        shown = "num_draft_tokens", "verification", "layout", "compile"
+        told = (type(self.draft_model).__name__, *(f"{name}={getattr(self, name)!r}" for name in shown))
+        return f"SpeculativeDecoding({', '.join(told)})"
+
+    __signature__ = AskedSignature()
 
     @torch.no_grad()
     def __call__(
@@ -172,7 +170,7 @@ class SpeculativeDecoding:
         seeds: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
-        """As `__call__`, with what transformers does not pass on; the streamer is ended by the caller."""
+        """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
         user_cache: Any = model_kwargs.get("past_key_values")
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
@@ -275,6 +273,7 @@ class SpeculativeDecoding:
     def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
         """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule

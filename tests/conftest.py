@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from hf_specx import Costs
+from hf_specx.drafting.measuring import Measuring
+from hf_specx.engine import start
 from hf_specx.layouts import compiled, regions
 
 
@@ -27,18 +28,23 @@ def pytest_report_header(config):
 
 @pytest.fixture
 def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards are timed as ever, but what comes of it is a draft that is worth its time.
+    """Forwards are timed as ever, but what comes of it is a draft that is worth its time, as is what is assumed.
 
     For tests that leave the number of candidates to "auto": a tiny draft is no faster than its target, so that "auto"
     would rightly decode plainly, and equality would show nothing.
     """
-    measure = Costs.measure
 
-    def timed(costs, batch, *forwards):
-        measure(costs, batch, *forwards)
-        costs.table[batch] = {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
+    def paying(*seen: object) -> dict:
+        return {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
 
-    monkeypatch.setattr(Costs, "measure", timed)
+    monkeypatch.setattr(Measuring, "row", paying)
+    monkeypatch.setattr(start, "assumed_times", paying)
+
+
+@pytest.fixture
+def timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No size tells what forwards cost, as where they are compiled: they are timed before the first token."""
+    monkeypatch.setattr(start, "assumed_times", lambda *models: None)
 
 
 def pytest_unconfigure(config):

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_specx.common.errors import require
+from hf_specx.pairs.results_file import check_results_path
 
 from .console import errors_in_one_line, imports
 from .options import (
@@ -28,19 +29,28 @@ from .options import (
     TopP,
     Trust,
     hub_options,
-    read_prompts,
     sampling_options,
     strategy_options,
 )
+from .prompts import given_prompts
 
 
 TIMED_TURNS = 5
+BATCH_SIZE = 8  # of --out
 WAYS = "as arguments, with --file, on standard input, or use --demo"
 PairOption = Annotated[str | None, typer.Option("--pair", help="Id or folder of a pair; else the one in the package.")]
 HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
 Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default=False)]
-Seed = Annotated[int | None, typer.Option(help="Of all random numbers; else a new one.", min=0, max=LARGEST_SEED)]
+HELP_SEED = "Of all random numbers; else a new one. With --out prompt i has this one + i, and it is 0 if not given."
+Seed = Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)]
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
+HELP_TEXTS_OUT = (
+    "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
+    "several at a time share the prompts."
+)
+Out = Annotated[Path | None, typer.Option(help=HELP_TEXTS_OUT)]
+HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
+BatchSize = Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1, show_default=False)]
 Schema = Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)]
 
 
@@ -68,9 +78,11 @@ def generate(
     compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
     repeats: Repeats = None,
     json_schema: Schema = None,
+    out: Out = None,
+    batch_size: BatchSize = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate with a draft, show where each token came from, and report what the draft was worth.
+    """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
 
     Prompts come from the arguments, --file, --demo, or else standard input. Models: a pair, or --target and --draft.
     """
@@ -79,15 +91,29 @@ def generate(
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
-        given = read_prompts(prompts or [], file, WAYS, demo)
+        check_writing(out, batch_size, demo or compare)
+        given = given_prompts(prompts or [], file, WAYS, demo)
         if demo and not as_json:
             typer.echo(f"Speculative sampling with {named.name}: about two minutes on two cores. Loading ...")
         with imports():
             from .session import open_session
+        seed = 0 if out is not None and seed is None else seed
         session = open_session(named, chosen, options, timed, seed, json_schema, as_json)
-        found = session.demonstrate() if demo else session.answer(given, chat)
+        found = session.demonstrate() if demo else session.answer(given, chat, out, batch_size or BATCH_SIZE)
         if as_json:
             typer.echo(json.dumps(found))
+
+
+def check_writing(out: Path | None, batch_size: int | None, timed: bool) -> None:
+    """Check --out and what goes with it, or does not.
+
+    Raises:
+        ValueError: it can be no such file, or something else was asked for besides.
+    """
+    require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
+    require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
+    if out is not None:
+        check_results_path(out)
 
 
 def checked_repeats(repeats: int | None, timed: bool) -> int:

@@ -16,14 +16,15 @@ from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
 from hf_specx.measure.checks import looking_for
 from hf_specx.measure.compatibility import ERROR, find_fit
 from hf_specx.measure.inputs import LoadBenchPair, load_bench_pair
-from hf_specx.measure.study import DraftTrial, Study
-from hf_specx.measure.tune import Loaded, describe, load
+from hf_specx.measure.study import DraftTrial, Study, weightless_draft
+from hf_specx.measure.tune import Loaded, LoadedDraft, describe, load
+from hf_specx.measure.ways import SUFFIX
 from hf_specx.pair_files.fetch import SMALL_FILES, get_files
 from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .options import DRAFTS, Messages, Named, check_name
+from .options import Messages, Named, check_name, is_kind
 
 
 def default_device_map() -> str | None:
@@ -55,7 +56,7 @@ def load_named(named: Named) -> DraftTargetPair:
     """
     if named.target is not None:
         return load_two(named)
-    draft = None if named.draft in DRAFTS else named.draft
+    draft = None if is_kind(named.draft) else named.draft
     other = {} if draft is None else {"draft": draft}
     hub = named.hub or {}
     if draft is not None:
@@ -72,12 +73,14 @@ def load_two(named: Named) -> DraftTargetPair:
     revision, trust = hub.pop("revision", None), hub.pop("trust_remote_code", False)
     study = Study(dtype=named.dtype, device_map=device_map(named.device), hub=hub, trust_remote_code=trust)
     target = load(named.target, revision, study, study.device_map)
-    if named.draft in DRAFTS or named.draft is None:
-        return DraftTargetPair(target.model, SuffixDraft(), target.tokenizer)
+    weightless = weightless_draft(named.draft or SUFFIX)
+    if weightless is not None:
+        return DraftTargetPair(target.model, weightless, target.tokenizer)
+    assert named.draft is not None
     draft = load(named.draft, None, study, study.device_map)
     check_fit(target, draft)
     sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, draft, study)
+    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
     return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
 
 
@@ -134,7 +137,7 @@ def load_given_pair(name: str, dtype: str, device: str | None, **options: Any) -
 
 
 def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
-    """The pair with one of `DRAFTS` in place of its draft; the pair itself where nothing is asked for.
+    """The pair with a kind of draft in place of its own, see `is_kind`; the pair itself where nothing is asked for.
 
     What was measured with its own draft, and recommended for it, does not hold then.
     """
@@ -142,9 +145,10 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
         return pair
     config = copy.deepcopy(pair.config)
     config.forget()
-    if draft == DRAFTS[0]:
-        config.draft = ModelSource()
-        return DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer, config)
+    weightless = weightless_draft(draft)
+    if weightless is not None:
+        config.set_draft(weightless)
+        return DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
     made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
     made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
     return made
@@ -185,4 +189,4 @@ def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str
     assert best.config is not None
     target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
-    return f"saved in {out}: target {target}, draft {draft}"
+    return f"saved in {out}: target {target}, draft {draft if best.config.weightless_draft() is None else best.name}"

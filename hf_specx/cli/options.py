@@ -13,10 +13,11 @@ import typer
 from hf_specx.common.errors import require
 from hf_specx.hub.known_pairs import check_known_name
 from hf_specx.measure.checks import check_sampling
+from hf_specx.measure.ways import SUFFIX, exit_layer_of
 from hf_specx.validation.choices import check_choices
 
 
-DRAFTS = ("suffix", "both")
+DRAFTS = (SUFFIX, "both")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
@@ -36,7 +37,10 @@ Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
-HELP_DRAFT = "suffix: no model, but what followed the same tokens before; both: the better one; else the pair's own."
+HELP_DRAFT = (
+    "suffix: no model, but what followed the same tokens before; both: the better of this and the pair's own; "
+    "exit:4: the target's first 4 layers; else the pair's own."
+)
 DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
 HELP_NAMED = f"Id or folder of a draft for the target; or {HELP_DRAFT}"
 DraftName = Annotated[str | None, typer.Option("--draft", help=HELP_NAMED)]
@@ -54,7 +58,7 @@ class Named:
 
     Attributes:
         pair: id or folder of a pair; None for a target with a draft, or for the pair in the package.
-        target, draft: ids or folders in place of a pair, or of its draft; a draft may also be one of `DRAFTS`.
+        target, draft: ids or folders in place of a pair, or of its draft; a draft may also be a kind, see `is_kind`.
         dtype: one of `DTYPES`.
         device: as torch names it, or "auto"; None is "auto" where there is an accelerator.
         hub: see `hub_options`.
@@ -81,7 +85,7 @@ class Named:
         if self.target is None:
             check_name(self.shown_pair)
         for role, name in (("target", self.target), ("draft", self.draft)):
-            if name is not None and not (role == "draft" and name in DRAFTS):
+            if name is not None and not (role == "draft" and is_kind(name)):
                 check_model_name(f"--{role}", name)
 
     @property
@@ -181,10 +185,15 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     return {name: value for name, value in given.items() if value is not None}
 
 
+def is_kind(draft: str | None) -> bool:
+    """Whether --draft names a kind of draft that needs no model: one of `DRAFTS`, or "exit:4" and the like."""
+    return draft in DRAFTS or (draft is not None and exit_layer_of(draft) is not None)
+
+
 def check_draft_kind(draft: str | None) -> None:
-    """Raise a ValueError if --draft is not in `DRAFTS`, where it names no model."""
-    known = draft is None or draft in DRAFTS
-    require(known, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, or leave it out.")
+    """Raise a ValueError if --draft is no kind of draft, where it names no model."""
+    known = draft is None or is_kind(draft)
+    require(known, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, exit:4 or the like.")
 
 
 def check_dtype(dtype: str) -> None:

@@ -21,10 +21,12 @@ from hf_specx.measure.timer import Comparison, compare
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import OriginStreamer, TokenDecoder, coloured, legend, written_out
+from .complete import write_texts
 from .console import progress
 from .demo import show_demo
 from .loading import load_named, texts_of
-from .options import LARGEST_SEED, Messages, Named
+from .options import LARGEST_SEED, Named
+from .prompts import FilePrompts, Prompts
 
 
 def open_session(
@@ -61,11 +63,12 @@ class NewProcessor(list[Any]):
 
     Args:
         make: makes it.
+        schema: that it keeps to; a file of texts is of one alone.
     """
 
-    def __init__(self, make: Callable[[], Any]):
+    def __init__(self, make: Callable[[], Any], schema: str):
         super().__init__([None])
-        self.make = make
+        self.make, self.schema = make, schema
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.make()])
@@ -89,7 +92,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
-    return NewProcessor(partial(processor, grammar))
+    return NewProcessor(partial(processor, grammar), schema)
 
 
 @dataclass
@@ -118,10 +121,20 @@ class Session:
         self.console = Console(quiet=self.quiet)
         self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
 
-    def answer(self, prompts: list[str | Messages], chat: bool) -> dict[str, Any]:
-        """Generate for prompts, one batch; returns the document of --json. `chat` is as in `texts_of`."""
+    def answer(
+        self, prompts: Prompts | FilePrompts, chat: bool, out: Path | None = None, batch_size: int = 8
+    ) -> dict[str, Any]:
+        """Generate for prompts, one batch, or any number to a file; returns the document of --json.
+
+        Args:
+            prompts: what to continue.
+            chat: as in `texts_of`.
+            out, batch_size: the file, and how many rows it is filled by at a time.
+        """
+        if out is not None:
+            return write_texts(self, prompts, chat, out, batch_size)
         self.console.print(legend(), soft_wrap=True)
-        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer, chat, self.name))
+        run, inputs = self.run(texts_of(list(prompts), self.pair.tokenizer, chat, self.name))
         if self.repeats:
             run["comparison"] = self.compare(inputs).to_dict()
         return self.document([run])

@@ -12,6 +12,7 @@ from rich.text import Text
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 from hf_specx.measure.checks import check_runs
+from hf_specx.measure.ways import EXITS, exit_layer_of
 
 from .console import error_line, errors_in_one_line, figure, imports, progress
 from .options import (
@@ -53,9 +54,15 @@ MEASURED_TABLE = (
 )
 
 
+HELP_DRAFTS = (
+    "Ids or folders of drafts to try; and without a second model: suffix (what followed the same tokens before), "
+    "exit:4 (the target's first 4 layers), exits (several numbers of them)."
+)
+
+
 def tune(
     target: Annotated[str, typer.Argument(help="Id or folder of the target.")],
-    drafts: Annotated[list[str], typer.Argument(help="Ids or folders of one or more drafts to try.")],
+    drafts: Annotated[list[str] | None, typer.Argument(help=HELP_DRAFTS, show_default="suffix exits")] = None,
     file: PromptFile = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Only check; no prompts are needed.")] = False,
     batch: Annotated[list[int] | None, typer.Option(help="Rows timed, once for each size; else 1 and 8.")] = None,
@@ -81,13 +88,14 @@ def tune(
 ) -> None:
     """Check whether drafts fit a target, time them on your prompts, and recommend one.
 
+    With a target alone: which of its layers drafts best, or whether its text repeats enough to do without any.
     Prompts come from --file or standard input. Models from the Hub are saved by id and commit, others with weights.
     """
     with errors_in_one_line():
         check_dtype(dtype)
-        check_models(target, drafts)
+        check_models(target, drafts := drafts or [])
         check_runs(batch or (1, 8), repeats)
-        check_saved(out, overwrite, inside, told_apart=len(drafts) <= 1 or not no_measure)
+        check_saved(out, overwrite, inside, told_apart=not no_measure or is_one(drafts))
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else texts_only(read_prompts([], file, ways))
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -119,8 +127,9 @@ def try_all(
 
         from .loading import device_map
     study = Study(device_map=device_map(device), **how)
-    with progress("drafts, each in turns with plain generate", len(drafts) * (1 + study.runs)) as advance:
-        return tuning.tune(target, drafts, study, revision, draft_revisions, advance)
+    names = tuning.drafts_to_try(target, drafts, study, revision)
+    with progress("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
+        return tuning.tune(target, names, study, revision, draft_revisions, advance)
 
 
 def keep_best(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
@@ -133,9 +142,15 @@ def keep_best(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, cons
 def check_models(target: str, drafts: list[str]) -> None:
     """Raise a ValueError if models cannot have these names, or a draft is named twice."""
     for option, name in (("TARGET", target), *(("DRAFT", draft) for draft in drafts)):
-        check_model_name(option, name)
+        if exit_layer_of(name) is None:
+            check_model_name(option, name)
     twice = next((draft for draft in drafts if drafts.count(draft) > 1), None)
     require(twice is None, f"the draft {twice} is named twice; name each once.")
+
+
+def is_one(drafts: list[str]) -> bool:
+    """Whether these names stand for a single draft."""
+    return len(drafts) == 1 and drafts != [EXITS]
 
 
 def texts_only(prompts: list[str | Messages]) -> list[str]:

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
+from .measuring import Measuring, between_ends, on_grid, on_line
 
 
 MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
-QUERY_LENGTHS = (1, 2, 3, 5, 9)  # of the target forwards that are timed
-TIMED_ROUNDS = 4  # how often each of them is timed
-DRAFT_STEPS = 2  # draft steps that are timed after each of them
-GRID = 2 ** (1 / 16)  # times are rounded to powers of this, so that noise rarely changes a choice
+SHARE = 0.05  # of the time of calls that may go into timing forwards
 RECENT = 15  # at most so many last rounds of a size count; their median is used
 ENOUGH = 3  # rounds of a size that must have been seen before they are used in the same call, and
 ENOUGH_TO_KEEP = 5  # in later ones
@@ -28,6 +26,9 @@ class Costs:
 
     Attributes:
         table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
+        assumed: batch sizes whose row is told by the models' sizes (see `prior`), and not measured yet.
+        allowance: seconds that measuring may take at the start of the next call: `SHARE` of those of earlier calls,
+            less what it took so far.
         alpha: acceptance in the calls so far, by verification: the chance that a candidate is kept whose predecessors
             were.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
@@ -48,17 +49,24 @@ class Costs:
         self.rounds: dict[int, dict[int, float]] = rounds or {}
         self.clock = clock
         self.measured = {} if measured is None else measured
+        self.assumed: set[int] = set()
+        self.allowance = 0.0
+        self._begun: dict[int, Measuring] = {}
 
     def __repr__(self) -> str:
         """Batch sizes that were measured, and acceptance so far."""
         alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
-        return f"Costs(batch sizes {sorted(self.table)}, acceptance {{{alpha}}})"
+        return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
+
+    def knows(self, batch: int) -> bool:
+        """Whether times were measured for a batch size."""
+        return batch in self.table and batch not in self.assumed
 
     def apart(self) -> "Costs":
         """A copy that shares the table of forwards, but from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
         made = Costs(None, dict(self.alpha), rounds, self.clock)
-        made.table = self.table  # also where it is still empty
+        made.table, made.assumed = self.table, self.assumed  # also where they are still empty
         return made
 
     def remember(self, verification: str, alpha: float, judged: float) -> None:
@@ -83,13 +91,13 @@ class Costs:
         """
         found: dict[int, dict[int, float]] = {}
         for batch, drafted, seconds in seen.medians(ENOUGH_TO_KEEP):
-            found.setdefault(batch, {})[drafted] = _on_grid(seconds)
+            found.setdefault(batch, {})[drafted] = on_grid(seconds)
         for batch, times in found.items():
             known = self.rounds.setdefault(batch, {})
             ratios = [seconds / self.forwards(batch, number) for number, seconds in times.items() if number]
             for number in known.keys() - times.keys() - {0} if ratios else ():
                 suggested = statistics.geometric_mean(ratios) * self.forwards(batch, number)
-                known[number] = _on_grid(math.sqrt(known[number] * suggested))
+                known[number] = on_grid(math.sqrt(known[number] * suggested))
             known.update(times)
 
     def target(self, batch: int, query_length: float) -> float:
@@ -98,7 +106,7 @@ class Costs:
         Beyond the measured batch sizes it is that of a forward with equally many tokens in all.
         """
         if batch in self.table:
-            return _on_line(sorted(self.table[batch]["target"].items()), query_length)
+            return on_line(sorted(self.table[batch]["target"].items()), query_length)
         if (between := self._between(batch)) is not None:
             under, over, share = between
             return (1 - share) * self.target(under, query_length) + share * self.target(over, query_length)
@@ -147,13 +155,42 @@ class Costs:
             key=lambda g: self.forward_limited_speedup(batch, expected_tokens(alpha, g), g),
         )
 
-    def measure_once(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """As `measure`, if there are no times for this batch size yet."""
-        if batch not in self.table and batch in self.measured:
-            self.table[batch] = self.measured[batch]
-        if batch not in self.table:
+    def prepare(
+        self,
+        batch: int,
+        target: Callable[[int], object],
+        draft: Callable[[int], object],
+        prior: dict[str, Any] | None = None,
+    ) -> None:
+        """Have a row for this batch size before a call goes by it.
+
+        Without a measured one it is `prior`, and the `allowance` goes into timing forwards, so that after some calls
+        there is one.
+
+        Args:
+            batch, target, draft: as for `measure`.
+            prior: times that are assumed; without them all is measured at once.
+        """
+        if self.knows(batch):
+            return
+        if batch in self.measured:
+            self._keep(batch, self.measured[batch])
+        elif prior is None:
             self.measure(batch, target, draft)
             self.measured[batch] = self.table[batch]
+        else:
+            measuring = self._begun.setdefault(batch, Measuring())
+            while self.allowance > 0 and not measuring.done:
+                self.allowance -= measuring.step(self._seconds, target, draft)
+            if measuring.done:
+                self._keep(batch, self._begun.pop(batch).row())
+            elif batch not in self.table:
+                self.table[batch] = prior
+                self.assumed.add(batch)
+
+    def _keep(self, batch: int, row: dict[str, Any]) -> None:
+        self.table[batch] = self.measured[batch] = row
+        self.assumed.discard(batch)
 
     def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
         """Fill in the row of a batch size: medians over a few rounds in which the models take turns.
@@ -166,14 +203,10 @@ class Costs:
             target: runs one target forward of so many tokens of each row, and waits for it.
             draft: the same for the draft.
         """
-        times: dict[int, list[float]] = {q: [] for q in QUERY_LENGTHS}
-        steps: list[float] = []
-        for _ in range(1 + TIMED_ROUNDS):
-            for query_length, seconds in times.items():
-                seconds.append(self._seconds(target, query_length))
-                steps.append(sum(self._seconds(draft, 1) for _ in range(DRAFT_STEPS)) / DRAFT_STEPS)
-        medians = {q: _on_grid(statistics.median(seconds[1:])) for q, seconds in times.items()}  # the first warms up
-        self.table[batch] = {"target": medians, "draft": _on_grid(statistics.median(steps[len(times) :]))}
+        measuring = Measuring()
+        while not measuring.done:
+            measuring.step(self._seconds, target, draft)
+        self._keep(batch, measuring.row())
 
     def _seconds(self, forward: Callable[[int], object], query_length: int) -> float:
         started = self.clock()
@@ -182,9 +215,10 @@ class Costs:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with strings as keys, as JSON has them."""
+        known = {batch: row for batch, row in self.table.items() if batch not in self.assumed}
         table = {
             str(batch): {"target": {str(q): t for q, t in row["target"].items()}, "draft": row["draft"]}
-            for batch, row in self.table.items()
+            for batch, row in known.items()
         }
         rounds = {str(batch): {str(number): t for number, t in row.items()} for batch, row in self.rounds.items()}
         return {"table": table, "alpha": dict(self.alpha), "rounds": rounds}
@@ -231,7 +265,7 @@ class RoundTimes:
         if not ratios:
             return self._bare(batch)
         known = sorted(ratios.items())
-        return [seconds * _between_ends(known, number) for number, seconds in enumerate(self._bare(batch))]
+        return [seconds * between_ends(known, number) for number, seconds in enumerate(self._bare(batch))]
 
     def _bare(self, batch: int) -> list[float]:
         if batch not in self.bare:
@@ -262,23 +296,3 @@ class RoundTimes:
         for (batch, drafted), seen in self.seen.items():
             if len(seen) >= enough:
                 yield batch, drafted, statistics.median(seen)
-
-
-def _on_line(known: list[tuple[int, float]], x: float) -> float:
-    """The value at x, linear between and beyond `known` points; below the first at least in proportion to x."""
-    for (q0, t0), (q1, t1) in itertools.pairwise(known):
-        if x <= q1:
-            found = t0 + (t1 - t0) * (x - q0) / (q1 - q0)
-            return found if x >= q0 else min(t0, max(found, t0 * x / q0))
-    (q0, t0), (q1, t1) = known[-2:]
-    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (x - q1)
-
-
-def _between_ends(known: list[tuple[int, float]], x: int) -> float:
-    """The same, but constant beyond the first and the last point."""
-    x = min(max(x, known[0][0]), known[-1][0])
-    return known[0][1] if len(known) == 1 else _on_line(known, x)
-
-
-def _on_grid(seconds: float) -> float:
-    return GRID ** round(math.log(max(seconds, 1e-9), GRID))  # a clock may not see the shortest

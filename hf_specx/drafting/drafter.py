@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
@@ -14,6 +14,7 @@ from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 
 from .costs import Costs
+from .prior import ForwardSize, size_of
 
 
 class TokenizerMatch(NamedTuple):
@@ -95,8 +96,13 @@ class Drafter(Protocol):
         """The drafter of one call with a target; raises ValueError if this cannot serve it. By default this itself."""
         return self
 
-    def meet(self, vocab_size: int) -> None:
-        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it."""
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it.
+
+        Args:
+            vocab_size: of the target's logits.
+            tokenizer: the target's; None where it is not known.
+        """
         return
 
     def read(self, reading: Reading) -> None:
@@ -120,13 +126,13 @@ class Drafter(Protocol):
         """Learn what was kept of the draft in a round, and which rows go on."""
         return
 
-    def pause(self, batch: Batch) -> None:
-        """Prepare for rounds without candidates: what was rejected in the last round may be known now only."""
-        return
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
         return None
+
+    def size(self) -> ForwardSize | None:
+        """What `cost` computes, by which it can be told before it is timed; None if only timing tells."""
+        return None if self.model is None else size_of(self.model)
 
 
 def no_candidates(batch: Batch) -> Draft:

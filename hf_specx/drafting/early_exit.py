@@ -48,7 +48,7 @@ class EarlyExitDraft(Drafter):
     has_probs = True
 
     def __init__(self, exit_layer: int, head: nn.Module | None = None):
-        check_exit_layer("exit_layer", exit_layer)
+        check_exit_number("exit_layer", exit_layer)
         told = f"head is a {type(head).__name__}; give a module from hidden states to hidden states, or leave it out."
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
@@ -71,17 +71,11 @@ class EarlyExitDraft(Drafter):
         Raises:
             ValueError: if the target has no list of layers, or not enough of them.
         """
-        path, layers = find_layers(target)
-        most = len(layers) - 1
-        given = f"exit_layer={self.exit_layer}"
-        remedy = f"give 1 to {most}" if most else NO_LAYERS
-        require(
-            self.exit_layer <= most,
-            f"{given} leaves out no layer of {type(target).__name__}, which has {len(layers)}; {remedy}.",
-        )
-        told = f"the head of {given} is in training mode, where dropout draws random numbers; call its eval()."
+        path = check_exit_layer("exit_layer", self.exit_layer, target)
+        given = f"the head of exit_layer={self.exit_layer}"
+        told = f"{given} is in training mode, where dropout draws random numbers; call its eval()."
         require(self.head is None or not self.head.training, told)
-        above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
+        above = [target.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
         parts = [part.items() for module in above for part in (vars(module), module._modules)]
         now = [(name, id(value)) for part in parts for name, value in part if name != "generation_config"]
         model, then = self.models.get(target, (None, []))
@@ -156,10 +150,25 @@ class SharedDecoder(RaggedDecoder):
         """Nothing: the target has read their prompts."""
 
 
-def check_exit_layer(name: str, value: Any) -> None:
+def check_exit_number(name: str, value: Any) -> None:
     """Raise a `ValueError` unless a value, given by this name, can be a number of layers."""
     told = f"{name}={brief(value)} is not an int of 1 or more; give the number of layers that draft."
     require(is_int(value) and value >= 1, told)
+
+
+def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str]:
+    """The names of the modules down to the list of a target's layers, if its first `value` layers can draft.
+
+    Raises:
+        ValueError: naming the value by `name`, if these are all layers of the target, or it has no such list.
+    """
+    check_exit_number(name, value)
+    path, layers = find_layers(target)
+    most = len(layers) - 1
+    remedy = f"give 1 to {most}" if most else NO_LAYERS
+    told = f"{name}={value} leaves out no layer of {type(target).__name__}, which has {len(layers)}; {remedy}."
+    require(value <= most, told)
+    return path
 
 
 def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:

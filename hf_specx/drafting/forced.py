@@ -16,6 +16,7 @@ from hf_specx.sampling.rewindable import only_token
 from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
+from .prior import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
@@ -175,8 +176,8 @@ class ForcedDrafter(Drafter):
             done = replace(done, draft=own, accepted=accepted, judged=judged, survival=survival)
         self.inner.observe(done)
 
-    def pause(self, batch: Batch) -> None:
-        self.inner.pause(batch)
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         return self.inner.cost(batch)
+
+    def size(self) -> ForwardSize | None:
+        return self.inner.size()

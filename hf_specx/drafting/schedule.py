@@ -116,11 +116,6 @@ class Schedule:
             wanted.append(number if room is None else min(number, room))
         return wanted
 
-    def rests(self, batch: Batch) -> bool:
-        """Whether no row drafts in the next round, and not because all texts end with it."""
-        goes_on = self.room is None or any(self.room[row] - batch.counts[row] > 1 for row in batch.rows)
-        return goes_on and not any(self(batch))
-
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
         return self.next_call

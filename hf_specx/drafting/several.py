@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
@@ -13,6 +14,7 @@ from hf_specx.sampling.rules import RejectionRule
 from .costs import Costs
 from .draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
 from .drafter import Drafter, Reading
+from .prior import NOTHING, ForwardSize
 from .suffix import ASSUMED
 
 
@@ -41,10 +43,10 @@ class SeveralDrafts(Drafter):
         known = [part.max_candidates for part in self.others if part.max_candidates is not None]
         self.max_candidates = max(known, default=None) if self.costly is None else self.costly.max_candidates
 
-    def meet(self, vocab_size: int) -> None:
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Ask every part."""
         for part in self.parts:
-            part.meet(vocab_size)
+            part.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         """Read the prompts with every part."""
@@ -109,15 +111,14 @@ class SeveralDrafts(Drafter):
         for part in self.parts:
             part.observe(done)
 
-    def pause(self, batch: Batch) -> None:
-        """Rounds without the model's candidates follow."""
-        if self.costly is not None:
-            self.costly.pause(batch)
-
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
         """That of the model; without one that of the first part that has any."""
         parts = self.others if self.costly is None else [self.costly]
         return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
+
+    def size(self) -> ForwardSize | None:
+        """Of the same."""
+        return NOTHING if self.costly is None else self.costly.size()
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
         """[R], candidates of each row at most, from whichever part."""
@@ -171,6 +172,10 @@ class SeveralDrafts(Drafter):
         width = max(map(len, chances))
         if self.costs.table and not self.apart:
             seconds = self.costs.target(len(rows), 1 + width) + steps * self.costs.draft(len(rows))
+            if not steps:  # the model has to read these tokens later, together with others
+                read = 1 + max(map(sum, chances))
+                one, more = (self.costs.target(len(rows), number) for number in (1, 1 + read))
+                seconds += self.costs.draft(len(rows)) * (more / one - 1)
         else:
             seconds = 1 + ASSUMED * (width + steps)
         if batch.lockstep:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
@@ -13,8 +14,9 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 
 from .costs import RoundTimes
-from .draft_length import HASTE
+from .draft_length import HASTE, ON
 from .drafter import Drafter, Reading, no_candidates
+from .prior import NOTHING, ForwardSize
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -73,10 +75,10 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
-    def meet(self, vocab_size: int) -> None:
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Check the pool's vocabulary."""
         if self.pool is not None:
-            self.pool.meet(vocab_size)
+            self.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         """Index the prompts."""
@@ -85,6 +87,10 @@ class SuffixDraft(Drafter):
     def cost(self, batch: Batch) -> Callable[[int], object]:
         """Nothing; but that forwards of the target are timed."""
         return lambda _: None
+
+    def size(self) -> ForwardSize:
+        """Nothing."""
+        return NOTHING
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""
@@ -141,23 +147,29 @@ class SuffixCall:
             self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates), draft.max_match)
             for row, length in zip(rows, lengths, strict=True)
         ]
+        for row, one in zip(rows, found, strict=True):
+            self.rows[row].proposed[row] = one
         if self.apart:
             found = [self._cut([one], [1.0])[0] for one in found]
         else:
             left = [max(1, self.processors.room(batch, row)) for row in rows]
             found = self._cut(found, [(number / max(left)) ** HASTE for number in left])
-        for row, one in zip(rows, found, strict=True):
-            self.rows[row].proposed[row] = one
         return found
 
     def _cut(self, found: list[Match], weights: list[float]) -> list[Match]:
-        """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row."""
+        """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row.
+
+        None are left where that is hardly more than without any, which more often is noise of the times than a gain.
+        """
         tokens = [sum(weights)]
         for depth in range(max(len(one.tokens) for one in found)):
             here = [weight * sum(one.chances[depth : depth + 1]) for one, weight in zip(found, weights, strict=True)]
             tokens.append(tokens[-1] + sum(here))
         times = self._times(len(found), len(tokens))
-        most = max(range(len(tokens)), key=lambda number: tokens[number] / times[number])
+        rates = [expected / seconds for expected, seconds in zip(tokens, times, strict=False)]
+        most = rates.index(max(rates))
+        if rates[most] < ON * rates[0]:
+            most = 0
         return [Match(one.tokens[:most], one.chances[:most], one.length) for one in found]
 
     def _times(self, rows: int, count: int) -> list[float]:

@@ -1,5 +1,7 @@
 """Texts of earlier calls, in which a suffix draft looks for what follows."""
 
+import hashlib
+import json
 import os
 import threading
 from array import array
@@ -8,8 +10,10 @@ from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.errors import is_int, require
 
@@ -18,6 +22,7 @@ from .suffix_index import SuffixIndex
 
 MERGED = 4  # an index that is at most so many times as large as the one after it is merged with it
 FREED = 8  # where the pool is full, the oldest texts leave until one part in so many is free
+DIGESTS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
 FORMAT = "hf_specx.SuffixPool 1"
 
 
@@ -30,19 +35,29 @@ class SuffixPool:
     Args:
         max_tokens: what it holds at most; of a longer text it keeps the end.
         vocab_size: of the models whose texts it holds; None takes that of the first target that it serves.
+        tokenizer: of the texts; None takes that of the first target that it serves and whose tokenizer is known, as
+            it is to a pair, and to a strategy with `tokenizer=`.
 
     Attributes:
         indices: tuple of `SuffixIndex`, the oldest texts first; replaced as a whole, never changed.
+
+        vocabulary: of the tokenizer, by `vocabulary_digest`; None while that is not known.
 
     Raises:
         ValueError: if a number is not an int of 1 or more.
     """
 
-    def __init__(self, max_tokens: int = 1_000_000, vocab_size: int | None = None):
+    def __init__(
+        self,
+        max_tokens: int = 1_000_000,
+        vocab_size: int | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         check_number("max_tokens", max_tokens, 1)
         if vocab_size is not None:
             check_number("vocab_size", vocab_size, 1)
         self.max_tokens, self.vocab_size = max_tokens, vocab_size
+        self.vocabulary = None if tokenizer is None else vocabulary_digest(tokenizer)
         self.indices: tuple[SuffixIndex, ...] = ()
         self._added, self._largest_id = 0, -1
         self._lock = threading.Lock()
@@ -74,27 +89,31 @@ class SuffixPool:
             if new:
                 self.indices = tuple(_trimmed([*indices, SuffixIndex(new)], self.max_tokens))
 
-    def meet(self, vocab_size: int) -> None:
-        """Serve a target of so many tokens, and from then on none of another number.
+    def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Serve a target of so many tokens, and from then on none of another number, or with another tokenizer.
 
         Raises:
             ValueError: if the texts are those of another vocabulary.
         """
+        vocabulary = None if tokenizer is None else vocabulary_digest(tokenizer)
         with self._lock:
+            told = "the pool's texts are of another tokenizer than the target's; use a SuffixPool of its own for each."
+            require(None in (vocabulary, self.vocabulary) or vocabulary == self.vocabulary, told)
             if self.vocab_size not in (None, vocab_size) or self._largest_id >= vocab_size:
                 raise ValueError(
                     f"the pool's texts are of a vocabulary of {self.vocab_size or self._largest_id + 1} tokens, and "
                     f"the target has {vocab_size}; use a SuffixPool of its own for each tokenizer."
                 )
-            self.vocab_size = vocab_size
+            self.vocab_size, self.vocabulary = vocab_size, self.vocabulary or vocabulary
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file that `load` and `torch.load` read: the token ids of all texts, and the vocabulary's size."""
+        """Write a file that `load` and `torch.load` read: the token ids of all texts, and of which vocabulary."""
         tokens, lengths = array("i"), []
         for text in self.texts:
             tokens.extend(text)
             lengths.append(len(text))
         content = {"format": FORMAT, "max_tokens": self.max_tokens, "vocab_size": self.vocab_size}
+        content |= {"vocabulary": self.vocabulary}
         content |= {"tokens": torch.tensor(tokens, dtype=torch.int32), "lengths": torch.tensor(lengths)}
         written = Path(path).with_name(f"{Path(path).name}.{os.getpid()}.{threading.get_ident()}")
         torch.save(content, written)
@@ -111,6 +130,8 @@ class SuffixPool:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
             assert content["format"] == FORMAT
             pool = cls(content["max_tokens"], content["vocab_size"])
+            pool.vocabulary = content.get("vocabulary")
+            assert isinstance(pool.vocabulary, str | None)
             pool.add(*content["tokens"].split(content["lengths"].tolist()))
         except OSError:
             raise
@@ -127,6 +148,15 @@ class SuffixPool:
                     f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
                     "target's own tokenizer."
                 )
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all tokens of a tokenizer and their ids; found anew only where tokens were added to it."""
+    size, digest = DIGESTS.get(tokenizer, (0, ""))
+    if size != len(tokenizer):
+        digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
+        DIGESTS[tokenizer] = len(tokenizer), digest
+    return digest
 
 
 def check_number(name: str, number: Any, least: int) -> None:

@@ -10,6 +10,7 @@ from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, SuffixIndex
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
+LEAST_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
 ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
 REMEMBERED = 0.99  # what earlier candidates are worth after one more match
 FRESH = 4096  # tokens that are indexed one by one before all are sorted anew, at least
@@ -39,7 +40,7 @@ class Rows:
         earlier: indices of other texts.
 
     Attributes:
-        proposed: candidates of the round that is going on, by row.
+        proposed: by row what `find` has found for the round that is going on, also where less of it is judged.
     """
 
     def __init__(self, texts: dict[int, array], acceptance: "Acceptance", earlier: Sequence[SuffixIndex] = ()):
@@ -107,7 +108,8 @@ class Acceptance:
     def rate(self, length: int) -> float:
         """The chance that a candidate is kept, if those before it are."""
         size = length.bit_length()
-        return (self.kept[size] + ASSUMED_WEIGHT * (1 - 0.5**size)) / (self.tried[size] + ASSUMED_WEIGHT)
+        assumed = max(LEAST_ASSUMED, 1 - 0.5 ** (size - 1))
+        return (self.kept[size] + ASSUMED_WEIGHT * assumed) / (self.tried[size] + ASSUMED_WEIGHT)
 
     def note(self, length: int, accepted: int, judged: int) -> None:
         """A match of so many tokens was found; of its candidates so many were judged, maybe none."""

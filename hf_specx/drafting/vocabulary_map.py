@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from .token_bytes import TokenBytes, tokens_without_bytes
 
 
-SAMPLE_TEXT = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old house
-could answer that question, because everyone had already left for the summer (it was the 21st of June 2024).
+SAMPLE_TEXT = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old
+house could answer that question, because everyone had already left for the summer (it was the 21st of June 2024).
 
 def mean(values: list[float], default=0.0) -> float:
     total = sum(value for value in values if value is not None)

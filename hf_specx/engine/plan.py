@@ -223,7 +223,7 @@ def check_asked(
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
-    drafter.meet(vocabulary(model))
+    drafter.meet(vocabulary(model), tokenizer)
     if drafter.model is not None and drafter.own_text:
         check_own_text(model, drafter.model, tokenizer, draft_tokenizer, prompt.input_ids.shape[1])
     elif drafter.model is not None:

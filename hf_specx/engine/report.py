@@ -267,7 +267,7 @@ class SpeculationReport:
 
     @property
     def _costs(self) -> Costs | None:
-        return self.costs if self.costs is not None and self.rows in self.costs.table else None
+        return self.costs if self.costs is not None and self.costs.knows(self.rows) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and ratios as plain values, by the names in `REPORTED`."""
@@ -276,8 +276,9 @@ class SpeculationReport:
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
         lines = [
-            f"{self.emitted} tokens in {self.rows} rows, {self.rounds} rounds of at most {self.num_draft_tokens} "
-            f"candidates, {self.plain_steps} without, {self.verification} verification, {self.layout} layout",
+            f"{self.emitted} new tokens in {self.rows} row{'s' * (self.rows != 1)}; target forwards: {self.rounds} "
+            f"with up to {self.num_draft_tokens} drafted tokens a row, {self.plain_steps} without; "
+            f"{self.verification} verification, {self.layout} layout",
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]

@@ -111,8 +111,6 @@ class Run:
         told += [] if self.places is None else [self.places]
         for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
             listener.observe(done)
-        if not done.finished and self.schedule.rests(self.batch):
-            self.drafter.pause(self.batch)
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase of the report."""

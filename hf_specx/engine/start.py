@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor
@@ -13,6 +14,7 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
+from hf_specx.drafting.prior import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.guidance import guide, is_guidance
@@ -54,7 +56,7 @@ def start(
         call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as prepared; `places`: of requests with their own.
-        costs: what "auto" goes by, measured if there are none for this batch; `earlier`: schedule of the call before.
+        costs: what "auto" goes by; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
     reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
@@ -179,7 +181,8 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     if call.drafting.number is None and varies and run.stopping.max_new_tokens > 2:
         step = run.drafter.cost(run.batch)
         if step is not None:
-            costs.measure_once(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)
+            rows, target = len(run.batch.rows), partial(run.target.rehearse, run.batch)
+            costs.prepare(rows, target, step, _prior(call, plan, run))
             known = costs
     room = None if call.synced else [run.stopping.max_new_tokens] * len(run.batch.rows)
     if run.places is not None:
@@ -188,6 +191,16 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
     schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
     schedule.most = run.processors.max_rollback
     return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
+
+
+def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
+    """What forwards are assumed to cost; None where only timing tells, or all ranks have to run the same forwards."""
+    if call.shared or plan.compiled:
+        return None
+    target, draft = size_of(run.target.model), run.drafter.size()
+    if target is None or draft is None:
+        return None
+    return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
 def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:

@@ -10,14 +10,24 @@ from pathlib import Path
 from huggingface_hub import ModelCardData
 
 from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
-from hf_specx.pair_files.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig, TokenizerFacts
+from hf_specx.pair_files.pair_config import (
+    CONFIG_NAME,
+    Measurement,
+    ModelSource,
+    PairConfig,
+    TokenizerFacts,
+    WeightlessDraft,
+)
 
 from .card_usage import SPEECH, VISION, Card, usage
 from .markdown import code, escaped, fence, row
 
 
 NOT_CHECKED, NOT_MEASURED = "*not checked*", "*not measured*"
-SUFFIX = "what followed the last tokens where these stood before in the text is proposed"
+DRAFTING = {  # how drafts without weights propose, and where they serve
+    "suffix": ("what followed the last tokens where these stood before in the text is proposed", "any target"),
+    "early_exit": ("its own first layers propose a few tokens", "targets whose layers are one list"),
+}
 TAGS = ("speculative-decoding", "draft-model")
 TASKS = {
     "AutoModelForCausalLM": "text-generation",
@@ -106,8 +116,9 @@ def _description(card: Card) -> str:
         "target judges all of them in one forward, and the text has exactly the target's distribution (with "
         "`do_sample=False` it is the target's greedy text), at any batch size."
     )
-    if card.config.suffix is not None:
-        text = text.replace("the small draft proposes a few tokens", SUFFIX)
+    kind, _ = _weightless(card.config)
+    if kind is not None:
+        text = text.replace("the small draft proposes a few tokens, the target", f"{DRAFTING[kind][0]}, the target")
     if card.embedded:
         return f"{text} It is part of the package `hf_specx`."
     if card.published:
@@ -128,10 +139,11 @@ def _base_model(card: Card) -> str:
         ("longest text, tokens", _longest(target), _longest(draft)),
         ("precision", _fact(target.dtype), _fact(draft.dtype)),
     ]
-    if card.config.suffix is not None:
-        options = ", ".join(f"{code(name)} {value}" for name, value in vars(card.config.suffix).items())
+    kind, draft_without = _weightless(card.config)
+    if kind is not None:
+        options = ", ".join(f"{code(name)} {value}" for name, value in vars(getattr(card.config, kind)).items())
         rows = [(name, of_target, "-") for name, of_target, _ in rows]
-        rows[0] = (*rows[0][:2], f"none: {code('SuffixDraft')} with {options}")
+        rows[0] = (*rows[0][:2], f"none: {code(type(draft_without).__name__)} with {options}")
     return "\n".join(["## Base model\n\n| | target | draft |\n| --- | --- | --- |", *map(row, rows)])
 
 
@@ -141,13 +153,20 @@ def _compatibility(card: Card) -> str:
         if card.published
         else "It needs the package `hf_specx`."
     )
-    if card.config.suffix is not None:
-        return f"## Model compatibility\n\nThe model above. The draft has no weights, and serves any target. {needs}"
+    kind, _ = _weightless(card.config)
+    if kind is not None:
+        serves = f"The draft has no weights, and serves {DRAFTING[kind][1]}"
+        return f"## Model compatibility\n\nThe model above. {serves}. {needs}"
     return (
         "## Model compatibility\n\nThe two models above. The draft also serves other targets whose tokenizer has the "
         "same tokens with the same ids, such as fine-tuned versions of this one; how much of it they accept is to be "
         f"measured. {needs}"
     )
+
+
+def _weightless(config: PairConfig) -> tuple[str | None, WeightlessDraft | None]:
+    """The field of a draft that has no weights, and this draft; None if there is a model."""
+    return next((name for name in DRAFTING if getattr(config, name) is not None), None), config.weightless_draft()
 
 
 def _arguments(config: PairConfig) -> str:

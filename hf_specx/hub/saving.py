@@ -10,10 +10,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, SuffixOptions
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 
 from .folders import INSIDE, REFERENCE, check_folder
 
@@ -67,14 +68,19 @@ def save(
 
 
 def _check_draft(draft: Any, where: str) -> None:
-    """Whether a draft can be saved; a suffix draft is but numbers, and the texts of its pool are its user's own."""
+    """Whether a draft can be saved; one without weights is but numbers, and a pool's texts are its user's own."""
     kind = type(draft).__name__
-    known = isinstance(draft, PreTrainedModel | SuffixDraft)
-    require(known, f"a pair is saved with a model or a SuffixDraft, and its draft is a {kind}; give one of these.")
+    known = isinstance(draft, PreTrainedModel | WeightlessDraft)
+    kinds = "a model, a SuffixDraft or an EarlyExitDraft"
+    require(known, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
     if isinstance(draft, SuffixDraft):
         told = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
         require(draft.pool is None, told)
-        told = f"draft={where!r} is for models, and a SuffixDraft has no files; leave it out."
+    if isinstance(draft, EarlyExitDraft):
+        told = "the head of an EarlyExitDraft is not saved with a pair; use one without it, and keep the head apart."
+        require(draft.head is None, told)
+    if isinstance(draft, WeightlessDraft):
+        told = f"draft={where!r} is for models, and {kind} has no files; leave it out."
         require(where != REFERENCE, told)
 
 
@@ -100,11 +106,10 @@ def _source(pair: Any, role: str, where: str) -> ModelSource | None:
 def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
     """Write the models that are inside, the tokenizer and the config; returns the config."""
     config: PairConfig = copy.deepcopy(pair.config)
-    config.suffix = None
+    config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
     for role, subfolder in SUBFOLDERS.items():
         source, model = sources[role], getattr(pair, role)
-        if isinstance(model, SuffixDraft):
-            config.suffix, config.draft = SuffixOptions(**model.options), ModelSource()
+        if isinstance(model, WeightlessDraft):
             continue
         if source is None:
             model.save_pretrained(folder / subfolder)

@@ -71,7 +71,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
         ValueError: vLLM cannot load this pair, or refuses it.
     """
     told = f"the pair {name!r} has no draft model; vLLM has a method of its own for drafts from the text, ngram."
-    require(config.suffix is None, told)
+    require(config.weightless_draft() is None, told)
     check_choices(config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens, config.verification)
     folder = _folder(name)
     for role, model in (("target", config.target), ("draft", config.draft)):

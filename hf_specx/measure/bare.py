@@ -104,7 +104,7 @@ def replay(
     accepted all candidates, more after plain steps.
 
     Args:
-        target, draft: decoder-only models; without a draft every record must be a plain step.
+        target, draft: decoder-only models; without a draft candidates took no forwards.
         input_ids: [B, L] int64, the prompts.
         history: of a report, each row's first record being the prompt's.
     """
@@ -137,7 +137,7 @@ def _round(models: list[BareModel], rows: int, drafted: int, missing: int) -> tu
     """Seconds of the draft's steps and of the target's."""
     device = models[0].device
     steps = [(_ids(rows, missing if step == 0 else 1, models[-1].device), 1) for step in range(drafted)]
-    draft = _seconds(models[-1], steps) if drafted else 0.0
+    draft = _seconds(models[-1], steps) if drafted and len(models) > 1 else 0.0
     return draft, _seconds(models[0], [(_ids(rows, drafted + 1, device), drafted + 1)])
 
 
@@ -181,11 +181,12 @@ def read_bytes(model: PreTrainedModel) -> int:
     return sum(sizes.values())
 
 
-def round_bytes(target: PreTrainedModel, draft: PreTrainedModel, bare: Bare) -> float:
+def round_bytes(target: PreTrainedModel, draft: PreTrainedModel | None, bare: Bare) -> float:
     """Bytes that an average round has to read at least: the weights at each forward, and what attention sees."""
     total = 0.0
     for each in bare.rounds:
         tokens = each.rows * each.length
         total += read_bytes(target) + tokens * bare.kv_bytes[0]
-        total += each.drafted * (read_bytes(draft) + tokens * bare.kv_bytes[1])
+        if draft is not None:
+            total += each.drafted * (read_bytes(draft) + tokens * bare.kv_bytes[1])
     return total / len(bare.rounds)

@@ -18,7 +18,9 @@ SHORT, LONG = 100, 4000  # tokens of context whose rounds are compared
 FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
 COMPILED_NAMES = ("plain-compiled", f"{FIXED}-compiled")
-STOCK_NAMES = ("stock", f"stock-{GAMMA}", "lookup-10")  # they take one row alone
+ONE_ROW = ("stock", "lookup")  # how the names of transformers' assisted decoding begin, which takes one row alone
+EXIT_LAYER = 2  # the first layers of the grafted pairs that predict
+EXIT_NAMES = (f"stock:{EXIT_LAYER}", f"exit:{EXIT_LAYER}-auto")
 BARED = ("plain", FIXED)
 EXPERIMENTS = {  # what each is for
     "quick": "a first look",
@@ -33,6 +35,7 @@ EXPERIMENTS = {  # what each is for
     "memory": "what a call allocates beyond models, keys and values",
     "temperature": "acceptance and latency by temperature",
     "suffix": "drafts without a model, and together with one, where text repeats and where it does not",
+    "exit": "the target's first layers as a draft, compared with plain and with transformers' own early exit",
 }
 
 
@@ -137,7 +140,9 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
         "prompt_tokens": 320,
         "new_tokens": 96,
         "repeats": 5,
+        "bare": ("plain", "suffix-auto"),
     },
+    "exit": {"contenders": ("plain", *EXIT_NAMES, f"exit:{EXIT_LAYER}-{GAMMA}"), "new_tokens": 96, "repeats": 5},
 }
 
 
@@ -145,8 +150,7 @@ def cells_of(experiment: str, pair: str, batches: Sequence[int] = (1,), **settin
     """The cells of an experiment, one for each batch size, in its own settings but for these."""
     given, cells = SETTINGS[experiment] | settings, []
     for batch in batches:
-        # transformers' assisted decoding takes one row alone
-        names = tuple(name for name in given["contenders"] if batch == 1 or name not in STOCK_NAMES)
+        names = tuple(name for name in given["contenders"] if batch == 1 or not name.startswith(ONE_ROW))
         cells.append(Cell(experiment, pair, batch=batch, **given | {"contenders": names}))
     return cells
 
@@ -180,7 +184,8 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
     for batch in batches:
         # what was asked for is tried, also where it will be refused
         chosen = tuple(names) or cells_of("quick", pair, (batch,))[0].contenders
-        bare = tuple(name for name in chosen if not name.startswith("stock") and not name.endswith("-compiled"))
+        replayed = [name for name in chosen if not name.startswith((*ONE_ROW, "exit", "several"))]
+        bare = tuple(name for name in replayed if not name.endswith("-compiled"))
         known = SETTINGS["quick"] | settings | {"contenders": chosen}
         cells.append(Cell("quick", pair, batch=batch, bare=bare, **known))
     return cells
@@ -211,6 +216,7 @@ def cpu_grid() -> list[Cell]:
         *cells_of("memory", small, (1, 8)),
         *temperature_cells("embedded", (1,), new_tokens=64),
         *suffix_cells("embedded"),
+        *cells_of("exit", small, (1, 8)),
     ]
 
 

@@ -14,17 +14,18 @@ from hf_specx.hub.folders import check_writable
 def check_runs(batches: Sequence[int], repeats: int = 1) -> None:
     """Whether there are batches of these sizes, and timed runs of them."""
     sizes = batches and all(size >= 1 for size in batches) and len(set(batches)) == len(batches)
-    told = f"batches={list(batches)!r} are no different sizes of 1 or more; give some, like 1 and 8."
+    told = f"batches={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
     require(bool(sizes), told)
-    require(repeats >= 1, f"repeats={repeats} times nothing; give 1 or more.")
+    require(repeats >= 1, f"repeats={repeats} is no number of timed runs; give 1 or more.")
 
 
 def check_sampling(temperature: float, top_p: float, top_k: int = 0) -> None:
     """Whether tokens can be drawn in this way; greedy decoding has none of these."""
     possible = 0 < temperature < math.inf
-    require(possible, f"temperature={temperature} is no number above 0; give one, or decode greedily.")
-    require(0 < top_p <= 1, f"top_p={top_p} is not above 0 and at most 1; 1 keeps all tokens.")
-    require(top_k >= 0, f"top_k={top_k} is below 0; 0 keeps all tokens.")
+    require(possible, f"temperature={temperature} is not above 0; give a positive number, or decode greedily.")
+    told = f"top_p={top_p} is not in (0, 1]; give a number above 0 and at most 1, which keeps all tokens."
+    require(0 < top_p <= 1, told)
+    require(top_k >= 0, f"top_k={top_k} is negative; give 0, which keeps all tokens, or more.")
 
 
 def check_out(path: Path | None) -> None:

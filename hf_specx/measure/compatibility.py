@@ -6,10 +6,17 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.drafting.candidates import make_drafter
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.matching import matched, same_tokens
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.layouts.choose import layouts_of
-from hf_specx.validation.models import check_own_text, check_pair, vocabularies_of_other_sizes
+from hf_specx.pair_files.pair_config import WeightlessDraft
+from hf_specx.validation.models import (
+    check_own_text,
+    check_pair,
+    vocabularies_of_other_sizes,
+)
 
 
 OK, NOTE, ERROR = "ok", "note", "error"
@@ -77,6 +84,19 @@ def find_fit(
     if error and all(finding.follows != error for finding in found):
         found.append(Finding("decoding", "", "", ERROR, error))
     return found
+
+
+def find_own(target: PreTrainedModel, draft: WeightlessDraft) -> list[Finding]:
+    """What such a draft is made of, as `find_fit` says it of a model.
+
+    Raises:
+        ValueError: it cannot serve this target.
+    """
+    make_drafter(draft, target)
+    drafting = "none: what followed the same tokens"
+    if isinstance(draft, EarlyExitDraft):
+        drafting = f"the first {draft.exit_layer} of them"
+    return [Finding("layers", str(target.config.get_text_config(decoder=True).num_hidden_layers), drafting)]
 
 
 def _refused(check: Callable[..., Any], *args: Any) -> str:

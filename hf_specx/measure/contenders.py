@@ -9,12 +9,13 @@ import torch
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_specx.common.devices import execution_device
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
-from .ways import LOOKUP_NAME, STOCK_NAME, SUFFIXES, VERIFIERS, way
+from .ways import EXIT_NAME, LOOKUP_NAME, OURS, STOCK_NAME, VERIFIERS, way
 
 
 class Contender:
@@ -43,11 +44,12 @@ class Contender:
             return
         self.way = way(name)
         self.compiled = self.way.compiled
-        if self.way.kind in (*VERIFIERS, *SUFFIXES):
+        if self.way.kind in OURS:
             assert draft is not None
-            drafts = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
+            drafts: dict[str, Any] = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
+            drafts[EXIT_NAME] = None if self.way.layer is None else EarlyExitDraft(self.way.layer)
             self.strategy = SpeculativeDecoding(
-                drafts.get(self.way.kind, draft),  # type: ignore[arg-type]
+                drafts.get(self.way.kind, draft),
                 num_draft_tokens=self.way.number or "auto",
                 verification=self.way.kind if self.way.kind in VERIFIERS else None,
                 compile=self.compiled,
@@ -63,6 +65,9 @@ class Contender:
         generate: Any = self.target.generate
         if self.strategy is not None:
             return generate(**inputs, **options, custom_generate=self.strategy)
+        if self.way.layer is not None:
+            with stock_settings(self.target, self.way.number):
+                return generate(**inputs, **options, assistant_early_exit=self.way.layer)
         if self.way.kind == STOCK_NAME:
             assert self.draft is not None
             with stock_settings(self.draft, self.way.number):

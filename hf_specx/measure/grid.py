@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_specx.common.devices import execution_device
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.draft_length import expected_speedup
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.flatten import core_modules
@@ -118,7 +119,8 @@ def take_turns(cell: Cell, pair: BenchPair, advance: Advance) -> dict[str, Any]:
         return contender
 
     def note(contender: Contender, run: TimedCall) -> dict[str, Any]:
-        bare = {"bare": bare_forwards(pair, inputs["input_ids"], run)} if contender.name in cell.bare else {}
+        found = bare_forwards(pair, contender, inputs["input_ids"], run) if contender.name in cell.bare else None
+        bare = {} if found is None else {"bare": found}
         return ({} if run.report is None else counts(run.report)) | bare
 
     seeds = range(cell.seed, cell.seed + cell.repeats)
@@ -140,9 +142,10 @@ def noted(timing: Timing) -> dict[str, Any]:
     return {"runs": runs, "first_seconds": timing.first_seconds}
 
 
-def bare_forwards(pair: BenchPair, input_ids: torch.Tensor, run: TimedCall) -> dict[str, Any]:
+def bare_forwards(pair: BenchPair, contender: Contender, input_ids: torch.Tensor, run: TimedCall) -> dict[str, Any]:
     """What the forwards of a run that was just made take on their own; of plain `generate` or of ours."""
-    target, draft, rows, report = pair.target, pair.draft, len(input_ids), run.report
+    target, rows, report = pair.target, len(input_ids), run.report
+    draft = None if contender.strategy is None else make_drafter(contender.strategy.draft_model, target).model
     if report is None:
         bare = replay(target, None, input_ids, plain_history(rows, max(map(len, run.texts))))
     else:

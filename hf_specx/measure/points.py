@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .cells import AUTO_NUMBERS, COMPILED_NAMES, FIXED, GAMMA, VERIFIED, Measured, median_of
+from .cells import AUTO_NUMBERS, COMPILED_NAMES, EXIT_NAMES, FIXED, GAMMA, VERIFIED, Measured, median_of
 
 
 ROUND_OVER_BARE = 1.08
@@ -17,6 +17,9 @@ USELESS = 0.97
 OF_BEST = 0.95
 CONTEXT_RATIO = 1.2
 VERIFIER_RATIO = 1.1
+COPYING = {1: 2.5, 8: 1.7}  # a suffix draft over plain, by batch size, where text repeats
+NO_LOSS = 0.98
+OVER_STOCK_EXIT = 1.2
 SENSES = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
 
 
@@ -43,7 +46,21 @@ class Claim(NamedTuple):
 def claims(cells: Iterable[Measured]) -> list[Claim]:
     """All claims that these measured cells let us judge, in order."""
     known = [cell for cell in cells if "failed" not in cell]
-    judges = (_rounds, _over_stock, _by_default, _limits, _compiled, _unrelated, _auto, _context, _memory, _verifiers)
+    judges = (
+        _rounds,
+        _over_stock,
+        _by_default,
+        _limits,
+        _compiled,
+        _unrelated,
+        _auto,
+        _context,
+        _memory,
+        _verifiers,
+        _suffix,
+        _mixture,
+        _early_exit,
+    )
     return sorted((each for judge in judges for each in judge(known)), key=lambda each: each.point)
 
 
@@ -201,3 +218,48 @@ def _verifiers(cells: list[Measured]) -> Iterator[Claim]:
             note = ", ".join(f"{own} {share:.2f}" for own, share in zip(VERIFIED, shares, strict=True))
         what = f"slowest over fastest verifier, time a round: {name}"
         yield _claim(6, what, f"<= {VERIFIER_RATIO:.2f}", ratio, cell, *VERIFIED, note=note)
+
+
+def _suffix(cells: list[Measured]) -> Iterator[Claim]:
+    ours = "suffix-auto"
+    for cell, name in _of(cells, "suffix"):
+        kind, batch = cell["cell"].get("texts", ""), cell["cell"]["batch"]
+        found, limit = (median_of(cell, ours, figure) for figure in ("speedup", "bare_speedup"))
+        if not kind:
+            what = f"{ours} over plain, where little repeats: {name}"
+            yield _claim(7, what, f">= {NO_LOSS:.2f}", found, cell, "plain", ours)
+            continue
+        if batch in COPYING:
+            what = f"{ours} over plain, {kind}: {name}"
+            yield _claim(7, what, f">= {COPYING[batch]:.2f}", found, cell, "plain", ours)
+        if batch == 1:
+            what = f"{ours} over lookup-10, {kind}: {name}"
+            yield _claim(7, what, ">= 1.00", _ratio(cell, ours, "lookup-10"), cell, "lookup-10", ours)
+        ratio = None if found is None or limit is None else found / limit
+        note = "" if limit is None else f"its forwards alone, with the prompts', are {limit:.2f} times as fast"
+        what = f"{ours}, of what its forwards allow, {kind}: {name}"
+        yield _claim(7, what, f">= {OF_LIMIT:.2f}", ratio, cell, "plain", ours, note=note)
+
+
+def _mixture(cells: list[Measured]) -> Iterator[Claim]:
+    parts = ("suffix-auto", "block-auto")
+    for cell, name in _of(cells, "suffix"):
+        rates = {part: _rates(cell, part) for part in parts}
+        found, note = None, ""
+        if all(rates.values()):
+            best = max(parts, key=lambda part: statistics.median(rates[part]))
+            found, note = _ratio(cell, "several-auto", best), f"the better one is {best}"
+        what = f"several-auto over the better of its parts, {cell['cell'].get('texts') or 'free text'}: {name}"
+        yield _claim(7, what, f">= {NO_LOSS:.2f}", found, cell, "several-auto", *parts, note=note)
+
+
+def _early_exit(cells: list[Measured]) -> Iterator[Claim]:
+    stock, ours = EXIT_NAMES
+    for cell, name in _of(cells, "exit"):
+        if cell["cell"]["batch"] == 1:
+            found, least = _ratio(cell, ours, stock), f">= {OVER_STOCK_EXIT:.2f}"
+            yield _claim(8, f"{ours} over {stock}: {name}", least, found, cell, stock, ours)
+            continue
+        found = median_of(cell, ours, "speedup")
+        told = "transformers refuses this batch" if found is not None else _why(cell, "plain", ours)
+        yield Claim(8, f"{ours} over plain: {name}", "-", found, None if found is None else True, told)

@@ -1,6 +1,5 @@
 """What is known is kept in a JSON file, and taken from there where code, machine and models are the same."""
 
-import hashlib
 import json
 import os
 import platform
@@ -15,12 +14,12 @@ from transformers import PreTrainedModel
 import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
+from hf_specx.pairs.fingerprint import digest_of
 
 from .checks import check_out
 
 
 FILE_VERSION = 1
-NUMBERS = 64  # of each weight, that tell one model from another
 
 
 class Store:
@@ -126,20 +125,3 @@ def provenance(where: PreTrainedModel | torch.device) -> dict[str, Any]:
 def code_digest(files: Iterable[Path]) -> str:
     """Tells code from other code."""
     return digest_of(path.read_bytes() for path in files)
-
-
-def weights_digest(model: PreTrainedModel) -> str:
-    """Tells one model from another by its config and the first numbers of each weight that is at hand."""
-    parts = [model.config.to_json_string()]
-    for name, weight in model.named_parameters():
-        numbers = [] if weight.device.type == "meta" else weight.detach().flatten()[:NUMBERS].tolist()
-        parts += [f"{name} {tuple(weight.shape)}", repr(numbers)]
-    return digest_of(part.encode() for part in parts)
-
-
-def digest_of(parts: Iterable[bytes]) -> str:
-    """Twelve hexadecimal digits."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()[:12]

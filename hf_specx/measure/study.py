@@ -1,19 +1,25 @@
-"""How drafts are tried for a target, and what was found of each."""
+"""How drafts are tried for a target, which ones need no second model, and what was found of each."""
 
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hf_specx.pair_files.pair_config import Measurement, PairConfig
+from transformers import PreTrainedConfig
+
+from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.pair_files.pair_config import Measurement, PairConfig, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import check_runs
 from .compatibility import Finding
+from .ways import EXIT, EXITS, SUFFIX, exit_layer_of
 
 
 BATCHES = (1, 8)
 LEARNING_ROWS = 8  # texts from which acceptance is learned before anything is chosen
+TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
 
 
 @dataclass
@@ -102,3 +108,35 @@ class DraftTrial:
             "speedup": self.speedup or None,
             "config": None if self.config is None else asdict(self.config),
         }
+
+
+def weightless_draft(name: str) -> WeightlessDraft | None:
+    """`SuffixDraft()` for "suffix", `EarlyExitDraft(4)` for "exit:4"; None for any other name.
+
+    Raises:
+        ValueError: there is no number of layers after "exit:".
+    """
+    if name == SUFFIX:
+        return SuffixDraft()
+    layer = exit_layer_of(name)
+    return None if layer is None else EarlyExitDraft(layer)
+
+
+def exit_layers(config: PreTrainedConfig) -> list[int]:
+    """Numbers of first layers that are worth trying as a draft of a target with this config."""
+    if config.is_encoder_decoder:
+        return []
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return sorted({number for share in TRIED_SHARES if 1 <= (number := round(share * layers)) < layers})
+
+
+def named_drafts(drafts: Sequence[str], config: PreTrainedConfig) -> list[str]:
+    """The drafts to try, each once: "exits" stands for an "exit:n" of each number in `exit_layers`.
+
+    Args:
+        drafts: names; [] stands for all that need no other model.
+        config: of the target.
+    """
+    exits = [f"{EXIT}{number}" for number in exit_layers(config)]
+    named = [each for name in drafts or (SUFFIX, EXITS) for each in (exits if name == EXITS else [name])]
+    return list(dict.fromkeys(named)) if EXITS in drafts else named

@@ -259,7 +259,7 @@ def compare(
         advance: called after each run, `2 * (repeats + 1)` times.
     """
     has_model = make_drafter(strategy.draft_model, target).model is not None
-    if has_model and len(batches[0]["input_ids"]) not in strategy.costs.table:
+    if has_model and not strategy.costs.knows(len(batches[0]["input_ids"])):
         strategy.calibrate(target, batches[0]["input_ids"])
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
     timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)

@@ -11,21 +11,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.pair_files.facts import model_facts, tokenizer_facts
-from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files, get_model, get_tokenizer
-from hf_specx.pair_files.loading import load_model
-from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts
+from hf_specx.pair_files.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_tokenizer
+from hf_specx.pair_files.loading import load_config, load_model
+from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
 from hf_specx.pair_files.schema import check_place
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 
 from .checks import looking_for
-from .compatibility import ERROR, find_fit
+from .compatibility import ERROR, find_fit, find_own
 from .inputs import Inputs, encode
 from .store import provenance
-from .study import DraftTrial, Study
+from .study import DraftTrial, Study, named_drafts, weightless_draft
 from .timer import Advance, Comparison, compare
+from .ways import EXITS
 
 
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
@@ -37,6 +39,25 @@ class Loaded(NamedTuple):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     facts: ModelSource
+
+
+class LoadedDraft(NamedTuple):
+    """A model likewise, or a draft without weights, which has no tokenizer and no facts."""
+
+    model: PreTrainedModel | WeightlessDraft
+    tokenizer: PreTrainedTokenizerBase | None = None
+    facts: ModelSource = ModelSource()
+
+
+def drafts_to_try(target: str, drafts: Sequence[str], study: Study, revision: str | None = None) -> list[str]:
+    """The drafts of `tune` by name, with those that "exits" stands for; see `named_drafts`.
+
+    Of the target at most the config is read.
+    """
+    if drafts and EXITS not in drafts:
+        return list(drafts)
+    files = find_files(target, revision, study)
+    return named_drafts(drafts, load_config(files, "", study.trust_remote_code))
 
 
 def tune(
@@ -51,10 +72,10 @@ def tune(
 
     Args:
         target: an id on the Hub or a folder.
-        drafts: the same.
+        drafts: the same, or "suffix" or "exit:4" for a draft without weights; `drafts_to_try` knows what may help.
         study: how they are tried.
         revision: commit, branch or tag of the target on the Hub.
-        draft_revisions: the same for each draft, in order; None is the main one.
+        draft_revisions: the same for each draft that is a model, in order; None is the main one.
         advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
 
     Returns:
@@ -66,15 +87,17 @@ def tune(
     """
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
+    models = [name for name in drafts if weightless_draft(name) is None]
     require(
-        not draft_revisions or len(draft_revisions) == len(drafts),
-        f"{len(draft_revisions)} revisions were given for {len(drafts)} drafts; give one for each, in their order.",
+        not draft_revisions or len(draft_revisions) == len(models),
+        f"{len(draft_revisions)} revisions were given for {len(models)} drafts; give one for each, in their order.",
     )
+    revisions = dict(itertools.zip_longest(models, draft_revisions))
     loaded = load(target, revision, study, study.device_map)
     batches = encode_batches(target, loaded, study)
     trials: list[DraftTrial] = []
-    for name, draft_revision in itertools.zip_longest(drafts, draft_revisions):
-        trial = try_draft(loaded, name, draft_revision, batches, study, advance)
+    for name in drafts:
+        trial = try_draft(loaded, name, revisions.get(name), batches, study, advance)
         trials.append(trial)
         best = max((t for t in trials if t.pair is not None), key=lambda t: t.speedup, default=None)
         for other in trials:
@@ -84,12 +107,17 @@ def tune(
     return sorted(trials, key=lambda trial: (trial.error is not None, -trial.speedup))
 
 
-def load(name: str, revision: str | None, study: Study, device_map: Any) -> Loaded:
-    """A model and its tokenizer, if it has one, from an id or a folder."""
-    trust = study.trust_remote_code
+def find_files(name: str, revision: str | None, study: Study) -> Files:
+    """All files of a model but its weights."""
     check_place(name, revision)
     with looking_for(name):
-        files = get_files(name, revision, SMALL_FILES, **study.hub)
+        return get_files(name, revision, SMALL_FILES, **study.hub)
+
+
+def load(name: str, revision: str | None, study: Study, device_map: Any) -> Loaded:
+    """A model and its tokenizer, if it has one, from an id or a folder."""
+    trust, files = study.trust_remote_code, find_files(name, revision, study)
+    with looking_for(name):
         files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
     tokenizer = get_tokenizer(files, "", None, trust)
@@ -130,8 +158,14 @@ def try_draft(
     """Check one draft, and measure it if it fits."""
     trial = DraftTrial(name)
     try:
-        draft = load(name, revision, study, {"": last_device(target.model)})
-        trial.findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, study.prompts)
+        weightless = weightless_draft(name)
+        if weightless is None:
+            found = load(name, revision, study, {"": last_device(target.model)})
+            draft = LoadedDraft(*found)
+            trial.findings = find_fit(target.model, found.model, target.tokenizer, found.tokenizer, study.prompts)
+        else:
+            draft = LoadedDraft(weightless)
+            trial.findings = find_own(target.model, weightless)
         trial.error = next((finding.follows for finding in trial.findings if finding.verdict == ERROR), None)
         if trial.error is not None:
             return trial
@@ -148,42 +182,46 @@ def try_draft(
     return trial
 
 
-def describe(target: Loaded, draft: Loaded, study: Study) -> PairConfig:
+def describe(target: Loaded, draft: LoadedDraft, study: Study) -> PairConfig:
     """All that is known of a pair before it is measured."""
     tokenizer, own = target.tokenizer, draft.tokenizer
-    return PairConfig(
+    config = PairConfig(
         target=target.facts,
         draft=replace(draft.facts, subfolder="draft" if draft.facts.name is None else ""),
         tokenizers=None if tokenizer is None or own is None else tokenizer_facts(tokenizer, own),
         verification=study.verification,
         prompts=list(study.prompts) if study.keep_prompts else [],
     )
+    config.set_draft(draft.model if isinstance(draft.model, WeightlessDraft) else None)
+    return config
 
 
 def measure_draft(
     target: Loaded,
-    draft: Loaded,
+    draft: LoadedDraft,
     batches: dict[int, list[Inputs]],
     study: Study,
     config: PairConfig,
     advance: Advance,
 ) -> None:
     """Learn the acceptance, choose a number of drafts for each batch size, and time it; all into `config`."""
+    chooses = isinstance(draft.model, SuffixDraft)  # the number itself, for each row
     strategy = SpeculativeDecoding(
         draft.model,
-        num_draft_tokens=FIXED_DRAFT_TOKENS,
+        num_draft_tokens="auto" if chooses else FIXED_DRAFT_TOKENS,
         verification=study.verification,
         tokenizer=target.tokenizer,
         draft_tokenizer=draft.tokenizer,
     )
     verification = _learn(target.model, strategy, batches[max(study.batches)][: study.learning], study, advance)
     for size in study.batches:
-        strategy.calibrate(target.model, batches[size][0]["input_ids"])
-        strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, verification)
+        if not chooses:
+            strategy.calibrate(target.model, batches[size][0]["input_ids"])
+            strategy.num_draft_tokens = strategy.costs.best_num_draft_tokens(size, verification)
         found = compare(target.model, strategy, batches[size], study.options, study.repeats, study.seed, advance)
         config.measurements.append(_measurement(size, target.model, strategy, found, study.command))
     numbers = {m.num_draft_tokens for m in config.measurements}
-    known = len(study.batches) > 1 and len(numbers) == 1 and verification != "greedy"
+    known = len(study.batches) > 1 and len(numbers) == 1 and verification != "greedy" and not chooses
     config.num_draft_tokens = numbers.pop() if known else "auto"
     last = config.measurements[-1]
     config.costs = SavedCosts(last.hardware, last.dtype, **strategy.costs.to_dict())
@@ -218,11 +256,12 @@ def _measurement(
     size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
 ) -> Measurement:
     report, made, ratios = found.reports[0], provenance(target), found.ratios
+    draft, number = strategy.draft_model, strategy.num_draft_tokens
     return Measurement(
         batch=size,
         dtype=made["dtype"],
         verification=report.verification,
-        num_draft_tokens=int(strategy.num_draft_tokens),
+        num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(number),
         layout=report.layout,
         cost_coefficient=strategy.costs.cost_coefficient(size),
         tokens_per_round=ratios.pop("mean_acceptance_length"),

@@ -1,9 +1,10 @@
-"""Names of contenders, and what they say.
+"""Names of contenders and of drafts without weights, and what they say.
 
 "plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
 transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "lookup-10" is its
 prompt lookup with 10; "block-5", "token-auto" and the like are ours, and "block-5-compiled" is ours with
-`compile=True`; "suffix-auto" is ours without a draft model, and "several-auto" with both a suffix draft and a model.
+`compile=True`; "suffix-auto" is ours without a draft model, and "several-auto" with both a suffix draft and a model;
+"exit:2-auto" drafts with the target's first 2 layers, as "stock:2" does in transformers.
 """
 
 from typing import NamedTuple
@@ -15,20 +16,29 @@ PLAIN_NAME, STOCK_NAME, COMPILED_SUFFIX = "plain", "stock", "compiled"
 LOOKUP_NAME = "lookup"
 VERIFIERS = ("token", "block", "coupled")
 SUFFIXES = ("suffix", "several")
+EXIT_NAME = "exit"
+OURS = (*VERIFIERS, *SUFFIXES, EXIT_NAME)
+SUFFIX, EXIT, EXITS = (
+    "suffix",
+    "exit:",
+    "exits",
+)  # the last stands for several numbers of layers
 
 
 class Way(NamedTuple):
     """How a contender generates.
 
     Attributes:
-        kind: "plain", "stock", "lookup", or one of `VERIFIERS` or `SUFFIXES`.
+        kind: "plain", "stock", "lookup", or one of `OURS`.
         number: candidates a round; "auto", or None for transformers' defaults.
         compiled: whether forwards are compiled.
+        layer: how many of the target's first layers draft; None where another draft does.
     """
 
     kind: str
     number: int | str | None = None
     compiled: bool = False
+    layer: int | None = None
 
 
 def way(name: str) -> Way:
@@ -37,7 +47,8 @@ def way(name: str) -> Way:
     Raises:
         ValueError: for a name that means nothing.
     """
-    kind, *rest = name.split("-")
+    first, *rest = name.split("-")
+    kind, exits, layer = first.partition(":")
     compiled = rest[-1:] == [COMPILED_SUFFIX]
     numbers = rest[:-1] if compiled else rest
     counted = len(numbers) == 1 and numbers[0].isdecimal() and int(numbers[0]) > 0
@@ -45,12 +56,28 @@ def way(name: str) -> Way:
         PLAIN_NAME: not numbers,
         STOCK_NAME: (counted or not numbers) and not compiled,
         LOOKUP_NAME: counted and not compiled,
-        **dict.fromkeys((*VERIFIERS, *SUFFIXES), counted or numbers == ["auto"]),
+        **dict.fromkeys(OURS, counted or numbers == ["auto"]),
     }
+    layered = layer.isdecimal() and int(layer) > 0 and kind in (EXIT_NAME, STOCK_NAME)
     require(
-        known.get(kind, False),
-        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, lookup-10, or ours: token, "
-        "block, coupled, suffix or several with a number or auto, like block-auto, and -compiled after it, like "
-        "block-5-compiled.",
+        known.get(kind, False) and (layered if exits else kind != EXIT_NAME),
+        f"contender {name!r} is unknown; give plain, plain-compiled, stock, stock-5, stock:2 (its early exit), "
+        "lookup-10, or ours: token, block, coupled, suffix, several or exit:2 with a number or auto, like block-auto, "
+        "and -compiled after it, like block-5-compiled.",
     )
-    return Way(kind, int(numbers[0]) if counted else next(iter(numbers), None), compiled)
+    number = int(numbers[0]) if counted else next(iter(numbers), None)
+    return Way(kind, number, compiled, int(layer) if exits else None)
+
+
+def exit_layer_of(name: str) -> int | None:
+    """4 for "exit:4"; None for any other name.
+
+    Raises:
+        ValueError: there is no number of layers after "exit:".
+    """
+    if not name.startswith(EXIT):
+        return None
+    number = name.removeprefix(EXIT)
+    known = number.isascii() and number.isdecimal() and int(number) >= 1
+    require(known, f"{name!r} names no number of layers; give one of 1 or more, like {EXIT}4.")
+    return int(number)

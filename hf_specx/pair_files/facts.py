@@ -1,7 +1,5 @@
 """What a pair's config records of two loaded models and their tokenizers."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.drafting.matching import same_tokens
+from hf_specx.drafting.suffix_pool import vocabulary_digest
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
@@ -94,9 +93,7 @@ def tokenizer_facts(
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
     method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    tokens = tokenizer.get_vocab()
-    digest = hashlib.sha256(json.dumps(sorted(tokens.items())).encode()).hexdigest()
-    return TokenizerFacts(method, len(tokens), special, digest)
+    return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_digest(tokenizer))
 
 
 def draft_tokenizer_facts(

@@ -12,14 +12,13 @@ from transformers import PreTrainedModel
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.validation.entry import check_draft_found
 
 from .facts import COMMIT, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
 from .model_files import check_facts, check_reference
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig
+from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 from .schema import HUB_ID
 
@@ -33,12 +32,12 @@ class Found(NamedTuple):
 
     Attributes:
         draft: a model in evaluation mode, on the device of the target's last layers and in the target's precision; or
-            a `SuffixDraft`.
+            a draft without weights.
         options: for `SpeculativeDecoding`.
         costs: measured on this hardware; empty if there are none.
     """
 
-    draft: PreTrainedModel | SuffixDraft
+    draft: PreTrainedModel | WeightlessDraft
     options: dict[str, Any]
     costs: Costs
 
@@ -107,8 +106,9 @@ def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
     pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
     warn_of_another_target(config, target)
-    if config.suffix is not None:
-        return Found(config.suffix_draft(), *_recommended(config, target))
+    weightless = config.weightless_draft()
+    if weightless is not None:
+        return Found(weightless, *_recommended(config, target))
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 
 from .schema import (
@@ -22,6 +23,8 @@ from .schema import (
 
 CONFIG_NAME = "specx_config.json"
 SCHEMA = 1
+WEIGHTLESS = ("suffix", "early_exit")  # fields of drafts that have no weights of their own
+WeightlessDraft = SuffixDraft | EarlyExitDraft
 
 
 @dataclass
@@ -55,11 +58,18 @@ class ModelSource:
 
 @dataclass
 class SuffixOptions:
-    """What a pair without a draft model is drafted by; see `SuffixDraft`."""
+    """Options of a `SuffixDraft`; see there."""
 
     max_candidates: int = 16
     min_match: int = 2
     max_match: int = 32
+
+
+@dataclass
+class EarlyExitOptions:
+    """Options of an `EarlyExitDraft`; see there."""
+
+    exit_layer: int
 
 
 @dataclass
@@ -152,8 +162,8 @@ class PairConfig:
 
     Attributes:
         target, draft: where the models are, and facts from their files; nothing is known of a draft without a model.
-        suffix: options of the `SuffixDraft` that there is in place of a draft model; None if there is a model. Files
-            of pairs with a model do not have it.
+        suffix, early_exit: options of the `SuffixDraft` or `EarlyExitDraft` that there is in place of a draft model;
+            None for any other draft. A file has these fields only where they are not None.
         tokenizers: how they were compared; None is "not checked".
         draft_tokenizer: the draft's, where its tokens are not the target's. Files of other pairs do not have it.
         num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
@@ -177,6 +187,7 @@ class PairConfig:
     license: str | None = None
     notes: str = ""
     suffix: SuffixOptions | None = None
+    early_exit: EarlyExitOptions | None = None
     draft_tokenizer: DraftTokenizer | None = None
     schema: int = SCHEMA
 
@@ -205,14 +216,22 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        rare = ("suffix", "draft_tokenizer")
-        values = {name: value for name, value in asdict(self).items() if name not in rare or value is not None}
+        rare = (*WEIGHTLESS, "draft_tokenizer")
+        values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
-    def suffix_draft(self) -> SuffixDraft:
-        """A new draft with the options in `suffix`."""
-        assert self.suffix is not None
-        return SuffixDraft(**asdict(self.suffix))
+    def weightless_draft(self) -> WeightlessDraft | None:
+        """A new draft with the options in `suffix` or `early_exit`; None if the draft is a model."""
+        if self.suffix is not None:
+            return SuffixDraft(**asdict(self.suffix))
+        return None if self.early_exit is None else EarlyExitDraft(**asdict(self.early_exit))
+
+    def set_draft(self, draft: WeightlessDraft | None) -> None:
+        """Have the options of this draft in place of a draft model, or of neither kind."""
+        self.suffix = SuffixOptions(**draft.options) if isinstance(draft, SuffixDraft) else None
+        self.early_exit = EarlyExitOptions(draft.exit_layer) if isinstance(draft, EarlyExitDraft) else None
+        if draft is not None:
+            self.draft = ModelSource()
 
     def forget(self) -> None:
         """Drop all measurements and recommendations, because a model has changed."""

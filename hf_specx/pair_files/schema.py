@@ -10,7 +10,6 @@ from types import GenericAlias
 from typing import Any, get_origin
 
 from hf_specx.common.errors import brief, is_int, one_of, refusal, require
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.layouts.choose import LAYOUTS
 from hf_specx.validation.choices import check_choices
 
@@ -20,13 +19,14 @@ OF_PAIRS += ["num_draft_tokens", "verification", "layout", "costs"]
 ANEW, MEASURE = "save the pair anew", "measure it anew with specx tune"
 MAX_CONFIG_BYTES = 2**22
 MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
+MAX_LAYERS = 10_000  # more than any model has; whether the target has so many is checked in a call
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
 COMMIT_OR_NAME = re.compile(r"\w[\w./-]{0,254}")
 SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-ROUNDS = {str(number) for number in range(MAX_DRAFT_TOKENS + 1)}
+ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
 
 
 @refusal
@@ -145,11 +145,12 @@ def check_known_values(config: Any, where: str) -> None:
         model_of_strange_revision(source.revision, here)
         model_outside_the_folder(source.subfolder, here)
     target, draft = config.target, config.draft
-    if config.suffix is not None:
-        _check_suffix(config.suffix, draft, where)
+    weightless = config.suffix is not None or config.early_exit is not None
+    if weightless:
+        _check_weightless(config, where)
+    places = [(model.name, model.revision, model.subfolder) for model in (target, draft)]
     require(
-        config.suffix is not None
-        or (target.name, target.revision, target.subfolder) != (draft.name, draft.revision, draft.subfolder),
+        weightless or places[0] != places[1],
         f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under {target.subfolder!r}; "
         "a draft needs a folder of its own.",
     )
@@ -171,9 +172,17 @@ def check_known_values(config: Any, where: str) -> None:
                 require(math.isfinite(value) and value > 0, told)
 
 
-def _check_suffix(suffix: Any, draft: Any, where: str) -> None:
-    told = f"{where} has a suffix in place of a draft model, and says where this model is; take one of them out."
-    require(not any(vars(draft).values()), told)
+def _check_weightless(config: Any, where: str) -> None:
+    suffix, early_exit = config.suffix, config.early_exit
+    told = f"{where} has both a suffix and an early_exit; take one of them out."
+    require(suffix is None or early_exit is None, told)
+    kind = "a suffix" if early_exit is None else "an early_exit"
+    told = f"{where} has {kind} in place of a draft model, and says where this model is; take one of them out."
+    require(not any(vars(config.draft).values()), told)
+    if early_exit is not None:
+        told = f"{where}: exit_layer of early_exit is {early_exit.exit_layer}; give an int from 1 to {MAX_LAYERS}."
+        require(1 <= early_exit.exit_layer <= MAX_LAYERS, told)
+        return
     for name, value in vars(suffix).items():
         told = f"{where}: {name} of suffix is {value}; give an int from 1 to {MAX_RECOMMENDED}."
         require(1 <= value <= MAX_RECOMMENDED, told)

@@ -1,157 +1,123 @@
-"""Complete many prompts on several processes: each completes its share, and all get every text, in order."""
+"""Complete many prompts, on one process or several, to a list or to a file that an interrupted call goes on with."""
 
-import atexit
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object, parse_flag_from_env, tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import warnings
+from collections.abc import Iterable, Sized
+from pathlib import Path
+from typing import Any, overload
 
 from hf_specx.common.errors import require
-from hf_specx.engine.ranks import in_group, synced_by_default
-from hf_specx.validation.rows import MAX_SEED
+
+from .completions import EMPTY, Completer, Pair
+from .fingerprint import arguments_of
+from .progress import Progress
+from .results import NumberedText
+from .results_file import ResultsFile
+from .shares import Claims, gathered, processes, turns
 
 
-DELAY = 3  # seconds, before a progress bar appears
-OF_ONE_CALL = (
-    "inputs",
-    "input_ids",
-    "attention_mask",
-    "inputs_embeds",
-    "seeds",
-    "streamer",
-    "return_dict_in_generate",
-    "num_return_sequences",
-)
+@overload
+def complete(
+    pair: Pair, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: None = None, **options: Any
+) -> list[str]: ...
 
 
-class Pair(Protocol):
-    """What `complete` needs of a `DraftTargetPair`."""
-
-    tokenizer: PreTrainedTokenizerBase | None
-
-    @property
-    def target(self) -> PreTrainedModel: ...
-
-    @property
-    def models(self) -> list[PreTrainedModel]: ...
-
-    def generate(self, inputs: torch.Tensor | None = None, *more: Any, **kwargs: Any) -> Any: ...
+@overload
+def complete(
+    pair: Pair, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: str | Path, **options: Any
+) -> Path: ...
 
 
-def complete(pair: Pair, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
-    """Complete texts in batches, the longest first; under `accelerate launch` each process takes its share of them.
+def complete(
+    pair: Pair,
+    texts: Iterable[str],
+    *,
+    batch_size: int = 8,
+    seed: int = 0,
+    out: str | Path | None = None,
+    **options: Any,
+) -> list[str] | Path:
+    """Complete texts; a row that ends makes place for the next one, and each process takes the next when it has room.
 
-    The result does not depend on the number of processes: neither do the batches, and each prompt has its own seed.
-    For the same reason "auto" drafts a fixed number of tokens under "block" and "token". Processes beyond the number
-    of batches have nothing to do; a smaller `batch_size` helps. Every process loads its own copy of the pair, on an
-    accelerator by `device_map="cuda"`, say. A process that has finished waits for the others, at most for the timeout
-    of the process group. An error in one is raised in all, once all have finished; if a process is killed, the
-    launcher has to end the others.
+    A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
+    `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
+    "block" and "token". Models whose rows cannot be filled again take whole batches.
+
+    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair
+    (on an accelerator by `device_map="cuda"`, say). Without `out` all get every text; one that has finished waits for
+    the others, at most for the timeout of the process group, and an error in one is raised in all. With `out` they
+    need not be started together, only on one machine; what a process leaves that dies, or has an error, the others
+    complete.
+
+    With `out` each text is in the file as soon as it is known, and nothing is lost when the call is interrupted, even
+    by SIGKILL: the same call goes on from there. Prompts are read one by one, and 8 bytes are kept for each. A prompt
+    that cannot be completed (an empty one, or one that is too long) has an "error" in its line, and a warning tells
+    how many there are; without its line it is tried again.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
-        texts: prompts; the same on every process.
+        texts: prompts; the same on every process, and when a file is gone on with (then also more of them).
         batch_size: rows of a batch, 8 unless given.
         seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given. The global generator is neither used
             nor changed.
-        **options: for each `pair.generate`, such as `max_new_tokens`.
+        out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"}; in the order of the prompts once
+            it is complete. Beside it `out` + ".arguments" says what it was made with.
+        **options: of `generate` and `SpeculativeDecoding`, such as `max_new_tokens`.
 
     Returns:
-        What was generated for each text, without special tokens, on every process.
+        Without `out`, what was generated for each text, without special tokens, on every process; else the file.
 
     Raises:
-        ValueError: a prompt has no tokens, an option belongs to a single call, or the models are in shards.
-        RuntimeError: another process failed.
+        ValueError: a prompt has no tokens or can never be completed (without `out`), an option belongs to a single
+            call, the models are in shards, or the file is of other prompts or options.
+        OSError: the file cannot be written; what it holds stays good.
+        RuntimeError: another process failed (without `out`).
     """
-    texts = texts if isinstance(texts, str) else list(texts)
-    _check(pair, texts, batch_size, seed, options)
-    assert pair.tokenizer is not None
-    lengths = [len(ids) for ids in pair.tokenizer(list(texts))["input_ids"]] if texts else []
+    _check_texts(texts)
+    work = Completer(pair, batch_size, seed, options)
+    if out is not None:
+        return _to_file(work, texts, ResultsFile(out, arguments_of(pair, seed, options)))
+    return _to_list(work, list(texts))
+
+
+def _to_list(work: Completer, texts: list[str]) -> list[str]:
+    """The longest prompts come first, so that those at the end differ less."""
+    _check_texts(texts)
+    lengths = [len(ids) for ids in work.tokenizer(texts)["input_ids"]] if texts else []
     empty = lengths.index(0) if 0 in lengths else None
-    require(empty is None, f"prompt {empty} is empty, and the tokenizer puts nothing before it; write something.")
+    require(empty is None, f"prompt {empty} {EMPTY}; write something.")
     order = sorted(range(len(texts)), key=lambda number: -lengths[number])
-    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
 
-    def share(mine: list[list[int]]) -> Iterator[tuple[int, str]]:
-        for numbers in tqdm(mine, delay=DELAY, unit="batch", desc="completing"):
-            seeds = [seed + number for number in numbers]
-            yield from zip(numbers, _batch(pair, [texts[number] for number in numbers], seeds, options), strict=True)
+    def own_part() -> Iterable[tuple[int, str | None]]:
+        prompts = (NumberedText(order[turn], texts[order[turn]]) for turn in turns(len(texts)))
+        alone = processes().num_processes == 1
+        with Progress(len(texts) if alone else None, 0, work.meter) as progress:
+            for number, done in enumerate(work(prompts)):
+                require(done.text is not None, f"prompt {done.prompt.index}: {done.error}")
+                progress.update(number + 1)
+                yield done.prompt.index, done.text
 
-    return [text for _, text in sorted(gathered(share, batches))]
-
-
-def gathered(work: Callable[[list[Any]], Iterable[Any]], items: list[Any]) -> list[Any]:
-    """The results of all processes, each of which does the work on its share of the items.
-
-    Args:
-        work: called with a share, gives any number of results.
-        items: the same on every process.
-
-    Raises:
-        Exception: the process's own error, as it was.
-        RuntimeError: another process failed.
-    """
-    state, done, error = processes(), [], None
-    try:
-        done = list(work(items[state.process_index :: state.num_processes]))
-    except Exception as raised:  # the others wait for this share, so they must be told
-        error = raised
-    every = gather_object([(done, None if error is None else f"{type(error).__name__}: {error}")])
-    if error is not None:
-        raise error
-    failed = [f"process {number} failed with {message}" for number, (_, message) in enumerate(every) if message]
-    if failed:
-        raise RuntimeError("; ".join(failed))
-    return [item for share, _ in every for item in share]
+    return [text for _, text in sorted(gathered(own_part))]
 
 
-def processes() -> PartialState:
-    """The state of this process among those of `accelerate launch` or `torchrun`; without an accelerator it uses gloo.
-
-    A process group that starts here is destroyed at exit; else the process may abort then (pytorch#190489).
-    """
-    found = in_group()
-    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
-    if in_group() and not found:
-        atexit.register(state.destroy_process_group)
-    return state
-
-
-def _batch(pair: Pair, texts: list[str], seeds: list[int], options: dict[str, Any]) -> list[str]:
-    """What is generated for each prompt of one batch."""
-    assert pair.tokenizer is not None
-    decodes = pair.target.config.is_encoder_decoder
-    encoded = pair.tokenizer(
-        texts, return_tensors="pt", padding=len(texts) > 1, padding_side="right" if decodes else "left"
-    )
-    inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
-    output = pair.generate(**inputs, **options, seeds=seeds)
-    new = output if decodes else output[:, inputs["input_ids"].shape[1] :]
-    return pair.tokenizer.batch_decode(new, skip_special_tokens=True)
+def _to_file(work: Completer, texts: Iterable[str], file: ResultsFile) -> Path:
+    with file as results:
+        total = len(texts) if isinstance(texts, Sized) else None
+        claims, refused = Claims(texts, results), 0
+        with Progress(total, results.count, work.meter) as progress:
+            while claims.left():
+                progress.update(results.count)
+                for done in work(claims):
+                    results.append(done)
+                    refused += done.error is not None
+                    progress.update(results.count)
+        results.finish(claims.count)
+    if refused:
+        warnings.warn(f"prompts that were refused: {refused}; their lines in {file.path} say why.", stacklevel=3)
+    return file.path
 
 
-def _check(pair: Pair, texts: Sequence[str], batch_size: int, seed: int, options: dict[str, Any]) -> None:
-    """Whether texts can be completed in batches, before anything runs."""
-    listed = not isinstance(texts, str) and all(isinstance(text, str) for text in texts)
-    require(listed, f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list.")
-    require(batch_size >= 1, f"batch_size={batch_size} is no number of rows; give 1 or more.")
-    require(
-        seed >= 0 and seed + len(texts) <= MAX_SEED,
-        f"seed={seed} is not in the range of generators for {len(texts)} prompts; give an int from 0, well below "
-        "2**63.",
-    )
-    for name in OF_ONE_CALL:
-        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
-        require(name not in options, told)
-    require(
-        pair.tokenizer is not None,
-        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
-    )
-    require(
-        not synced_by_default(*pair.models),
-        "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
-        "copy of the pair on each process, or call pair.generate with as many rows on each.",
-    )
+def _check_texts(texts: Any) -> None:
+    """Whether texts are several, and strings as far as they are at hand."""
+    several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
+    told = f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list."
+    require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)

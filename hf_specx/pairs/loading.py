@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
-from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
@@ -23,7 +22,7 @@ from hf_specx.pair_files.fetch import (
 from hf_specx.pair_files.find_draft import KIND, compared_facts, warn_of_another_target
 from hf_specx.pair_files.loading import load_config, load_model
 from hf_specx.pair_files.model_files import check_facts
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.pair_files.schema import check_loading, check_place
 
 from .placement import CACHE_TOKENS, plan
@@ -41,7 +40,7 @@ class LoadedPair(NamedTuple):
     """
 
     target: PreTrainedModel
-    draft: PreTrainedModel | SuffixDraft
+    draft: PreTrainedModel | WeightlessDraft
     tokenizer: PreTrainedTokenizerBase | None
     draft_tokenizer: PreTrainedTokenizerBase | None
     config: PairConfig
@@ -86,8 +85,8 @@ def load_pair(
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    config.suffix = config.suffix if draft is None else None
-    asked = {"target": target} if config.suffix else {"target": target, "draft": draft}
+    weightless = _weightless(config, draft)
+    asked = {"target": target} | ({"draft": draft} if weightless is None else {})
     checks = trust | {"use_safetensors": use_safetensors}
     found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
@@ -97,7 +96,14 @@ def load_pair(
     models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
     warn_of_another_target(config, models["target"])
     sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
-    return LoadedPair(models["target"], models.get("draft") or config.suffix_draft(), *tokenizers, config, sources)
+    return LoadedPair(models["target"], weightless or models["draft"], *tokenizers, config, sources)
+
+
+def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
+    """The pair's draft, if it has no weights and there is no other in its place; then the config tells of none."""
+    if other is not None:
+        config.set_draft(None)
+    return config.weightless_draft()
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:

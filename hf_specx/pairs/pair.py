@@ -1,7 +1,6 @@
 """Draft-target pairs: two models and a tokenizer that are loaded, used and saved together."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
-from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_entry, check_pair_call
 
-from .complete import complete
+from .complete import complete as complete_texts
 from .loading import LoadedPair, load_pair
 
 
-PairDraft = PreTrainedModel | SuffixDraft | list[PreTrainedModel | SuffixDraft]
+PairDraft = PreTrainedModel | WeightlessDraft | list[PreTrainedModel | WeightlessDraft]
 
 
 class DraftTargetPair:
@@ -32,7 +30,7 @@ class DraftTargetPair:
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model, a `SuffixDraft`, or a list of both.
+        draft: a smaller model, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
         tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
         draft_tokenizer: the draft's, where it has another one than the target.
@@ -70,6 +68,12 @@ class DraftTargetPair:
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
         self.report: SpeculationReport | None = None
+
+    def __repr__(self) -> str:
+        """Both models, and where they were loaded from."""
+        drafts = self.draft if isinstance(self.draft, list) else [self.draft]
+        named = [f"{type(x).__name__} {getattr(x, 'name_or_path', '') or ''}".strip() for x in (self.target, *drafts)]
+        return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
     @property
     def target(self) -> PreTrainedModel:
@@ -135,19 +139,7 @@ class DraftTargetPair:
             dtype = "auto" if spread else torch.float32
         return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
 
-    def complete(self, texts: Sequence[str], *, batch_size: int = 8, seed: int = 0, **options: Any) -> list[str]:
-        """Continue texts in batches; under `accelerate launch` each process takes a share. See `complete.complete`.
-
-        Args:
-            texts: prompts.
-            batch_size: rows of a batch, 8 unless given.
-            seed: prompt i is sampled with the seed `seed + i`.
-            **options: for `generate`.
-
-        Returns:
-            What was generated for each text, in order, on every process.
-        """
-        return complete(self, texts, batch_size=batch_size, seed=seed, **options)
+    complete = complete_texts
 
     def save_pretrained(
         self, folder: str | Path, *, target: str = "inside", draft: str = "inside", overwrite: bool = False
@@ -190,10 +182,15 @@ class DraftTargetPair:
             check_pair_call(kwargs)
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
-            own, options = self.strategy, take_options(kwargs)
-            own.meet(self.target)
-            strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
-            strategy.schedule = own.schedule
+            strategy = self.strategy_for(kwargs)
             output = run(strategy, model_class, self.target, kwargs.pop("inputs"), kwargs, reached)
-        own.schedule, self.report = strategy.schedule, strategy.report
+        self.strategy.schedule, self.report = strategy.schedule, strategy.report
         return output
+
+    def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
+        """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
+        own, options = self.strategy, take_options(kwargs)
+        own.meet(self.target)
+        strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
+        strategy.schedule, strategy.listeners = own.schedule, own.listeners
+        return strategy

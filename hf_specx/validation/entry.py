@@ -1,6 +1,7 @@
 """Checks of how we were called: arguments that transformers would drop, misread or fail on."""
 
 import inspect
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
@@ -49,6 +50,8 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
             f"{name} is a {type(value).__name__}; pass a tensor of token ids, as in "
             "generate(**tokenizer(texts, return_tensors='pt', padding=True), ...).",
         )
+        told = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
+        require(value is None or value.device.type != "meta", told)
     config = kwargs.get("generation_config")
     require(
         config is None or isinstance(config, GenerationConfig),
@@ -87,11 +90,11 @@ def check_draft_found(published: str | None, reason: str | None) -> None:
         published: the pair that our code was published with.
         reason: why what the target was loaded from is no pair, None if it is one.
     """
-    source = "names no pair" if published is None else f"names {published!r}, which is not there"
+    own = "" if published is None else f" The pair {published!r}, which this code was published with, is not there."
     require(
         reason is None,
-        "no draft: pass draft_model= or assistant_model=; else it is that of the pair in pair_source.py, which "
-        f"{source} (specx publish writes it), or of the pair that the target was loaded from, and {reason}.",
+        "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which brings its "
+        f"draft (this one is of no pair: {reason}).{own}",
     )
 
 
@@ -131,3 +134,43 @@ def check_withheld(frame: FrameType | None) -> None:
         if given["streamer"] is not None:
             given["streamer"].end()
         raise
+
+
+def check_stop_strings_arrive(frame: FrameType | None) -> None:
+    """Refuse stop strings with a strategy object, when transformers asks for its signature.
+
+    It has dropped the tokenizer by then, and would say next that the tokenizer is missing, even where it was given.
+
+    Args:
+        frame: of whoever asks; only `GenerationMixin._extract_generation_mode_kwargs` is looked at.
+    """
+    while frame is not None and frame.f_code.co_name != "_extract_generation_mode_kwargs":
+        frame = frame.f_back
+    if frame is None or frame.f_back is None:
+        return
+    model, given = frame.f_locals.get("self"), frame.f_back.f_locals.get("generation_config")
+    configs = given, getattr(model, "generation_config", None)
+    asked = [
+        frame.f_locals.get("kwargs", {}).get("stop_strings"),
+        *(getattr(x, "stop_strings", None) for x in configs),
+    ]
+    strings = next((each for each in asked if each is not None), None)
+    require(
+        strings is None,
+        f"stop_strings={strings!r} do not work with a strategy object, since transformers drops the tokenizer; use "
+        "hf_specx.generate(..., model=model, draft_model=draft, stop_strings=..., tokenizer=tokenizer), or pass "
+        "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)] in place of them.",
+    )
+
+
+class AskedSignature:
+    """The signature of an object that can be called.
+
+    transformers asks for it before it prepares anything, which is the first that a strategy hears of a call.
+    """
+
+    def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
+        if strategy is None:
+            raise AttributeError("__signature__")  # of the class it is that of its constructor
+        check_stop_strings_arrive(sys._getframe(1))
+        return inspect.signature(strategy.__call__)

@@ -26,14 +26,20 @@ DUCK_TYPED = {  # option: (attributes that are needed, remedy)
 }
 
 
-def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model: Any) -> None:
+def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model: Any, misplaced: int = 0) -> None:
     """The options of a strategy, whatever model it will serve.
 
     Args:
         options: all that a strategy has, by name.
         unknown: other keyword arguments that were given.
         draft_model: the draft.
+        misplaced: arguments that were given after it without a name, as `generate` gives them to a class.
     """
+    told = (
+        "SpeculativeDecoding takes one draft, and its options by name; pass generate an object of it, as in "
+        "custom_generate=SpeculativeDecoding(draft_model), not the class."
+    )
+    require(not misplaced, told)
     check_draft(draft_model)
     name = min(unknown, default="")
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
@@ -65,6 +71,9 @@ def check_draft(draft_model: Any) -> None:
         f"draft_model={path} is a name; load it first with AutoModelForCausalLM.from_pretrained, or a target with "
         "its draft by DraftTargetPair.from_pretrained.",
     )
+    is_class = isinstance(draft_model, type)
+    told = "draft_model is the class {}; give an object of it, as from_pretrained or its constructor makes it."
+    require(not is_class, told.format(getattr(draft_model, "__name__", "")))
     given = f"draft_model is a {type(draft_model).__name__}"
     proposes = callable(getattr(draft_model, "propose", None)) and not isinstance(draft_model, type)
     known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)

@@ -103,7 +103,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     [
         (["--batch", "0"], "batches=[0]"),
         (["--new-tokens", "1"], "new_tokens=1 and samples=None leave nothing to compare"),
-        (["--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["--temperature", "0"], "--temperature 0.0 is not above 0"),
         (["--verification", "magic"], "give some of greedy, coupled, token, block"),
         (["--level", "2"], "level=2.0 is no chance of a false alarm"),
         (["--dtype", "int8"], "--dtype int8 is unknown"),

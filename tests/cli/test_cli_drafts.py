@@ -27,7 +27,10 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
     return made
 
 
-@pytest.mark.parametrize(("kind", "sources"), [("suffix", {"suffix"}), ("both", {"suffix", "model"})])
+KINDS = [("suffix", {"suffix"}), ("both", {"suffix", "model"}), ("exit:1", {"early exit"})]
+
+
+@pytest.mark.parametrize(("kind", "sources"), KINDS)
 def test_generate(pair: DraftTargetPair, kind: str, sources: set):
     options = ["--greedy", "--max-new-tokens", "60", "--json", "--num-draft-tokens", "4"]
     texts = []
@@ -43,25 +46,27 @@ def test_generate(pair: DraftTargetPair, kind: str, sources: set):
     assert pair.config.num_draft_tokens == 3  # its own is as it was
 
 
-def test_check(pair: DraftTargetPair):
+@pytest.mark.parametrize("kind", ["suffix", "exit:1"])
+def test_check(pair: DraftTargetPair, kind: str):
     options = ["--batch", "2", "--new-tokens", "8", "--samples", "6"]
-    result = command("check", "org/pair", "--draft", "suffix", *options)
+    result = command("check", "org/pair", "--draft", kind, *options)
     assert result.exit_code == 0, result.stdout
     assert "passed" in result.stdout
 
 
-def test_publish(pair: DraftTargetPair, tmp_path: Path):
-    result = command("publish", "org/pair", "--draft", "suffix", "--folder", tmp_path / "made")
+@pytest.mark.parametrize(("kind", "field"), [("suffix", "suffix"), ("exit:1", "early_exit")])
+def test_publish(pair: DraftTargetPair, tmp_path: Path, kind: str, field: str):
+    result = command("publish", "org/pair", "--draft", kind, "--folder", tmp_path / "made")
     assert result.exit_code == 0, result.stderr
     config = PairConfig.from_file(tmp_path / "made" / CONFIG_NAME)
-    assert config.suffix is not None
+    assert getattr(config, field) is not None
     assert not (tmp_path / "made" / "draft").exists()
 
 
 def test_another_kind(pair: DraftTargetPair):
     result = command("publish", "org/pair", "org/name", "--draft", "ngram")
     assert result.exit_code == 2
-    assert "--draft ngram is unknown; choose one of suffix, both, or leave it out." in result.stderr
+    assert "--draft ngram is unknown; choose one of suffix, both, exit:4 or the like." in result.stderr
 
 
 def test_a_draft_that_is_not_there_is_named(pair: DraftTargetPair):

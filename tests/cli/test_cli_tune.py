@@ -14,7 +14,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.measure.study import DraftTrial
+from hf_specx.measure.study import DraftTrial, weightless_draft
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
@@ -150,7 +150,7 @@ def test_options_reach_the_study(folders, monkeypatch):
         (["DRAFT", "--out", "USED/file/new/pair"], "(Not a directory); name another place"),
         (["DRAFT", "--overwrite"], "--overwrite is for saving"),
         (["DRAFT", "--inside"], "--inside is for saving"),
-        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is no number above 0"),
+        (["DRAFT", "--temperature", "0"], "--temperature 0.0 is not above 0"),
         (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
         (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
     ],
@@ -213,3 +213,24 @@ def test_no_draft_fits(folders, tmp_path):
 def test_tokens_do_not_get_into_files(monkeypatch, token):
     monkeypatch.setattr(sys, "argv", ["/bin/specx", "tune", "a b", *token, "--greedy"])
     assert cli_options.typed() == "specx tune 'a b' --greedy"
+
+
+def test_a_target_alone(folders, tmp_path):
+    """What needs no second model is tried, and the best of it is a pair that others load."""
+    out = tmp_path / "pair"
+    result = specx(folders["target"], *QUICK, "--out", str(out), "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout.splitlines()[-1])["drafts"]
+    assert sorted(draft["draft"] for draft in found) == ["exit:1", "suffix"]
+    best = found[0]["draft"]
+    assert f"saved in {out}: target inside, draft {best}" in result.stderr
+    pair = DraftTargetPair.from_pretrained(out)
+    assert isinstance(pair.draft, type(weightless_draft(best)))
+    assert [m.batch for m in pair.config.measurements] == [1, 2]
+
+
+def test_which_of_several_exits_is_saved_must_be_measured(folders, tmp_path):
+    for drafts in (["exits"], []):
+        result = specx(folders["target"], *drafts, "--no-measure", "--out", str(tmp_path / "pair"))
+        assert result.exit_code == 2
+        assert "--no-measure cannot tell; give one draft, or measure" in result.stderr

@@ -74,6 +74,7 @@ def test_an_unrelated_draft_is_let_rest(mode: str, rows: int):
 
 def test_a_good_cheap_draft_is_asked_for_much():
     target, strategy, _ = clocked(0.0, 0.02)
+    strategy.calibrate(target, prompts(4)["input_ids"])
     run(target, prompts(4), strategy, **COUPLED)
     assert drafted(strategy).count(MAX_DRAFT_TOKENS) >= 4
     assert 0 not in drafted(strategy)[:-1]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_specx.drafting.costs import ENOUGH, ENOUGH_TO_KEEP, GRID, MEMORY, QUERY_LENGTHS, Costs, RoundTimes
+from hf_specx.drafting.costs import ENOUGH, ENOUGH_TO_KEEP, MEMORY, Costs, RoundTimes
 from hf_specx.drafting.draft_length import (
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
@@ -13,6 +13,8 @@ from hf_specx.drafting.draft_length import (
     expected_speedup,
     expected_tokens,
 )
+from hf_specx.drafting.measuring import GRID
+from hf_specx.drafting.prior import QUERY_LENGTHS
 
 
 # where a target forward of any length takes 1 and a draft step c: c, α, the best γ, its speed-up
@@ -128,10 +130,10 @@ def test_what_was_measured_elsewhere_is_taken_over():
         Costs(clock=lambda: clock.now, measured=elsewhere),
         FakeForward(clock, dict.fromkeys(QUERY_LENGTHS, 1)),
     )
-    costs.measure_once(8, forward, forward)
+    costs.prepare(8, forward, forward)
     assert not forward.calls
     assert costs.table == {8: elsewhere[8]}
-    costs.measure_once(4, forward, forward)
+    costs.prepare(4, forward, forward)
     assert forward.calls
     assert elsewhere[4] is costs.table[4]
 

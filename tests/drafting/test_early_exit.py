@@ -15,6 +15,9 @@ from vision import seeing
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.cache.slots import SlotCache
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
+from hf_specx.drafting.several import SeveralDrafts
+from hf_specx.drafting.suffix import SuffixCall
+from hf_specx.engine.report import SpeculationReport
 from hf_specx.layouts.ragged import RaggedDecoder
 from hf_specx.sampling.rules import RejectionRule
 
@@ -194,25 +197,28 @@ def enumerable() -> PreTrainedModel:
     return tiny("llama", vocab_size=VOCAB_SIZE, num_hidden_layers=2, initializer_range=0.25, **sizes)
 
 
-def draw(verification: str, batches: int = 12, rows: int = 1024, **settings: Any) -> torch.Tensor:
-    """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
-    strategy = made(1, verification=verification)
+def draw(
+    verification: str, batches: int = 12, rows: int = 1024, draft: Any = None, **settings: Any
+) -> tuple[torch.Tensor, SpeculationReport]:
+    """The first tokens of rows that all have the same prompt, [batches * rows, DEPTH], and the last call's report."""
+    draft = draft or EarlyExitDraft(1)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES, verification=verification)
     inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
     torch.manual_seed(0)
     texts = torch.cat([enumerable().generate(**inputs, **options) for _ in range(batches)])
     assert 0.2 < strategy.report.acceptance_rate < 0.95
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+    return texts[:, PROMPT.shape[1] :][:, :DEPTH], strategy.report
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_distribution_is_that_of_the_target(verification: str):
     """By chi-square; over all choices of seeds a right distribution fails with probability 1e-4."""
     exact = exact_distribution([], target=enumerable())
-    assert min(p_values(draw(verification), exact)) > 1e-4 / NUM_TESTS
+    assert min(p_values(draw(verification)[0], exact)) > 1e-4 / NUM_TESTS
     warpers = [TemperatureLogitsWarper(0.6), TopKLogitsWarper(3)]
     warped = exact_distribution(warpers, target=enumerable())
-    assert min(p_values(draw(verification, temperature=0.6, top_k=3), warped)) > 1e-4 / NUM_TESTS
+    assert min(p_values(draw(verification, temperature=0.6, top_k=3)[0], warped)) > 1e-4 / NUM_TESTS
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
@@ -224,7 +230,30 @@ def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPa
         return judge(rule, batch, draft._replace(probs=torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)), scores)
 
     monkeypatch.setattr(RejectionRule, "judge", as_flat)
-    assert min(p_values(draw(verification), exact_distribution([], target=enumerable()))) < 1e-8
+    assert min(p_values(draw(verification)[0], exact_distribution([], target=enumerable()))) < 1e-8
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_distribution_of_a_mixture(monkeypatch: pytest.MonkeyPatch, verification: str, wrong: bool):
+    """Every other row takes candidates of the text; over all seeds a right distribution fails with probability 1e-4.
+
+    Wrong: all candidates are judged as if drawn from a flat distribution.
+    """
+    monkeypatch.setattr(SeveralDrafts, "_asks_model", lambda drafts, batch, *others: [row % 2 for row in batch.rows])
+    monkeypatch.setattr(SuffixCall, "_cut", lambda call, found, weights: found)
+    if wrong:
+        judge = RejectionRule.judge
+
+        def as_flat(rule, batch, draft, scores):
+            probs = torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)
+            return judge(rule, batch, draft._replace(probs=probs), scores)
+
+        monkeypatch.setattr(RejectionRule, "judge", as_flat)
+    texts, report = draw(verification, 5, draft=[SuffixDraft(min_match=1), EarlyExitDraft(1)])
+    assert all(report.sources[source]["accepted"] > 100 for source in ("suffix", "early exit"))
+    p_value = min(p_values(texts, exact_distribution([], target=enumerable())))
+    assert p_value < 1e-8 if wrong else p_value > 1e-4 / 2
 
 
 def test_an_encoder_decoder_is_refused():

@@ -6,74 +6,19 @@ import threading
 import weakref
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
+from exit_cases import GREEDY, NEW_TOKENS, Layers, made, run, target
 from tiny import prompts, tiny
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
+from transformers import GenerationConfig, PreTrainedModel
 
 import hf_specx
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
-from hf_specx.drafting.early_exit import find_layers
-from hf_specx.hub.flatten import PACKAGE
-from hf_specx.hub.publish import write_code
-
-
-NEW_TOKENS = 24
-GREEDY = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
-COUPLED = GREEDY | {"do_sample": True, "top_k": 10}
-
-
-def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
-    """Its last layer changes about every third token."""
-    depth = {"num_hidden_layers": 3} | ({"n_layer": 3} if model_type == "gpt2" else {})
-    model = tiny(model_type, initializer_range=0.2, **depth | changes)
-    weaken(find_layers(model)[1][-1])
-    return model
-
-
-def weaken(layer: nn.Module) -> None:
-    for parameter in layer.parameters():
-        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
-
-
-def made(draft: EarlyExitDraft, **options: Any) -> SpeculativeDecoding:
-    return SpeculativeDecoding(draft, **{"num_draft_tokens": 3, "verification": "coupled"} | options)
-
-
-def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
-    torch.manual_seed(4)
-    return model.generate(**inputs, **COUPLED | settings, custom_generate=strategy)
-
-
-class Layers:
-    """Counts the forwards of the first and of the last layer."""
-
-    def __init__(self, model: PreTrainedModel):
-        layers = find_layers(model)[1]
-        self.seen: list[nn.Module] = []
-        self.first, self.last = layers[0], layers[-1]
-        self.handles = [x.register_forward_pre_hook(lambda x, _: self.seen.append(x)) for x in (self.first, self.last)]
-
-    @property
-    def forwards(self) -> int:
-        return self.seen.count(self.last)
-
-    @property
-    def steps(self) -> int:
-        return self.seen.count(self.first) - self.forwards
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        for handle in self.handles:
-            handle.remove()
 
 
 def state(model: PreTrainedModel) -> tuple:
@@ -186,48 +131,6 @@ def test_what_cannot_exit_early_is_refused_before_any_forward():
         assert not seen
     with pytest.raises(ValueError, match="head is a int; give a module from hidden states to hidden states"):
         EarlyExitDraft(1, head=3)
-
-
-@pytest.mark.parametrize("where", ["call", "config", "model"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
-def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str):
-    """At a batch size that it refuses itself, and for types where it ignores the number."""
-    model, inputs, asked = target(model_type), prompts(3), {"assistant_early_exit": 2}
-    expected, settings = run(model, inputs, do_sample=False), GREEDY
-    if where == "call":
-        settings = settings | asked
-    elif where == "config":
-        settings = {"generation_config": GenerationConfig(**settings, **asked)}
-    else:
-        model.generation_config.assistant_early_exit = 2
-    with Layers(model) as layers:
-        output = hf_specx.generate(**inputs, **settings, num_draft_tokens=3, model=model)
-    assert torch.equal(output, expected)
-    assert layers.forwards < NEW_TOKENS
-    assert layers.steps > 0
-    assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
-
-
-@pytest.mark.parametrize("way", ["folder", "pipeline"])
-def test_the_setting_by_string(tmp_path: Path, way: str):
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
-    model = target(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    write_code(tmp_path, str(tmp_path))
-    asked: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
-    settings = GREEDY | {"pad_token_id": tokenizer.pad_token_id}
-    if way == "folder":
-        expected = run(model, prompts(2), **settings).tolist()
-    else:
-        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        expected = write(["def main(", "import"], batch_size=2, **settings)
-    with Layers(model) as layers:
-        if way == "folder":
-            output = model.generate(**prompts(2), **settings, **asked, num_draft_tokens=3).tolist()
-        else:
-            output = write(["def main(", "import"], batch_size=2, **settings, **asked, num_draft_tokens=3)
-    assert output == expected
-    assert 0 < layers.forwards < NEW_TOKENS
-    assert layers.steps > 0
 
 
 def test_times_are_those_of_the_first_layers_and_remembered(monkeypatch: pytest.MonkeyPatch):

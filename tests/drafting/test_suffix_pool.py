@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import Forwards, prompts, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
 
-from hf_specx import SuffixPool
+from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 from hf_specx.drafting.suffix_index import SuffixIndex
 
 
@@ -120,6 +122,32 @@ def test_texts_of_another_vocabulary_are_refused():
         with pytest.raises(ValueError, match="outside of the pool's vocabulary, 0 to 63"):
             pool.add([1], wrong)
     assert as_lists(pool) == [[1, 2, 60]]
+
+
+def test_texts_of_another_tokenizer_are_refused(tmp_path):
+    """Also of one with as many tokens: where it is known, the first one that is met is remembered, and saved."""
+    one, other = tiny_tokenizer(), tiny_tokenizer([word[::-1] for word in TEXTS])
+    vocab_size = max(len(one), len(other))
+    learned, told = SuffixPool(), SuffixPool(tokenizer=one)
+    learned.add([1, 2, 3])
+    learned.meet(vocab_size)
+    learned.meet(vocab_size, one)
+    learned.meet(vocab_size)
+    learned.save(tmp_path / "pool")
+    for pool in (learned, told, SuffixPool.load(tmp_path / "pool")):
+        pool.meet(vocab_size, tiny_tokenizer())
+        with pytest.raises(ValueError, match="of another tokenizer than the target's; use a SuffixPool of its own"):
+            pool.meet(vocab_size, other)
+
+
+def test_the_tokenizer_of_a_strategy_is_that_of_its_pool():
+    model, draft = tiny(vocab_size=280), SuffixDraft(pool=SuffixPool(tokenizer=tiny_tokenizer()))
+    other = tiny_tokenizer([word[::-1] for word in TEXTS])
+    for several in (draft, [draft, tiny(vocab_size=280, seed=1)]):
+        strategy = SpeculativeDecoding(several, tokenizer=other)
+        with Forwards(model) as forwards, pytest.raises(ValueError, match="the pool's texts are of another tokenizer"):
+            model.generate(**prompts(1), max_new_tokens=4, custom_generate=strategy)
+        assert not forwards.ids
 
 
 @pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "many", None])

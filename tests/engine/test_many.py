@@ -205,8 +205,6 @@ def test_a_short_prompt_beside_a_draft_that_rested():
 
         def observe(self, done):
             self.drafter.observe(done)
-            if done.stay is None and not done.finished:
-                self.drafter.pause(done.batch)
 
     expected = [alone(target, request, **options) for request in asked]
     drafter = Sometimes(SampledCandidateGenerator(near(target, 0.1)))

@@ -19,7 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specx import Costs, SpeculativeDecoding, generate
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
 
 
 class LastToken(LogitsProcessor):
@@ -245,3 +245,30 @@ def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
     assert world.pair.strategy is strategy
     assert all(now == before for now in seen[:-1])
     assert {name for name, value in seen[-1].items() if value is not before[name]} <= {"schedule"}
+
+
+@pytest.mark.parametrize("where", ["argument", "config", "the model's own"])
+def test_stop_strings_with_a_strategy_object(world, where: str, monkeypatch: pytest.MonkeyPatch):
+    """transformers drops the tokenizer, and would say that it is missing; what we advise works."""
+    settings, strategy = {**GREEDY, **prompts(3)}, SpeculativeDecoding(world.draft, num_draft_tokens=3)
+    expected = world.target.generate(**settings, stop_strings=["a"], tokenizer=world.tokenizer)
+    criteria = StoppingCriteriaList([StopStringCriteria(world.tokenizer, ["a"])])
+    assert torch.equal(
+        world.target.generate(**settings, stopping_criteria=criteria, custom_generate=strategy), expected
+    )
+    given = {"stop_strings": ["a"]} if where == "argument" else {}
+    if where == "config":
+        given = {"generation_config": GenerationConfig(stop_strings=["a"])}
+    elif where == "the model's own":
+        monkeypatch.setattr(world.target.generation_config, "stop_strings", ["a"])
+    with pytest.raises(ValueError, match="do not work with a strategy object, since transformers drops the tokenizer"):
+        world.target.generate(**settings, **given, tokenizer=world.tokenizer, custom_generate=strategy)
+
+
+def test_objects_say_what_they_are(world):
+    kind = type(world.draft).__name__
+    said = f"SpeculativeDecoding({kind}, num_draft_tokens=3, verification=None, layout='auto', compile=False)"
+    assert repr(SpeculativeDecoding(world.draft, num_draft_tokens=3)) == said
+    said = repr(DraftTargetPair(world.target, [SuffixDraft(), world.draft]))
+    assert said.startswith(f"DraftTargetPair(target={type(world.target).__name__}")
+    assert f"draft=SuffixDraft + {kind}" in said

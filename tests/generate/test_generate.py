@@ -51,6 +51,7 @@ def test_same_seed_same_text(verification: str):
     assert not torch.equal(outputs[0][0], outputs[0][1])
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_costs_decide_the_number_of_drafts_and_are_measured_once(monkeypatch):
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.02))
@@ -160,6 +161,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.usefixtures("timed_first")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_models_that_something_is_put_around(wrapper: str):
     """A target that is compiled, and drafts; an adapter of a target is its own model to PEFT's `generate`."""
@@ -313,6 +315,7 @@ def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:
     return counts
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     """Times alone, of the same draft beside a target of the same kind, at the same batch size."""
     target, alike, other = tiny(), tiny(seed=4), tiny(num_hidden_layers=1)
@@ -327,6 +330,7 @@ def test_what_was_learned_serves_the_next_call(monkeypatch: pytest.MonkeyPatch):
     assert all(row.keys() == {"target", "draft"} for times in draft.specx_times.values() for row in times.values())
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch):
     """The prompt's forward gives the first and a plain step the other, so that nothing is ever drafted."""
     target = tiny()
@@ -340,6 +344,7 @@ def test_a_call_for_two_tokens_measures_nothing(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(call(2)(), expected)
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_the_same_seed_gives_the_same_text_in_the_next_call():
     """The number of candidates changes what is drawn: neither acceptance nor times at another batch size count."""
     target = tiny()
@@ -364,6 +369,7 @@ def test_a_heuristic_schedule_starts_anew_in_each_call():
     assert drafted[0] == drafted[1]
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_what_was_learned_is_forgotten_with_the_models():
     target = tiny()
     draft = near(target, 0.05)

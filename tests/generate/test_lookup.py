@@ -88,6 +88,10 @@ def test_in_a_pipeline(tmp_path: Path, rows: int):
     [
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens=0 is not an int of 1 or more; give one"),
         ({"prompt_lookup_num_tokens": 2.5}, r"prompt_lookup_num_tokens=2\.5 is not an int"),
+        (
+            {"max_matching_ngram_size": 3},
+            "max_matching_ngram_size=3 is for prompt_lookup_num_tokens, which is",
+        ),
         (ASKED | {"max_matching_ngram_size": -1}, "max_matching_ngram_size=-1 is not an int of 1 or more"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.engine.history import RoundRecord
 from hf_specx.measure import bare
 
@@ -89,6 +89,19 @@ def test_plain_decoding_needs_no_draft():
     assert shapes(forwards) == [(2, 7), (2, 1), (2, 1), (2, 1)]
     assert forwards.seen == [7, 8, 9, 10]
     assert found.kv_bytes == (2 * 2 * 2 * 8 * 4, 0.0)  # layers, keys and values, heads, their width, float32
+
+
+def test_candidates_without_a_draft_model_take_no_forwards():
+    target, prompt, strategy = tiny(vocab_size=8), ids(3) % 8, SpeculativeDecoding(SuffixDraft(), num_draft_tokens=4)
+    options = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
+    with Forwards(target) as of_target:
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), **options, custom_generate=strategy)
+    assert strategy.report.accepted > 0
+    with Forwards(target) as replayed:
+        found = bare.replay(target, None, prompt, strategy.report.history)
+    assert shapes(replayed) == shapes(of_target)
+    assert all(each.draft == 0 for each in found.rounds)
+    assert bare.round_bytes(target, None, found) > bare.read_bytes(target)
 
 
 def test_seconds_are_those_of_forwards(monkeypatch):

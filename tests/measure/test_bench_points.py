@@ -144,3 +144,48 @@ def test_context_and_memory(ratio, beyond, holds):
 
 def test_cells_that_failed_are_left_out():
     assert claims([speed() | {"failed": "RuntimeError: memory", "contenders": {}}]) == []
+
+
+def copying(batch: int, texts: str, **rates: float) -> dict:
+    """Where a suffix draft is 3 times as fast as plain, its forwards alone 3.2 times, and a model's 1.5."""
+    rates = {"suffix_auto": 30.0, "block_auto": 15.0, "several_auto": 30.0, "lookup_10": 28.0} | rates
+    contenders = {name: ours(rate, rate / 10, bare_speedup=3.2) for name, rate in rates.items()}
+    cell = small(*rates, experiment="suffix", batch=batch, texts=texts)
+    return measured(cell, plain=plain(), **contenders)
+
+
+def test_suffix_drafts_that_do_what_they_must():
+    cells = [copying(batch, texts) for batch in (1, 8) for texts in ("rewrite", "answer")]
+    cells += [copying(1, "", suffix_auto=9.9, several_auto=14.9)]
+    found = claims(cells)
+    assert len(found) == 2 * (4 + 3) + 2
+    assert {each.point for each in found} == {7}
+    assert all(each.holds for each in found)
+
+
+@pytest.mark.parametrize(
+    ("batch", "texts", "rates", "part"),
+    [
+        (1, "rewrite", {"suffix_auto": 24.0, "several_auto": 24.0, "lookup_10": 20.0}, "over plain, rewrite"),
+        (1, "rewrite", {"lookup_10": 31.0}, "over lookup-10"),
+        (8, "rewrite", {"suffix_auto": 16.0, "several_auto": 16.0}, "over plain, rewrite"),
+        (8, "rewrite", {"suffix_auto": 28.0}, "of what its forwards allow"),
+        (8, "", {"suffix_auto": 9.7, "several_auto": 15.0}, "where little repeats"),
+        (8, "", {"suffix_auto": 9.9, "several_auto": 14.0}, "over the better of its parts, free text"),
+    ],
+)
+def test_suffix_drafts_that_fall_short(batch, texts, rates, part):
+    assert told([copying(batch, texts, **rates)], 7, part).holds is False
+
+
+def exits(batch: int, ratio: float) -> dict:
+    known = {"exit:2-auto": ours(20.0, 2.0), "stock:2": plain(20.0 / ratio)}
+    cell = small(*known, experiment="exit", batch=batch)
+    return measured(cell, plain=plain()) | {"contenders": known}
+
+
+def test_early_exits_are_compared_with_those_of_transformers():
+    assert told([exits(1, 1.21)], 8, "exit:2-auto over stock:2").holds is True
+    assert told([exits(1, 1.19)], 8, "exit:2-auto over stock:2").holds is False
+    found = told([exits(8, 1.0)], 8, "exit:2-auto over plain")
+    assert (found.found, found.wanted) == (2.0, "-")

@@ -7,9 +7,10 @@ from transformers import CompileConfig
 
 from hf_specx.measure import contenders
 from hf_specx.measure.contenders import Contender, stock_settings
-from hf_specx.measure.ways import VERIFIERS, way
+from hf_specx.measure.ways import OURS, Way, way
 
 
+EXITS = ("exit-5", "exit:2", "exit:0-5", "exit:a-5", "exit:-auto", "stock:", "block:2-5", "lookup:2-10")  # wrong ones
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}
 
 
@@ -23,28 +24,35 @@ OPTIONS = {"do_sample": False, "max_new_tokens": 8}
         ("block-5", ("block", 5, False)),
         ("token-auto", ("token", "auto", False)),
         ("coupled-12-compiled", ("coupled", 12, True)),
+        ("suffix-auto", ("suffix", "auto", False)),
+        ("exit:2-auto", ("exit", "auto", False, 2)),
+        ("stock:3", ("stock", None, False, 3)),
+        ("stock:3-5", ("stock", 5, False, 3)),
     ],
 )
 def test_names(name, means):
-    assert way(name) == means
+    assert way(name) == Way(*means)
 
 
 @pytest.mark.parametrize(
-    "name", ["", "plain-5", "stock-auto", "stock-5-compiled", "block", "block-0", "block-x", "block-5-6", "greedy-5"]
+    "name",
+    ["", "plain-5", "stock-auto", "stock-5-compiled", "block", "block-0", "block-x", "block-5-6", "greedy-5", *EXITS],
 )
 def test_names_that_mean_nothing(name):
     with pytest.raises(ValueError, match=r"is unknown; give plain"):
         way(name)
 
 
-@pytest.mark.parametrize("name", ["plain", "stock", "stock-3", "block-3", "token-3", "coupled-auto"])
+@pytest.mark.parametrize(
+    "name", ["plain", "stock", "stock-3", "stock:1-2", "exit:1-2", "suffix-3", "block-3", "token-3"]
+)
 def test_all_are_greedy_alike(name):
     pair = tiny_pair()
     inputs = pair.inputs(1, 5, 8, seed=0)
     expected = pair.target.generate(**inputs, **OPTIONS)
     contender = Contender(name, pair.target, pair.draft)
     assert torch.equal(contender(inputs, OPTIONS), expected)
-    assert (contender.report is not None) == (way(name).kind in VERIFIERS)
+    assert (contender.report is not None) == (way(name).kind in OURS)
 
 
 def test_stock_drafts_as_many_as_it_is_told(monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 
 from hf_specx import Costs
 from hf_specx.pair_files.pair_config import (
+    WEIGHTLESS,
     DraftTokenizer,
     Measurement,
     ModelSource,
@@ -53,7 +54,7 @@ def test_round_trip(tmp_path: Path):
     (tmp_path / "c.json").write_text(config.to_text(), encoding="utf-8")
     assert PairConfig.from_file(tmp_path / "c.json") == config
     defaults = PairConfig(ModelSource(), ModelSource(subfolder="draft"))
-    others = [x.name for x in fields(config) if x.name not in ("schema", "suffix")]  # with a model there is none
+    others = [x.name for x in fields(config) if x.name not in ("schema", *WEIGHTLESS)]  # with a model there is none
     assert all(getattr(config, name) != getattr(defaults, name) for name in others)
 
 
@@ -83,7 +84,7 @@ def test_text_is_plain_and_stable():
     text = full().to_text()
     assert text.endswith("}\n")
     assert "日本" in text
-    assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name != "suffix"]
+    assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name not in WEIGHTLESS]
     plain = json.loads(replace(full(), draft_tokenizer=None).to_text())
     assert plain.keys() == json.loads(text).keys() - {"draft_tokenizer"}
 

@@ -8,21 +8,23 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import zoo
-from tiny import near, tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from completing import SAMPLED, TEXTS, load, save
+from tiny import near
+from transformers import LogitsProcessor
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.ranks import in_group
 from hf_specx.pairs.complete import complete
+from hf_specx.pairs.completions import Completer
+from hf_specx.pairs.results import CompletedText, NumberedText
 
 
-TEXTS = ["def read(", "import os, sys\nfrom pathlib import", "x", "class Path:\n    def", "for line in"]
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "seed": 5}
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "greedy, uneven": (TEXTS, GREEDY | {"batch_size": 2}),
     "block, uneven": (TEXTS, SAMPLED | {"batch_size": 2}),
@@ -43,24 +45,21 @@ class Failing(LogitsProcessor):
         return scores
 
 
-def load(folder: Path) -> DraftTargetPair:
-    target, draft = (AutoModelForCausalLM.from_pretrained(folder / part) for part in ("target", "draft"))
-    return DraftTargetPair(target, draft, AutoTokenizer.from_pretrained(folder / "target"))
-
-
 def run(folder: Path) -> dict[str, Any]:
-    """The outcome of every case, and of one in which one process fails."""
-    pair, outcomes, rows = load(folder), {}, []
-    generate = pair.generate
+    """The outcome of every case, to a list and to a file, and of one in which one process fails."""
+    pair, outcomes, own = load(folder), {}, []
+    completed = Completer._completed
 
-    def counting(**inputs: Any) -> torch.Tensor:
-        rows.append(len(inputs["input_ids"]))
-        return generate(**inputs)
+    def noted(self: Completer, prompt: NumberedText, *done: Any) -> CompletedText:
+        own.append(prompt.index)
+        return completed(self, prompt, *done)
 
-    pair.generate = counting
     for name, (texts, options) in CASES.items():
-        rows.clear()
-        outcomes[name] = {"texts": complete(pair, texts, **options), "rows": list(rows)}
+        own.clear()
+        with mock.patch.object(Completer, "_completed", noted):
+            outcomes[name] = {"texts": complete(pair, texts, **options), "own": list(own)}
+        out = folder / f"{name} by {os.environ.get('WORLD_SIZE', 1)}.jsonl"
+        outcomes[name]["file"] = complete(pair, texts, **options, out=out).read_text()
     try:
         complete(pair, TEXTS[1:3], max_new_tokens=4, batch_size=1, logits_processor=[Failing()])
     except Exception as error:
@@ -70,13 +69,7 @@ def run(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair that speaks in random tokens."""
-    folder, tokenizer = tmp_path_factory.mktemp("pair"), DraftTargetPair.embedded().tokenizer
-    target = tiny(vocab_size=len(tokenizer), eos_token_id=list(range(900, 1000)))
-    for part, model in (("target", target), ("draft", near(target, 0.05))):
-        model.save_pretrained(folder / part)
-    tokenizer.save_pretrained(folder / "target")
-    return folder
+    return save(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="module")
@@ -107,28 +100,26 @@ def together(folder: Path) -> list[dict[str, Any]]:
 def test_two_processes_get_what_one_gets(alone: dict[str, Any], together: list[dict[str, Any]], name: str):
     for outcomes in together:
         assert outcomes[name]["texts"] == alone[name]["texts"]
-    assert len(alone[name]["texts"]) == len(CASES[name][0])
+        assert outcomes[name]["file"] == alone[name]["file"]
+    lines = [json.loads(line) for line in alone[name]["file"].splitlines()]
+    assert [line["text"] for line in lines] == alone[name]["texts"]
+    assert len(lines) == len(CASES[name][0])
 
 
-@pytest.mark.parametrize(
-    ("name", "first", "second"),
-    [
-        ("greedy, uneven", [2, 1], [2]),
-        ("coupled, uneven", [1, 1, 1], [1, 1]),
-        ("block, one prompt", [1], []),
-        ("greedy, none", [], []),
-    ],
-)
-def test_each_takes_its_share(together: list[dict[str, Any]], name: str, first: list[int], second: list[int]):
-    assert [outcomes[name]["rows"] for outcomes in together] == [first, second]
+@pytest.mark.parametrize("name", CASES)
+def test_each_prompt_is_completed_by_one_process(together: list[dict[str, Any]], name: str):
+    first, second = (outcomes[name]["own"] for outcomes in together)
+    assert sorted(first + second) == list(range(len(CASES[name][0])))
 
 
 def test_an_error_in_one_process_is_raised_in_both(alone: dict[str, Any], together: list[dict[str, Any]]):
-    assert alone["failing"] == "ArithmeticError: out of numbers"
-    assert [outcomes["failing"] for outcomes in together] == [
-        "ArithmeticError: out of numbers",
-        "RuntimeError: process 0 failed with ArithmeticError: out of numbers",
-    ]
+    own = "ArithmeticError: out of numbers"
+    assert alone["failing"] == own
+    failing = [outcomes["failing"] for outcomes in together]
+    assert failing in (
+        [own, f"RuntimeError: process 0 failed with {own}"],
+        [f"RuntimeError: process 1 failed with {own}", own],
+    )
 
 
 def test_the_group_ends_before_the_process_does(alone: dict[str, Any], together: list[dict[str, Any]]):
@@ -159,7 +150,7 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
 
 
 @pytest.mark.usefixtures("draft_pays")
-def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
+def test_an_encoder_decoder_gives_all_that_follows_its_start(folder: Path):
     """Its prompts are padded on the right: this one has learned positions, counted from the left."""
     tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
     target.resize_token_embeddings(len(tokenizer))
@@ -167,7 +158,7 @@ def test_an_encoder_decoder_gives_its_whole_output(folder: Path):
     expected = []
     for text in TEXTS[:2]:
         ids = tokenizer([text], return_tensors="pt")["input_ids"]
-        expected.append(tokenizer.decode(target.generate(ids, **GREEDY)[0], skip_special_tokens=True))
+        expected.append(tokenizer.decode(target.generate(ids, **GREEDY)[0, 1:], skip_special_tokens=True))
     for batch_size in (1, 2):
         assert complete(pair, TEXTS[:2], **GREEDY, batch_size=batch_size) == expected
     assert len(set(expected)) == 2
@@ -186,7 +177,7 @@ def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
         (["a", ""], {}, "prompt 1 is empty"),
         (["a"], {"batch_size": 0}, "batch_size=0"),
         (["a"], {"seed": -1}, "seed=-1"),
-        (["a"], {"seed": 2**63}, "for 1 prompts"),
+        (["a"], {"seed": 2**63}, "well below 2..63"),
         (["a"], {"seeds": [1]}, "seeds= belongs to one call"),
         (["a"], {"num_return_sequences": 2}, "num_return_sequences= belongs to one call"),
     ],
@@ -203,7 +194,7 @@ def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPat
         complete(pair, ["a"])
     pair = load(folder)
     models = (pair.target, pair.draft)
-    monkeypatch.setattr("hf_specx.pairs.complete.synced_by_default", lambda *given: given == models)
+    monkeypatch.setattr("hf_specx.pairs.completions.synced_by_default", lambda *given: given == models)
     with pytest.raises(ValueError, match="spread over processes"):
         complete(pair, ["a"])
 

@@ -110,6 +110,7 @@ def test_a_pair_goes_on_where_it_left_off():
         assert pair.strategy is strategy
 
 
+@pytest.mark.usefixtures("timed_first")
 def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypatch: pytest.MonkeyPatch):
     target, measured = tiny(), []
 

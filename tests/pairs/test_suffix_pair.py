@@ -38,7 +38,7 @@ def test_generate(rows: int):
     pair, expected = DraftTargetPair(target, SuffixDraft()), target.generate(**few(rows), **GREEDY)
     with Forwards(target) as forwards:
         assert torch.equal(pair.generate(**few(rows), **GREEDY), expected)
-    assert len(forwards.ids) < 40
+    assert len(forwards.ids) < 60  # 25 only to time them; plain decoding takes 60 more
     assert pair.report.sources.keys() == {"suffix"}
 
 
@@ -76,7 +76,7 @@ def test_by_string(tmp_path: Path):
     with Forwards(model) as forwards:
         output = model.generate(**few(4), **GREEDY, custom_generate=str(folder), trust_remote_code=True)
     assert torch.equal(output, expected)
-    assert len(forwards.ids) < 40
+    assert len(forwards.ids) < 60  # 25 only to time them; plain decoding takes 60 more
     card = (folder / "README.md").read_text()
     assert "none: `SuffixDraft` with `max_candidates` 16" in card
     assert "The draft has no weights, and serves any target." in card
@@ -104,8 +104,8 @@ def test_files_that_are_refused(tmp_path: Path, changes: dict, message: str):
     ("draft", "options", "message"),
     [
         (SuffixDraft(pool=SuffixPool()), {}, "a pool of texts is not saved with a pair; use SuffixDraft without it"),
-        (SuffixDraft(), {"draft": "reference"}, "draft='reference' is for models, and a SuffixDraft has no files"),
-        ([SuffixDraft()], {}, "saved with a model or a SuffixDraft, and its draft is a list"),
+        (SuffixDraft(), {"draft": "reference"}, "draft='reference' is for models, and SuffixDraft has no files"),
+        ([SuffixDraft()], {}, "saved with a model, a SuffixDraft or an EarlyExitDraft, and its draft is a list"),
     ],
 )
 def test_what_cannot_be_saved(tmp_path: Path, draft, options: dict, message: str):

@@ -26,7 +26,7 @@ from misuse import (
     strategy,
 )
 from tiny import prompts
-from transformers import TextStreamer
+from transformers import LlamaForCausalLM, TextStreamer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
@@ -36,11 +36,24 @@ from hf_specx.validation.entry import check_arguments
 SAMPLED = {"do_sample": True, "top_k": 0}
 LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
 
+
+def of_a_class():
+    return get("target").generate(**prompts(2), max_new_tokens=2, custom_generate=SpeculativeDecoding)
+
+
+def on_meta():
+    inputs = {name: tensor.to("meta") for name, tensor in prompts(2).items()}
+    return generate(**inputs, model=get("target"), max_new_tokens=2, draft_model=get("draft"))
+
+
 PLAIN = [
     # What a strategy is made of
     ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
     ("draft_model='draft' is a name; load", lambda: SpeculativeDecoding(Path("draft"))),
     ("draft_model is a dict; give a model", lambda: SpeculativeDecoding({})),
+    ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
+    ("custom_generate=SpeculativeDecoding.draft_model., not the class", of_a_class),
+    ("input_ids is on the meta device, which has shapes", on_meta),
     ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     ("AssistedCandidateGenerator, made for one text; give its", of_one_text),
     ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
@@ -114,7 +127,7 @@ PLAIN = [
     ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
     ("mask of shape .2, 2. does not fit .*; pass", lambda: negative(ONES, ONES[:, 1:])),
     # The function
-    ("no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
+    ("there is no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
     ("custom_generate= has no .*; use", lambda: of_pair(custom_generate="org/x")),
     ("draft_model= has no", lambda: of_pair(draft_model=get("narrow"))),
     ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),

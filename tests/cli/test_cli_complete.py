@@ -1,0 +1,168 @@
+"""`specx generate --out`: prompts from files of two kinds, an interruption, and what is refused."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli.options import read_prompts
+from hf_specx.cli.prompts import FilePrompts
+from hf_specx.pairs.results_file import ResultsFile
+
+
+OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
+    """A pair that every id loads."""
+    tokenizer = tiny_tokenizer()
+    target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    made = DraftTargetPair(target, near(target, 0.1), tokenizer)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: made)
+    return made
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """Of nine prompts."""
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"{text}\n{number}", "more": 1}) for number in range(3) for text in TEXTS]
+    file.write_text("\n\n".join(lines) + "\n")
+    return file
+
+
+def specx(*arguments: object, input: str = "") -> Any:
+    return command("generate", *arguments, input=input)
+
+
+def texts_of(out: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in out.read_text().splitlines()]
+
+
+def test_a_file_to_a_file(pair: DraftTargetPair, file: Path, tmp_path: Path):
+    out = tmp_path / "done.jsonl"
+    result = specx("--file", file, "--out", out, *OPTIONS, "--seed", "3", "--json")
+    assert result.exit_code == 0, result.stderr
+    prompts = [json.loads(line)["prompt"] for line in file.read_text().split("\n") if line]
+    options = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 30, "max_new_tokens": 12}
+    assert texts_of(out) == pair.complete(prompts, seed=3, **options)
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert (said["out"], said["seed"], said["prompts"]) == (str(out), 3, 9)
+    assert said["options"] == options
+
+
+def test_lines_of_text_and_of_standard_input(pair: DraftTargetPair, tmp_path: Path):
+    (tmp_path / "prompts.txt").write_text("\n\n".join(TEXTS) + "\n")
+    found = []
+    for number, arguments in enumerate(([*TEXTS], ["--file", tmp_path / "prompts.txt"], [])):
+        out = tmp_path / f"{number}.jsonl"
+        result = specx(*arguments, "--out", out, "--greedy", "--batch-size", "2", input="\n".join(TEXTS))
+        assert result.exit_code == 0, result.stderr
+        found.append(texts_of(out))
+    assert found == [pair.complete(TEXTS, max_new_tokens=128, do_sample=False)] * 3
+
+
+def test_json_lines_without_out(pair: DraftTargetPair, file: Path):
+    result = specx("--file", file, "--greedy", "--max-new-tokens", "12", "--json")
+    (run,) = json.loads(result.stdout.splitlines()[-1])["runs"]
+    assert run["prompts"][:2] == ["the cat\n0", "a dog [bold]sat[/bold] on\n0"]
+    assert len(run["texts"]) == 9
+
+
+def test_an_interrupted_file_is_gone_on_with(
+    pair: DraftTargetPair, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    command = ["--file", file, *OPTIONS, "--batch-size", "2", "--out"]
+    assert specx(*command, tmp_path / "undisturbed.jsonl").exit_code == 0
+    out, append = tmp_path / "done.jsonl", ResultsFile.append
+
+    def interrupted(self: ResultsFile, result: Any) -> None:
+        append(self, result)
+        if self.count == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResultsFile, "append", interrupted)
+        result = specx(*command, out)
+    assert result.exit_code == 130
+    assert result.stderr == f"interrupted; the same command goes on with {out}\n"
+    assert len(texts_of(out)) == 4
+    result = specx(*command, out, "--seed", "1")
+    assert result.exit_code == 2
+    assert "was made with seed=0, now it is 1" in result.stderr
+    assert specx(*command, out).exit_code == 0
+    assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
+
+
+def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: Path):
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
+    file.write_text('{"prompt": "the cat"}\n{"prompt": ""}\n')
+    result = specx("--file", file, "--out", out)
+    assert result.exit_code == 0
+    assert "warning: prompts that were refused: 1; their lines in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--batch-size", "4"], "--batch-size is for --out"),
+        (["--out", "{}/done.jsonl", "--compare"], "--out shows and times nothing"),
+        (["--out", "{}"], "is a folder; name a file in it"),
+        (["--out", "{}/prompts.txt"], "is there already, and there is no prompts.txt.arguments"),
+    ],
+)
+def test_options_are_checked_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+):
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
+    (tmp_path / "prompts.txt").write_text("a\n")
+    result = specx("--file", tmp_path / "prompts.txt", *(each.format(tmp_path) for each in arguments))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("no JSON", "prompts.jsonl, prompt 2: the line is not JSON"),
+        ('{"other": "a"}', "prompts.jsonl, prompt 2: give a text in quotes, or an object with"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "add --chat"),
+    ],
+)
+def test_lines_without_a_prompt(pair: DraftTargetPair, tmp_path: Path, line: str, message: str):
+    """What came before is in the file."""
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
+    file.write_text(f'{{"prompt": "the cat"}}\n{line}\n')
+    result = specx("--file", file, "--out", out, "--batch-size", "1")
+    assert result.exit_code == 2
+    assert re.search(message, " ".join(result.stderr.split()))
+    assert len(texts_of(out)) <= 1
+
+
+def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path: Path):
+    pair.tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
+    file.write_text('"the cat"\n{"messages": [{"role": "user", "content": "a dog"}]}\n')
+    result = specx("--file", file, "--out", out, "--chat", "--greedy", "--max-new-tokens", "8")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == f"2 texts are in {out}\n"
+    assert texts_of(out) == pair.complete(["<the cat>", "<a dog>"], do_sample=False, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
+    assert list(FilePrompts(file)) == read_prompts([], file, "")
+    assert len(FilePrompts(file)) == 2
+    file.write_bytes(b"a\n\xff\n")
+    with pytest.raises(ValueError, match="is not text in UTF-8"):
+        list(FilePrompts(file))

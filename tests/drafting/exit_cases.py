@@ -1,0 +1,63 @@
+"""What tests of early exits share: a target whose first layers predict, a call, and a count of forwards."""
+
+from typing import Any
+
+import torch
+from tiny import tiny
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx.drafting.early_exit import find_layers
+
+
+NEW_TOKENS = 24
+GREEDY = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+COUPLED = GREEDY | {"do_sample": True, "top_k": 10}
+
+
+def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
+    """Its last layer changes about every third token."""
+    depth = {"num_hidden_layers": 3} | ({"n_layer": 3} if model_type == "gpt2" else {})
+    model = tiny(model_type, initializer_range=0.2, **depth | changes)
+    weaken(find_layers(model)[1][-1])
+    return model
+
+
+def weaken(layer: nn.Module) -> None:
+    for parameter in layer.parameters():
+        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
+
+
+def made(draft: EarlyExitDraft, **options: Any) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, **{"num_draft_tokens": 3, "verification": "coupled"} | options)
+
+
+def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
+    torch.manual_seed(4)
+    return model.generate(**inputs, **COUPLED | settings, custom_generate=strategy)
+
+
+class Layers:
+    """Counts the forwards of the first and of the last layer."""
+
+    def __init__(self, model: PreTrainedModel):
+        layers = find_layers(model)[1]
+        self.seen: list[nn.Module] = []
+        self.first, self.last = layers[0], layers[-1]
+        self.handles = [x.register_forward_pre_hook(lambda x, _: self.seen.append(x)) for x in (self.first, self.last)]
+
+    @property
+    def forwards(self) -> int:
+        return self.seen.count(self.last)
+
+    @property
+    def steps(self) -> int:
+        return self.seen.count(self.first) - self.forwards
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self.handles:
+            handle.remove()

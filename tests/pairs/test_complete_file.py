@@ -1,0 +1,396 @@
+"""Prompts to a file: whatever happens to it or to the process, the same call completes it, to the same bytes."""
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from completing import MANY, SAMPLED, load, save
+from tiny_tokenizer import tiny_tokenizer
+from transformers import LogitsProcessor
+from zoo import build
+
+from hf_specx import DraftTargetPair
+from hf_specx.engine.requests import Request
+from hf_specx.pairs import results_file
+from hf_specx.pairs.completions import Completer
+from hf_specx.pairs.fingerprint import arguments_of
+from hf_specx.pairs.progress import Meter, Progress
+from hf_specx.pairs.results import CompletedText, NumberedText
+from hf_specx.pairs.results_file import ResultsFile
+
+
+TEXTS = MANY[:12]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> DraftTargetPair:
+    return load(save(tmp_path_factory.mktemp("pair")))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: DraftTargetPair, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The bytes of a file that was completed at once."""
+    return pair.complete(TEXTS, out=tmp_path_factory.mktemp("out") / "done.jsonl", **SAMPLED).read_bytes()
+
+
+@pytest.fixture
+def requests(pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seeds of the requests that were made, less that of the call."""
+    made: list[int] = []
+    prepare = Request.__init__
+
+    def noting(self: Request, *args: Any, **kwargs: Any) -> None:
+        made.append(kwargs["seed"] - SAMPLED["seed"])
+        prepare(self, *args, **kwargs)
+
+    monkeypatch.setattr(Request, "__init__", noting)
+    return made
+
+
+def test_lines_are_in_order_and_say_what_became_of_each_prompt(pair: DraftTargetPair, undisturbed: bytes):
+    lines = [json.loads(line) for line in undisturbed.decode().splitlines()]
+    assert [line["index"] for line in lines] == list(range(len(TEXTS)))
+    assert [line["text"] for line in lines] == pair.complete(TEXTS, **SAMPLED)
+    assert {line["finish_reason"] for line in lines} == {"stop", "length"}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_bytes_do_not_depend_on_the_batch(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path, batch_size: int):
+    out = pair.complete(iter(TEXTS), out=tmp_path / "done.jsonl", batch_size=batch_size, **SAMPLED)
+    assert out.read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize("kept", [0, 1, 7, 12])
+def test_it_goes_on_where_it_stopped(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path, requests: list[int], kept: int
+):
+    """Also where the last line was cut."""
+    out = tmp_path / "done.jsonl"
+    lines = undisturbed.splitlines(keepends=True)
+    pair.complete(TEXTS, out=out, **SAMPLED)
+    for cut in (b"", *([lines[kept][:30], b'{"index": 3}\n', b"\0\0\0"] if kept < 12 else [])):
+        out.write_bytes(b"".join(lines[:kept]) + cut)
+        requests.clear()
+        pair.complete(TEXTS, out=out, batch_size=2, **SAMPLED)
+        assert out.read_bytes() == undisturbed
+        assert sorted(requests) == list(range(kept, 12))
+
+
+def test_lines_in_any_order_and_missing_ones(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path, requests: list[int]
+):
+    out, lines = tmp_path / "done.jsonl", undisturbed.splitlines(keepends=True)
+    pair.complete(TEXTS, out=out, **SAMPLED)
+    out.write_bytes(b"".join(lines[:2:-1]))
+    requests.clear()
+    pair.complete(TEXTS, out=out, **SAMPLED)
+    assert out.read_bytes() == undisturbed
+    assert requests == [0, 1, 2]
+
+
+def test_more_prompts_may_follow(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+    out = pair.complete(TEXTS[:5], out=tmp_path / "done.jsonl", **SAMPLED)
+    assert out.read_bytes() == b"".join(undisturbed.splitlines(keepends=True)[:5])
+    pair.complete(TEXTS, out=out, **SAMPLED)
+    assert out.read_bytes() == undisturbed
+
+
+class Processor:
+    def __init__(self, strength: float):
+        self.strength = strength
+
+
+OTHERS: dict[str, tuple[list[str], dict[str, Any], str]] = {
+    "option": (TEXTS, {"max_new_tokens": 13}, "max_new_tokens=12, now it is 13"),
+    "seed": (TEXTS, {"seed": 6}, "seed=5, now it is 6"),
+    "more options": (TEXTS, {"top_p": 0.9}, "top_p=None, now it is 0.9"),
+    "first prompt": (["other", *TEXTS[1:]], {}, "prompt 0 is not the one"),
+    "last prompt": ([*TEXTS[:-1], "other"], {}, "prompt 11 is not the one"),
+    "order": (TEXTS[::-1], {}, "prompt 0 is not the one"),
+    "fewer": (TEXTS[:11], {}, "12 results for 11 prompts, some of them for others"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_other_prompts_or_options_is_refused(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path, requests: list[int], name: str
+):
+    texts, options, message = OTHERS[name]
+    out = pair.complete(TEXTS, out=tmp_path / "done.jsonl", **SAMPLED)
+    requests.clear()
+    with pytest.raises(ValueError, match=message):
+        pair.complete(texts, out=out, **SAMPLED | options)
+    assert out.read_bytes() == undisturbed
+    assert requests == []
+    pair.complete(TEXTS, out=out, **SAMPLED)
+
+
+def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
+    def told(seed: int = 0, **options: Any) -> str:
+        return json.dumps(arguments_of(pair, seed, options))
+
+    assert told(logits_processor=[Processor(0.5)]) == told(logits_processor=[Processor(0.5)])
+    assert told(logits_processor=[Processor(0.5)]) != told(logits_processor=[Processor(0.6)])
+    assert told(max_batch_tokens=100) == told()
+    before, weight = told(), next(pair.draft.parameters())
+    weight.data[0, 0] += 1
+    try:
+        assert told() != before
+    finally:
+        weight.data[0, 0] -= 1
+
+
+def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):
+    out, content = tmp_path / "done.jsonl", '{"notes": "of mine"}\n'
+    out.write_text(content)
+    with pytest.raises(ValueError, match=r"there is no done.jsonl.arguments that says what made it; name another"):
+        pair.complete(TEXTS, out=out, **SAMPLED)
+    assert list(tmp_path.iterdir()) == [out]
+    (tmp_path / "done.jsonl.arguments").write_text("no JSON")
+    with pytest.raises(ValueError, match=r"done.jsonl is no result|does not say what made it"):
+        pair.complete(TEXTS, out=out, **SAMPLED)
+    assert out.read_text() == content
+
+
+def test_a_broken_line_among_others_is_named(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+    out, lines = tmp_path / "done.jsonl", undisturbed.splitlines(keepends=True)
+    pair.complete(TEXTS, out=out, **SAMPLED)
+    for change, message in ((b"oops\n", "line 3 of .*done.jsonl is no result"), (lines[0], "a second result for")):
+        out.write_bytes(b"".join([*lines[:2], change, *lines[2:]]))
+        with pytest.raises(ValueError, match=message):
+            pair.complete(TEXTS, out=out, **SAMPLED)
+        assert out.read_bytes().count(b"\n") == 13
+
+
+def test_without_results_a_file_may_be_begun_anew(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+    out = pair.complete(TEXTS, out=tmp_path / "done.jsonl", **SAMPLED | {"seed": 1})
+    out.unlink()
+    assert pair.complete(TEXTS, out=out, **SAMPLED).read_bytes() == undisturbed
+    out.write_bytes(b"")
+    (tmp_path / "done.jsonl.arguments").write_text('{"models": ["b4')  # cut when it was written
+    assert pair.complete(TEXTS, out=out, **SAMPLED).read_bytes() == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "message"),
+    [
+        ("{}", ValueError, "is a folder; name a file in it"),
+        ("{}/no/done.jsonl", ValueError, "there is no folder .*/no; make it"),
+        ("/dev/full", ValueError, "is a device"),
+        ("/sys/done.jsonl", OSError, "done.jsonl.arguments"),
+    ],
+)
+def test_where_no_file_can_be(
+    pair: DraftTargetPair, tmp_path: Path, requests: list[int], out: str, error: type[Exception], message: str
+):
+    """Before any forward; nobody may write in /sys, not even root."""
+    with pytest.raises(error, match=message):
+        pair.complete(TEXTS, out=out.format(tmp_path), **SAMPLED)
+    assert requests == []
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """A context in which no file grows beyond a size, and what would is written in part."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0.4, 0.8])
+def test_a_full_disk_loses_nothing(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path, room: float):
+    out, texts = tmp_path / "done.jsonl", [text * 2 for text in MANY]
+    expected = pair.complete(texts, out=tmp_path / "expected.jsonl", **SAMPLED).read_bytes()
+    assert len(expected) > 4 * (tmp_path / "expected.jsonl.arguments").stat().st_size
+    with (
+        pytest.raises(OSError, match=r"File too large; the same call goes on from the \d+ results"),
+        disk_of(int(room * len(expected))),
+    ):
+        pair.complete(texts, out=out, **SAMPLED)
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert 0 < len(lines) < len(texts)
+    assert set(lines) <= set(expected.splitlines(keepends=True))
+    pair.complete(texts, out=out, **SAMPLED)
+    assert out.read_bytes() == expected
+
+
+def test_a_full_disk_before_the_first_result(pair: DraftTargetPair, requests: list[int], tmp_path: Path):
+    with pytest.raises(OSError, match="goes on from the 0 results"), disk_of(20):
+        pair.complete(TEXTS, out=tmp_path / "done.jsonl", **SAMPLED)
+    assert requests == []
+
+
+def test_prompts_are_read_as_there_is_room_for_them(pair: DraftTargetPair, tmp_path: Path):
+    """Of a million prompts few are held at a time."""
+    out, ahead = tmp_path / "done.jsonl", []
+
+    class Enough(Exception):
+        pass
+
+    def texts() -> Iterator[str]:
+        for number in range(10**6):
+            ahead.append(number - (out.read_bytes().count(b"\n")))
+            if number == 60:
+                raise Enough
+            yield f"line {number}"
+
+    with pytest.raises(Enough):
+        pair.complete(texts(), out=out, batch_size=3, **SAMPLED)
+    assert max(ahead) <= 2 * 3 + 1  # rows, and those that ended in one round
+
+
+def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
+    pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path
+):
+    texts = [*TEXTS, "", "word " * 200]
+    with pytest.warns(UserWarning, match="refused: 2; their lines in .*done.jsonl say why"):
+        out = pair.complete(texts, out=tmp_path / "done.jsonl", max_batch_tokens=200, **SAMPLED)
+    lines = out.read_bytes().splitlines(keepends=True)
+    assert b"".join(lines[:12]) == undisturbed
+    refused = [json.loads(line) for line in lines[12:]]
+    assert [line["text"] for line in refused] == [None, None]
+    assert "is empty" in refused[0]["error"]
+    assert "are more than max_batch_tokens=200" in refused[1]["error"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"verification": "nucleus"}, "'nucleus' is unknown"),
+        ({"stop_strings": [1]}, "stop_strings"),
+    ],
+)
+def test_an_error_in_the_options_is_no_fault_of_the_prompts(
+    pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
+):
+    out = tmp_path / "done.jsonl"
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, out=out, **SAMPLED | options)
+    assert out.read_bytes() == b""
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, **SAMPLED | options)
+
+
+class Counted(LogitsProcessor):
+    """Keeps state, so that it must be shown each token once, in order."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(torch.arange(scores.shape[1]) % 7 == input_ids.shape[1] % 7, -float("inf"))
+
+
+def test_what_keeps_state_takes_whole_batches(pair: DraftTargetPair, tmp_path: Path):
+    options = SAMPLED | {"verification": "coupled", "logits_processor": [Counted()], "batch_size": 1}
+    out = pair.complete(TEXTS[:3], out=tmp_path / "done.jsonl", **options)
+    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert texts == pair.complete(TEXTS[:3], **options)
+    plain = {name: value for name, value in SAMPLED.items() if name != "seed"} | {"logits_processor": [Counted()]}
+    for index, text in enumerate(TEXTS[:3]):
+        torch.manual_seed(SAMPLED["seed"] + index)
+        inputs = pair.tokenizer([text], return_tensors="pt")
+        output = pair.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **plain)
+        new = output[0, inputs["input_ids"].shape[1] :]
+        assert texts[index] == pair.tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_what_is_no_text_is_refused_by_name(pair: DraftTargetPair, tmp_path: Path):
+    with pytest.raises(ValueError, match="prompt 1 is of type int; give strings"):
+        pair.complete(iter(["a", 1]), out=tmp_path / "done.jsonl", **SAMPLED)
+
+
+def test_models_that_take_whole_batches(tmp_path: Path):
+    """An encoder-decoder: no row of it can be filled again."""
+    tokenizer, target = tiny_tokenizer(), build("seq2seq", "bart")
+    target.resize_token_embeddings(len(tokenizer))
+    pair = DraftTargetPair(target, target, tokenizer)
+    texts = ["the cat", "", "a dog", "on"]
+    with pytest.warns(UserWarning, match="refused: 1"):
+        out = pair.complete(texts, out=tmp_path / "done.jsonl", batch_size=3, max_new_tokens=5)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    full = [text for text in texts if text]
+    assert [line["text"] for line in lines if line["text"] is not None] == pair.complete(full, max_new_tokens=5)
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+
+
+def test_calls_in_one_process_keep_off_each_other(pair: DraftTargetPair, tmp_path: Path):
+    """Locks of the system hold between processes only."""
+    out = tmp_path / "done.jsonl"
+
+    def texts() -> Iterator[str]:
+        yield "a"
+        pair.complete(TEXTS, out=out, **SAMPLED)
+
+    with pytest.raises(ValueError, match="is being written by another call in this process"):
+        pair.complete(texts(), out=out, **SAMPLED)
+    assert set() == results_file.OPEN
+    pair.complete(["a"], out=out, **SAMPLED)
+
+
+def test_a_file_that_is_taken_away_meanwhile(pair: DraftTargetPair, tmp_path: Path):
+    out = tmp_path / "done.jsonl"
+
+    def texts() -> Iterator[str]:
+        yield from TEXTS[:6]
+        out.unlink()
+        yield from TEXTS[6:]
+
+    with pytest.raises(ValueError, match="results for 12 prompts, since some were removed meanwhile"):
+        pair.complete(texts(), out=out, batch_size=1, **SAMPLED)
+
+
+def test_a_link_stays_one(pair: DraftTargetPair, undisturbed: bytes, tmp_path: Path):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "done.jsonl")
+    pair.complete(TEXTS, out=tmp_path / "link.jsonl", **SAMPLED)
+    assert (tmp_path / "link.jsonl").is_symlink()
+    assert (tmp_path / "done.jsonl").read_bytes() == undisturbed
+
+
+def test_errors_of_other_calls_are_not_taken_for_those_of_the_models(pair: DraftTargetPair):
+    """A prompt that cannot be read is no reason to go on with whole batches."""
+
+    def prompts() -> Iterator[NumberedText]:
+        yield NumberedText(0, "a")
+        raise ValueError("broken")
+
+    work = Completer(pair, 4, 0, {"max_new_tokens": 4})
+    with pytest.raises(ValueError, match="broken"):
+        list(work(prompts()))
+    assert not work.in_batches
+
+
+def test_results_survive_whatever_they_hold(tmp_path: Path):
+    texts = ["\u2028\x85\r\n", "\ud800 alone", "", '"}', "🙂"]
+    prompts = [NumberedText(index, text) for index, text in enumerate(texts)]
+    with ResultsFile(tmp_path / "done.jsonl", {}) as results:
+        for prompt in prompts:
+            assert results.claim(prompt)
+            results.append(CompletedText(prompt, prompt.text.replace("\ud800", "?"), "stop"))
+        results.finish(len(prompts))
+    with ResultsFile(tmp_path / "done.jsonl", {}) as results:
+        assert all(map(results.is_done, prompts))
+        assert results.count == 5
+
+
+def test_progress_says_how_fast_and_how_long(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    meter = Meter()
+    meter.add(1000, 400, 300)
+    progress = Progress(100, 40, meter)
+    line = progress.line(60, 10)  # 20 in ten seconds
+    assert line == "60 of 100 prompts in 00:10, 00:20 left, 100 tokens/s, 75% of candidates accepted"
+    assert Progress(None, 0, Meter()).line(3, 1) == "3 prompts in 00:01, 0 tokens/s"
+    progress.update(60)
+    assert capsys.readouterr().err == ""  # not for every one
+    progress.next_line = 0
+    progress.update(61)
+    assert "61 of 100 prompts" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert Progress(100, 0, meter).next_line == float("inf")

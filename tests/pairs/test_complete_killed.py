@@ -1,0 +1,79 @@
+"""Real processes that share a file: killed at random moments, made slow, left alone by the others."""
+
+import random
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from completing import MANY, SAMPLED, SECONDS, Gate, ended, load, save, start
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> bytes:
+    """The bytes of a file that one process has completed at once."""
+    return load(folder).complete(MANY, out=folder / "undisturbed.jsonl", **SAMPLED).read_bytes()
+
+
+def lines(out: Path) -> int:
+    return out.read_bytes().count(b"\n") if out.exists() else 0
+
+
+def wait_for_lines(out: Path, number: int, process: BaseProcess) -> None:
+    """Until a process has written so many lines, or has ended."""
+    while lines(out) < number and process.is_alive():
+        process.join(0.002)
+
+
+@pytest.mark.parametrize(
+    ("kills", "processes"),
+    [(3, 1), (3, 2), pytest.param(20, 1, marks=pytest.mark.slow), pytest.param(20, 3, marks=pytest.mark.slow)],
+)
+def test_killed_at_random_moments(folder: Path, undisturbed: bytes, tmp_path: Path, kills: int, processes: int):
+    """One after another is killed once it has got on, and another one is started in its place."""
+    out, moments, hit = tmp_path / "done.jsonl", random.Random(kills), 0
+    running = [start(folder, out, batch_size=3) for _ in range(processes)]
+    for _ in range(kills):
+        victim = running.pop(0)
+        wait_for_lines(out, min(lines(out) + moments.randint(0, 3), len(MANY) - 1), victim)
+        victim.join(moments.uniform(0, 0.01))
+        victim.kill()
+        hit += ended(victim) == -9
+        assert lines(out) <= len(MANY)
+        running.append(start(folder, out, batch_size=3))
+    assert [ended(process) for process in running] == [0] * processes
+    assert out.read_bytes() == undisturbed
+    assert hit >= kills / 2
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_others_take_what_a_slow_process_leaves(folder: Path, undisturbed: bytes, tmp_path: Path, dies: bool):
+    """It is stopped in its first forward, and the other one completes all prompts but those that it has taken."""
+    out, gate = tmp_path / "done.jsonl", Gate()
+    slow = start(folder, out, gate, batch_size=2)
+    taken = gate.taken.get(timeout=SECONDS)
+    assert taken <= 2 + 1
+    fast = start(folder, out, batch_size=8)
+    wait_for_lines(out, len(MANY) - taken, fast)
+    assert slow.is_alive()
+    assert fast.is_alive()  # it waits for the rest
+    assert lines(out) == len(MANY) - taken
+    slow.kill() if dies else gate.open()
+    assert (ended(slow), ended(fast)) == (-9 if dies else 0, 0)
+    assert out.read_bytes() == undisturbed
+
+
+def test_nobody_begins_a_file_anew_that_another_process_is_at(folder: Path, undisturbed: bytes, tmp_path: Path):
+    """Not even before the first result."""
+    out, gate = tmp_path / "done.jsonl", Gate()
+    first = start(folder, out, gate)
+    gate.taken.get(timeout=SECONDS)
+    assert out.read_bytes() == b""
+    assert ended(start(folder, out, max_new_tokens=11)) == 1
+    gate.open()
+    assert ended(first) == 0
+    assert out.read_bytes() == undisturbed

@@ -1,0 +1,129 @@
+"""A pair that drafts with the target's first layers: saved, published, loaded by both ways, and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Forwards, prompts, tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_specx import DraftTargetPair, EarlyExitDraft
+from hf_specx.hub.publish import write_repository
+from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}
+
+
+def predicting() -> PreTrainedModel:
+    """A target whose later layers add nothing, so that its first one says what all say."""
+    model = tiny()
+    for layer in model.model.layers[1:]:
+        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
+        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
+    return model
+
+
+class LastLayer:
+    """Counts the forwards of a target's last layer, which a draft of its first layers does not run."""
+
+    def __init__(self, target: PreTrainedModel):
+        self.count = 0
+        self.handle = target.model.layers[-1].register_forward_pre_hook(self._note)
+
+    def _note(self, *args):
+        self.count += 1
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.handle.remove()
+
+
+def plain(target: PreTrainedModel, rows: int) -> torch.Tensor:
+    return target.generate(**prompts(rows), **GREEDY | {"num_draft_tokens": None})
+
+
+def test_saved_and_loaded(tmp_path: Path):
+    folder, target = tmp_path / "pair", predicting()
+    DraftTargetPair(target, EarlyExitDraft(1)).save_pretrained(folder)
+    text = json.loads((folder / CONFIG_NAME).read_text())
+    assert text["early_exit"] == {"exit_layer": 1}
+    assert "suffix" not in text
+    assert not (folder / "draft").exists()
+    pair = DraftTargetPair.from_pretrained(folder)
+    assert isinstance(pair.draft, EarlyExitDraft)
+    with LastLayer(pair.target) as seen:
+        assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
+    assert seen.count < 12
+    assert pair.report.sources.keys() == {"early exit"}
+    pair.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / CONFIG_NAME).read_text() == (folder / CONFIG_NAME).read_text()
+
+
+def test_by_string(tmp_path: Path):
+    target, folder = predicting(), tmp_path / "pair"
+    write_repository(DraftTargetPair(target, EarlyExitDraft(1)), folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with LastLayer(model) as seen:
+        output = model.generate(**prompts(4), **GREEDY, custom_generate=str(folder), trust_remote_code=True)
+    assert torch.equal(output, plain(target, 4))
+    assert seen.count < 12
+    card = (folder / "README.md").read_text()
+    assert "its own first layers propose a few tokens, the target judges all of them" in card
+    assert "none: `EarlyExitDraft` with `exit_layer` 1" in card
+
+
+def test_a_model_may_take_its_place(tmp_path: Path):
+    DraftTargetPair(tiny(), EarlyExitDraft(1)).save_pretrained(tmp_path / "pair")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=tiny(seed=1))
+    assert isinstance(pair.draft, PreTrainedModel)
+    pair.save_pretrained(tmp_path / "with model")
+    assert PairConfig.from_file(tmp_path / "with model" / CONFIG_NAME).early_exit is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"early_exit": {"exit_layer": 0}}, "exit_layer of early_exit is 0; give an int from 1 to"),
+        ({"early_exit": {"exit_layer": True}}, "exit_layer is True, not int"),
+        ({"early_exit": {}}, "early_exit has no 'exit_layer'"),
+        ({"suffix": {}}, "has both a suffix and an early_exit; take one of them out"),
+        ({"draft": {"name": "org/draft"}}, "has an early_exit in place of a draft model, and says where this model"),
+    ],
+)
+def test_files_that_are_refused(tmp_path: Path, changes: dict, message: str):
+    DraftTargetPair(tiny(), EarlyExitDraft(1)).save_pretrained(tmp_path / "pair")
+    path = tmp_path / "pair" / CONFIG_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        DraftTargetPair.from_pretrained(tmp_path / "pair")
+
+
+def test_more_layers_than_the_target_has(tmp_path: Path):
+    DraftTargetPair(tiny(), EarlyExitDraft(1)).save_pretrained(tmp_path / "pair")
+    path = tmp_path / "pair" / CONFIG_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"early_exit": {"exit_layer": 9}}))
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    with Forwards(pair.target) as forwards, pytest.raises(ValueError, match="exit_layer=9 leaves out no layer"):
+        pair.generate(**prompts(1), **GREEDY)
+    assert not forwards.ids
+
+
+@pytest.mark.parametrize(
+    ("draft", "options", "message"),
+    [
+        (EarlyExitDraft(1, head=torch.nn.Identity()), {}, "the head of an EarlyExitDraft is not saved with a pair"),
+        (
+            EarlyExitDraft(1),
+            {"draft": "reference"},
+            "is for models, and EarlyExitDraft has no files",
+        ),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path: Path, draft, options: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        DraftTargetPair(tiny(), draft).save_pretrained(tmp_path / "pair", **options)
+    assert not (tmp_path / "pair").exists()
