@@ -11,6 +11,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.drafting.other_tokenizer import OwnText
+from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.pair_files.pair_config import CONFIG_NAME
 
 
@@ -210,6 +211,16 @@ def test_the_draft_that_a_target_was_saved_with(saved: Path):
     output = generate(model=target, **given, num_draft_tokens=4, verification="coupled", return_dict_in_generate=True)
     assert torch.equal(output.sequences, run())
     assert output.speculation_report.tokenizer_match["match"] == "tokens"
+
+
+def test_the_bench_refuses_what_it_would_measure_wrongly(saved: Path):
+    def load(name: str, dtype: str) -> DraftTargetPair:
+        return DraftTargetPair.from_pretrained(name, dtype=dtype)
+
+    with pytest.raises(
+        ValueError, match="has another tokenizer, which the bench does not know; specx tune times such"
+    ):
+        load_bench_pair(str(saved), "float32", ["the cat"], load)
 
 
 def test_a_pair_whose_draft_tokenizer_was_replaced_is_refused(saved: Path):
