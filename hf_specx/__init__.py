@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.equivalence.check import check
     from hf_specx.equivalence.result import CheckResult
     from hf_specx.pairs.pair import DraftTargetPair
+    from hf_specx.training.distill import distill
 
     from .generate import generate
     from .strategy import SpeculativeDecoding
@@ -45,6 +46,7 @@ __all__ = [
     "SuffixDraft",
     "SuffixPool",
     "check",
+    "distill",
     "generate",
 ]
 _MODULES = {
@@ -63,6 +65,7 @@ _MODULES = {
     "generate": ("generate",),
     "pairs.pair": ("DraftTargetPair",),
     "strategy": ("SpeculativeDecoding",),
+    "training.distill": ("distill",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import execution_device, hardware
@@ -20,11 +19,12 @@ from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
+from hf_specx.engine.stop_strings import bind_stop_strings, setting
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
 from hf_specx.strategy import SpeculativeDecoding
-from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name, check_stop_strings
+from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name
 from hf_specx.validation.models import check_lifted
 
 
@@ -51,7 +51,7 @@ LOADER_OPTIONS = (
     "repo_type",
     "trust_remote_code",
 )
-EXITS: dict[int, EarlyExitDraft] = {}
+KNOWN_EXITS: dict[int, EarlyExitDraft] = {}
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
 def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
     """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
     check_exit_layer("assistant_early_exit", exit_layer, model)
-    return EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
+    return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -252,29 +252,6 @@ def run(
     elif isinstance(result, dict):  # what Whisper makes of several windows
         result["speculation_report"] = strategy.report
     return result
-
-
-def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
-    """A field of the config as the user has set it: in the call, in its config or in the model's; else None."""
-    if name in kwargs:
-        return kwargs[name]
-    value = getattr(kwargs.get("generation_config"), name, None)
-    return getattr(model.generation_config, name, None) if value is None else value
-
-
-def bind_stop_strings(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
-) -> None:
-    """Turn stop strings among the arguments of `generate` into a criterion, since it does not pass on a tokenizer."""
-    strings = setting("stop_strings", model, kwargs)
-    if strings is None:
-        return
-    check_stop_strings(strings, tokenizer)
-    assert tokenizer is not None
-    criteria = list(kwargs.get("stopping_criteria") or [])
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces it
-        criteria.append(StopStringCriteria(tokenizer, strings))
-    kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
 
 
 def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:

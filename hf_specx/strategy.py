@@ -38,7 +38,7 @@ from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.entry import AskedSignature, check_withheld
-from hf_specx.validation.many import check_many, check_queue
+from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
 
@@ -113,9 +113,7 @@ class SpeculativeDecoding:
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
-        names = ("num_draft_tokens", "verification", "layout", "compile", "streamer", "stream_by")
-        names += ("tokenizer", "draft_tokenizer", "tokenizer_match")  # type: ignore[assignment]
-        options = {name: getattr(self, name) for name in names} | {"costs": costs}
+        options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
         check_options(options, unknown, self.draft_model, len(misplaced))
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
@@ -203,9 +201,11 @@ class SpeculativeDecoding:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+        One whose own processors keep state is a batch of its own.
 
         Args:
-            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
+                whole batches, and the report says why.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
@@ -223,7 +223,7 @@ class SpeculativeDecoding:
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_many(batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
@@ -262,7 +262,7 @@ class SpeculativeDecoding:
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
-            check_queue(plan.layout, plan.draft_layout, plan.reason, plan.compiled)
+            plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
         given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
@@ -270,13 +270,14 @@ class SpeculativeDecoding:
         self.report = run.report
         return run, plan
 
-    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
-        """Remember what a call has shown; its report goes on from an earlier one, if there is one."""
+    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
+        """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
         self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule
+        return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""

@@ -17,6 +17,7 @@ from hf_specx import __version__
 from .bench import bench
 from .check import check
 from .console import INTERRUPTED, say_error
+from .distill import distill
 from .generate import generate
 from .pairs import card, publish, vllm
 from .tune import tune
@@ -44,7 +45,7 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_show_locals=False)
 export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
 
-for command in (generate, bench, tune, check, card, publish):
+for command in (generate, bench, tune, distill, check, card, publish):
     app.command()(command)
 export.command()(vllm)
 app.add_typer(export, name="export")

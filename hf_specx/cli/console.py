@@ -21,6 +21,9 @@ OPTIONS = {  # argument to option
     "temperature=": "--temperature ",
     "top_p=": "--top-p ",
     "top_k=": "--top-k ",
+    "do_sample=False": "--greedy",
+    "batch_size=": "--batch-size ",
+    "lora=": "--lora ",
 }
 WRONG, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 and the number of the signal
 SECONDS = 10.0  # between lines of progress where there is no terminal

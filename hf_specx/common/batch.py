@@ -211,6 +211,15 @@ class Batch:
         end = self.width + self.counts[row]
         return self.ids[row, end - self.prompt_lengths[row] - self.counts[row] : end]
 
+    def alone(self, row: int) -> "Batch":
+        """A decoding row as a batch of one without pads, to be read only."""
+        one = copy.copy(self)
+        one.width, one.counts, one.over = self.prompt_lengths[row], [self.counts[row]], None
+        one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
+        one.starts = torch.zeros(1, dtype=torch.int64, device=self.ids.device)
+        one._select([0])
+        return one
+
     def truncate(self, row: int, count: int) -> None:
         """Keep the first `count` emitted tokens of a row that is about to leave."""
         self.ids[row, self.width + count : self.width + self.counts[row]] = self.pad_token_id

@@ -46,7 +46,7 @@ def free_tokens(target: PreTrainedModel, draft: PreTrainedModel | None) -> int |
     """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
     free = _free_bytes(execution_device(target))
     needed = _bytes_per_token(target) + (0 if draft is None else _bytes_per_token(draft))
-    return None if free is None else max(1, free // 2 // needed)
+    return None if free is None or not needed else max(1, free // 2 // needed)
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -59,9 +59,11 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:
-    """Of keys and values in all layers."""
+    """Of keys and values in all layers; 0 for a model without attention, whose states do not grow."""
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     pairs = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads)
     return int(2 * pairs * width * model.dtype.itemsize)

@@ -26,10 +26,9 @@ from .draft_length import (
     Outcome,
     Survival,
 )
+from .resting import Resting
 
 
-RESTING_MEMORY = 0.8  # weight of a row's earlier rounds compared with the last one
-WORTHLESS = 0.1  # a row that keeps fewer candidates in a round rests
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
@@ -99,12 +98,14 @@ class Schedule:
     Attributes:
         next_call: the number that a call with the same drafting goes on with.
         most: candidates of a row, at most.
+        late: rows whose prompt came in the place of another and may have candidates for its first token.
     """
 
     most = sys.maxsize
 
     def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
         self.drafting, self.room, self.next_call = drafting, room, number
+        self.late: set[int] = set()
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
@@ -112,7 +113,8 @@ class Schedule:
         wanted = []
         for row, is_over in zip(batch.rows, over, strict=True):
             room = None if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
-            number = 0 if is_over or not batch.counts[row] else min(self.number(row), self.most)
+            begins = not batch.counts[row] and row not in self.late
+            number = 0 if is_over or begins else min(self.number(row), self.most)
             wanted.append(number if room is None else min(number, room))
         return wanted
 
@@ -120,11 +122,27 @@ class Schedule:
         """Candidates of a row, if its text has room for them."""
         return self.next_call
 
+    @property
+    def usual(self) -> int:
+        """Candidates of a row of which nothing else is known."""
+        return self.next_call
+
+    def idle(self, batch: Batch) -> list[int]:
+        """Candidates for the rows of a text that is finished, while other ranks go on."""
+        return [self.number(row) for row in batch.rows]
+
     def observe(self, done: Round) -> None:
         """Count a round."""
 
-    def admit(self, row: int, room: int) -> None:
-        """A new prompt has the place of a row, and may emit so many tokens."""
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        """A new prompt has the place of a row.
+
+        Args:
+            row: its number.
+            room: the most tokens that it may emit.
+            alone: whether its numbers must be those of a batch of one, where the first token has no candidates.
+        """
+        (self.late.discard if alone else self.late.add)(row)
         if self.room is not None:
             self.room[row] = room
 
@@ -148,8 +166,8 @@ class Heuristic(Schedule):
                 number = self.number(row)
                 self.numbers[row] = number + 2 if accepted == drafted else max(1, number - 1)
 
-    def admit(self, row: int, room: int) -> None:
-        super().admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        super().admit(row, room, alone)
         self.numbers.pop(row, None)
 
     def end(self) -> None:
@@ -181,9 +199,16 @@ class Auto(Schedule):
         self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
         self.wanted = self.chooser.first(self.times(rows), max(room))
         self.resting = None if together else Resting()
+        self.alone: set[int] = set()  # rows with the number of a batch of one with a seed
 
     def number(self, row: int) -> int:
+        if row in self.alone:
+            return FIXED_DRAFT_TOKENS
         return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
+
+    @property
+    def usual(self) -> int:
+        return self.wanted
 
     def observe(self, done: Round) -> None:
         drafted, before = done.draft.steps, self.rows
@@ -209,44 +234,15 @@ class Auto(Schedule):
         catch_up = partial(self.times.catch_up, self.rows)
         self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
 
-    def admit(self, row: int, room: int) -> None:
-        super().admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        super().admit(row, room, alone)
+        (self.alone.add if alone else self.alone.discard)(row)
         self.times.skip()
         if self.resting is not None:
             self.resting.admit(row)
 
     def end(self) -> None:
         self.costs.remember_rounds(self.times)
-
-
-class Resting:
-    """Rows whose candidates are nearly all rejected: they rest for 8 rounds, then 16, until a probe helps."""
-
-    def __init__(self) -> None:
-        self.kept: dict[int, float] = {}  # candidates that a round of the row was expected to keep, a moving mean
-        self.waits: dict[int, int] = {}
-        self.left: dict[int, int] = {}  # rounds that it still rests
-
-    def rests(self, row: int) -> bool:
-        return self.left.get(row, 0) > 0
-
-    def admit(self, row: int) -> None:
-        """A new prompt has the place of a row."""
-        for known in (self.kept, self.waits, self.left):
-            known.pop(row, None)
-
-    def observe(self, done: Round) -> None:
-        """Count a round."""
-        for row, chances in zip(done.rows, done.chances, strict=True):
-            if not chances:
-                self.left[row] = max(0, self.left.get(row, 0) - 1)
-                continue
-            self.kept[row] = self.kept.get(row, 1.0) * RESTING_MEMORY + sum(chances) * (1 - RESTING_MEMORY)
-            if self.kept[row] >= WORTHLESS:
-                self.waits.pop(row, None)
-            else:
-                self.waits[row] = 2 * self.waits.get(row, 4)
-                self.left[row] = self.waits[row]
 
 
 def make_schedule(

@@ -4,14 +4,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.drafting.drafter import Drafter
 from hf_specx.layouts.prompts import UNLIMITED, Prompt
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
-from hf_specx.sampling.processors import can_look_ahead
+from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.validation.many import why_whole
 
+from .plan import Plan
 from .requests import Completion, Entry, Waiting, prepared
 
 
@@ -26,6 +28,7 @@ class Places:
         coming: the requests for the rows that ended in this round.
         completed: what is done, and was not handed on yet.
         ended: rows that ended in this round, and whether they did so at their limits.
+        refills: whether prompts can be read in the places of rows that ended.
     """
 
     entries: list[Entry]
@@ -34,6 +37,7 @@ class Places:
     coming: dict[int, Entry] = field(default_factory=dict)
     completed: list[Completion] = field(default_factory=list)
     ended: dict[int, bool] = field(default_factory=dict)
+    refills: bool = True
 
     def __post_init__(self) -> None:
         self.chances: list[list[tuple[float, float]]] = [[] for _ in self.entries]
@@ -47,18 +51,29 @@ class Places:
     def processors(self, look_ahead: bool = False) -> RequestProcessors:
         """Those of the rows; `look_ahead` leaves out those that keep state, for a draft."""
         own = [_ahead(entry.processors) if look_ahead else entry.processors for entry in self.entries]
-        return RequestProcessors(own, self.stopping.eos_token_id, list(self.stopping.limits))
+        alike = [entry.alike for entry in self.entries]
+        return RequestProcessors(own, self.stopping.eos_token_id, self.stopping.limits, alike)
 
-    def prompt(self) -> Prompt:
-        """The prompts of all rows, as `generate` prepares them with pads on the left."""
-        rows = [entry.input_ids for entry in self.entries]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
-        lengths = torch.tensor([len(row) for row in rows], device=ids.device)
-        mask = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - lengths[:, None]).long()
-        options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens}
+    def prompt(self) -> tuple[Prompt, torch.Tensor | None]:
+        """The prompts of all rows, as `generate` prepares them with pads; and what an encoder reads, if any."""
+        encodes = self.waiting.model.config.is_encoder_decoder
+        rows, side = [entry.given for entry in self.entries], "right" if encodes else "left"
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
+        ones = [torch.ones_like(row) for row in rows]
+        mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+        options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens, "stop_strings": None}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
-        prompt.max_new_tokens = UNLIMITED
-        return prompt
+        prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
+        return prompt, ids if encodes else None
+
+    def settle(self, plan: Plan, prompt: Prompt, drafter: Drafter) -> Plan:
+        """Whether rows are filled again; if not, no prompts come in their places, and the plan says why."""
+        models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
+        why = why_whole(models, plan.layout, plan.draft_layout)
+        if why is None:
+            return plan
+        self.refills, prompt.max_new_tokens = False, self.stopping.max_new_tokens
+        return plan._replace(reason=f"{plan.reason}; whole batches, since {why}")
 
     def replace(self, batch: Batch) -> dict[int, Entry]:
         """Put the prompts that are coming into the text; returns them by row."""
@@ -74,8 +89,8 @@ class Places:
 
     def refill(self, batch: Batch, row: int) -> bool:
         """Whether a request waits that can have the place of a row; it is then about to come."""
-        entry = self.waiting.peek()
-        if entry is None:
+        entry = self.waiting.peek() if self.refills else None
+        if entry is None or entry.stateful:
             return False
         live = [self.coming.get(number, self.entries[number]) for number in batch.rows if number != row]
         if not self.waiting.fits([*live, entry], len(self.entries), batch.width):
@@ -120,7 +135,7 @@ class PlacesStopping(RequestStopping):
         return [row for row in leaving if not self.places.refill(batch, row)]
 
 
-def _ahead(processors: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+def _ahead(processors: Sequence[Processor]) -> list[Processor]:
     return [processor for processor in processors if can_look_ahead(processor)]
 
 

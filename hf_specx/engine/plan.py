@@ -173,8 +173,6 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     else:
         chosen, reason = _layout(prompt, call.layout)
     verification = call.verification if sampled else "greedy"
-    if verification is None:
-        verification = "coupled" if not drafter.has_probs else "token" if stateful else "block"
     draft_layout, states = chosen, able[0] == "lockstep"
     if drafter.model is not None:
         draft_able = layouts_of(drafter.model, drafts=True)
@@ -183,13 +181,18 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
             own_text_in_lockstep(drafter.model, draft_able)
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
+    if verification is None:
+        # where all rows advance alike, only the text of "coupled" is that of a row alone
+        tied = call.seeds is not None and len(prompt.input_ids) > 1 and "lockstep" in (chosen, draft_layout)
+        verification = "coupled" if tied or not drafter.has_probs else "token" if stateful else "block"
     if call.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
-        check_compile(prompt.model, chosen, reason, prompt.generation_config, call.synced)
+        ranks = call.synced or call.shared
+        check_compile(prompt.model, chosen, reason, prompt.generation_config, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             why = "its best for a draft"
-            check_compile(drafter.model, draft_layout, why, prompt.generation_config, call.synced)
+            check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
     _check(plan, call, len(prompt.input_ids), drafter)
     return plan

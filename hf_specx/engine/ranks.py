@@ -48,7 +48,7 @@ class Ranks:
         idle = copy.copy(batch)
         idle.ids, counts = batch.ids.clone(), [batch.counts[row] for row in batch.rows]
         idle.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
-        draft = idle.take(drafter.propose(idle, [schedule.number(row) for row in idle.rows]))
+        draft = idle.take(drafter.propose(idle, schedule.idle(idle)))
         processors(idle, draft, target(idle, draft).logits)  # guidance has a forward as well
 
 
@@ -75,12 +75,41 @@ class Agreed(Schedule):
     def observe(self, done: Round) -> None:
         self.own.observe(done)
 
-    def admit(self, row: int, room: int) -> None:
-        self.own.admit(row, room)
+    def admit(self, row: int, room: int, alone: bool) -> None:
+        self.own.admit(row, room, alone)
 
     def end(self) -> None:
         self.own.end()
         self.next_call = self.own.next_call
+
+
+class OneNumber(Agreed):
+    """One number for all rows of all ranks, for ranks that keep step with rows of their own each.
+
+    It is what the first rank finds best for its own rows, and the last that it found once these are finished.
+    """
+
+    def __call__(self, batch: Batch) -> list[int]:
+        """A rank asks once a round."""
+        number = self._meet()
+        over = [False] * len(batch.rows) if batch.over is None else batch.over.tolist()
+        begin = [not batch.counts[row] for row in batch.rows]
+        return [0 if ended or begins else number for ended, begins in zip(over, begin, strict=True)]
+
+    def idle(self, batch: Batch) -> list[int]:
+        return [self._meet()] * len(batch.rows)
+
+    def _meet(self) -> int:
+        number = torch.tensor(min(self.own.usual, self.most), device=self.device)
+        distributed.broadcast(number, 0)
+        return int(number)
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether it is so on some rank; all of them must ask."""
+    found = torch.tensor(float(flag), device=device)
+    distributed.all_reduce(found)
+    return found.item() > 0
 
 
 def shares_rows(*models: PreTrainedModel) -> bool:

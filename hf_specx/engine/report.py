@@ -1,5 +1,6 @@
 """What a call did: counters kept round by round, and ratios computed when they are read."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -9,31 +10,28 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
 
-from .history import RoundRecord
+from .history import RoundCounts, RoundRecord
 
 
-REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
-REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged", "accepted"]
-REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources", "drafted_per_position"]
-REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
-REPORTED += [
-    "tokens_per_round",
-    "tokenizer_match",
-    "cost_coefficient",
-    "expected_speedup",
-    "forward_limited_speedup",
-    "seconds",
-]
+REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
+REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
+REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
+REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_position", "acceptance_rate", "alpha"]
+REPORTED += ["mean_acceptance_length", "tokens_per_round", "tokenizer_match", "cost_coefficient"]
+REPORTED += ["expected_speedup", "forward_limited_speedup", "seconds"]
 
 
 @dataclass
-class SpeculationReport:
+class SpeculationReport(RoundCounts):
     """Counters of one call of `generate`; rounds are target forwards that judged candidates.
 
     Attributes:
         verification: "greedy", "token", "block" or "coupled".
         layout: how rows shared the batch; `layout_reason` says why.
+        limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
         history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
+        keeps: of the calls of a queue the first round of each row is in `history` and at least so many of the last
+            ones; what was between is counted in `older`, by row. None keeps all.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
         laps: seconds of each phase, round by round, in the last call; the first is that of the step after the prompts.
@@ -63,13 +61,20 @@ class SpeculationReport:
     compilations: int = 0
     matching: TokenizerMatch | None = None
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
+    limit_reason: str = ""
+    keeps: int | None = None
+    older: list[Counter[RoundRecord]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
+        self.older = [Counter() for _ in range(self.rows)]
 
     def note_time(self, phase: str, seconds: float) -> None:
         """Add the seconds that a phase of a round took."""
-        self.laps.setdefault(phase, []).append(seconds)
+        laps = self.laps.setdefault(phase, [])
+        laps.append(seconds)
+        if self.keeps is not None and len(laps) > 2 * self.keeps:
+            del laps[: self.keeps]
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def observe(self, done: Round) -> None:
@@ -92,6 +97,7 @@ class SpeculationReport:
                 self.history[row].append(RoundRecord(*record, drafted, forced, steps))
                 if record[0]:
                     self._count(sources[index], {"rounds": 1, "drafted": record[0], "accepted": record[1]})
+                self._let_go(row)
 
     def _count(self, source: str, counts: dict[str, int]) -> None:
         known = self.sources.get(source, {})
@@ -116,6 +122,9 @@ class SpeculationReport:
         both = replace(self, rows=max(self.rows, other.rows), overlap=self.overlap + other.overlap)
         nothing: list[RoundRecord] = []
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
+        both.older = [a + b for a, b in zip_longest(self.older, other.older, fillvalue=Counter[RoundRecord]())]
+        for row in range(both.rows):
+            both._let_go(row)
         both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
         both.laps, both.sources = other.laps, dict(self.sources)
         for source, counts in other.sources.items():
@@ -126,80 +135,6 @@ class SpeculationReport:
         both.compilations += other.compilations
         both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
         return both
-
-    @property
-    def _judged_rounds(self) -> list[RoundRecord]:
-        return [record for row in self.history for record in row if record.drafted]
-
-    @property
-    def _steps(self) -> list[RoundRecord]:
-        """Rounds and plain steps, but not those that read the prompts."""
-        return [record for row in self.history for n, record in enumerate(row) if n or record.drafted]
-
-    @property
-    def mean_draft_tokens(self) -> float:
-        """Candidates of a row in a round, over the rounds that had any."""
-        rounds = self._judged_rounds
-        return self.drafted / len(rounds) if rounds else 0.0
-
-    @property
-    def rounds_per_row(self) -> list[int]:
-        """Rounds in which each row took part."""
-        return [sum(record.drafted > 0 for record in row) for row in self.history]
-
-    @property
-    def drafted(self) -> int:
-        """Candidates, over all rows."""
-        return sum(r.drafted for r in self._judged_rounds)
-
-    @property
-    def forced(self) -> int:
-        """Candidates that were the only token allowed, over all rows."""
-        return sum(len(r.forced) for r in self._judged_rounds)
-
-    @property
-    def accepted(self) -> int:
-        """Candidates kept, over all rows."""
-        return sum(r.accepted for r in self._judged_rounds)
-
-    @property
-    def judged(self) -> int:
-        """Candidates whose predecessors were all kept."""
-        return sum(r.judged for r in self._judged_rounds)
-
-    @property
-    def drafted_per_row(self) -> list[int]:
-        """Candidates of each row."""
-        return [sum(r.drafted for r in row) for row in self.history]
-
-    @property
-    def accepted_per_row(self) -> list[int]:
-        """Candidates kept of each row."""
-        return [sum(r.accepted for r in row) for row in self.history]
-
-    @property
-    def drafted_per_position(self) -> list[int]:
-        """Candidates at each position of a round."""
-        return [sum(r.drafted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
-
-    @property
-    def judged_per_position(self) -> list[int]:
-        """Candidates at each position whose predecessors were all kept."""
-        return [sum(r.judged > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
-
-    @property
-    def emitted(self) -> int:
-        """Tokens that entered the text, over all rows."""
-        return sum(self.emitted_per_row)
-
-    @property
-    def emitted_per_row(self) -> list[int]:
-        return [sum(r.emitted for r in row) for row in self.history]
-
-    @property
-    def accepted_per_position(self) -> list[int]:
-        """For each position how often its candidate and all before it were kept."""
-        return [sum(r.accepted > i for r in self._judged_rounds) for i in range(self.num_draft_tokens)]
 
     @property
     def acceptance_rate(self) -> float:
@@ -220,14 +155,14 @@ class SpeculationReport:
     @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted / rounds of rows: tokens that a row could gain in a round, before any cut."""
-        rounds = len(self._judged_rounds)
+        rounds = self._judged_rounds.total()
         return 1 + self.accepted / rounds if rounds else 1.0
 
     @property
     def tokens_per_round(self) -> float:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
-        rounds = self._judged_rounds
-        return sum(r.gained for r in rounds) / len(rounds) if rounds else 1.0
+        rounds = self._judged_rounds.total()
+        return self._total(lambda r: r.gained) / rounds if rounds else 1.0
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
@@ -249,7 +184,9 @@ class SpeculationReport:
         c, steps = self.cost_coefficient, self._steps
         if c is None or not steps:
             return None if c is None else 1.0
-        return sum(expected_tokens(self.alpha, r.drafted) for r in steps) / sum(r.draft_steps * c + 1 for r in steps)
+        alpha = self.alpha
+        expected = sum(n * expected_tokens(alpha, r.drafted) for r, n in steps.items())
+        return expected / sum(n * (r.draft_steps * c + 1) for r, n in steps.items())
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -260,10 +197,10 @@ class SpeculationReport:
         costs, steps = self._costs, self._steps
         if costs is None or not steps:
             return None if costs is None else 1.0
-        sizes = [(r.width, r.draft_steps) for r in steps]
         draft = costs.draft(self.rows)
-        target = {width: costs.target(self.rows, width + 1) for width in {0, *(width for width, _ in sizes)}}
-        return sum(r.gained for r in steps) * target[0] / sum(target[width] + n * draft for width, n in sizes)
+        target = {width: costs.target(self.rows, width + 1) for width in {0, *(r.width for r in steps)}}
+        taken = sum(n * (target[r.width] + r.draft_steps * draft) for r, n in steps.items())
+        return sum(n * r.gained for r, n in steps.items()) * target[0] / taken
 
     @property
     def _costs(self) -> Costs | None:
@@ -284,6 +221,8 @@ class SpeculationReport:
         ]
         if self.matching is not None:
             lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
+        if self.limit_reason:
+            lines.append(self.limit_reason)
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

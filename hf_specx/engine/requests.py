@@ -2,19 +2,27 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.modeling_outputs import BaseModelOutput
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import is_int, require
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
+from hf_specx.sampling.grammars import masked
+from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.models import check_target
+from hf_specx.validation.models import frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
+
+from .stop_strings import bind_stop_strings
 
 
 @dataclass(frozen=True)
@@ -24,14 +32,18 @@ class Request:
     Attributes:
         input_ids: the prompt, [L] ints, without pads.
         max_new_tokens: its own limit; None is that of the call.
-        seed: its text is that of a batch of one under `seeds=[seed]`; None draws one from the default generator.
+        seed: its text is that of a batch of one under `seeds=[seed]`. None draws one from the default generator; under
+            "token" and "block" the text then depends on how many candidates "auto" drafts, which follows the batch.
         stop_strings: its own; None are those of the call. They need a tokenizer.
+        logits_processor: its own, after those of the call; grammars of known libraries among them. One of yours that
+            keeps state serves one request, which is decoded in a batch of its own; others set `stateless = True`.
     """
 
     input_ids: Sequence[int] | torch.Tensor
     max_new_tokens: int | None = None
     seed: int | None = None
     stop_strings: str | list[str] | None = None
+    logits_processor: Sequence[LogitsProcessor] | None = None
 
 
 @dataclass(frozen=True)
@@ -57,13 +69,25 @@ class Completion:
 
 @dataclass(frozen=True)
 class Entry:
-    """A request as `generate` prepared it for a batch of one."""
+    """A request as `generate` prepared it for a batch of one.
+
+    Attributes:
+        index: its number.
+        given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
+        seed: its own if it is `seeded`, else one that was drawn.
+        processors, stopping: made for it; `alike` says that it has no processors of its own beside those of the call.
+        stateful: names of those that must be shown each token once, in order.
+    """
 
     index: int
+    given: torch.Tensor
     input_ids: torch.Tensor
     seed: int
-    processors: LogitsProcessorList
+    seeded: bool
+    processors: Sequence[Processor]
+    alike: bool
     stopping: Stopping
+    stateful: list[str]
 
     @property
     def limit(self) -> int:
@@ -72,8 +96,8 @@ class Entry:
 
     @property
     def longest(self) -> int:
-        """Tokens of its prompt and its limit."""
-        return len(self.input_ids) + self.limit
+        """Tokens of its prompt, also one that an encoder reads, and its limit."""
+        return max(len(self.given), len(self.input_ids)) + self.limit
 
 
 class Waiting:
@@ -89,8 +113,10 @@ class Waiting:
     def __init__(
         self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
     ):
-        self.model, self.requests, self.options = model, enumerate(requests), options
+        self.model, self.requests, self.options = model, enumerate(requests), dict(options)
+        self.tokenizer = self.options.pop("tokenizer", None)
         self.max_batch_tokens = max_batch_tokens
+        self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
 
@@ -116,7 +142,11 @@ class Waiting:
         """As many requests as may share a batch of at most so many rows."""
         entries: list[Entry] = []
         while len(entries) < rows and (entry := self.peek()) is not None and self.fits([*entries, entry]):
+            if entries and entry.stateful:
+                break
             entries.append(self.take())
+            if entry.stateful:
+                break
         return entries
 
     def hand_on(self) -> Iterator[Completion]:
@@ -126,7 +156,7 @@ class Waiting:
 
     def fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
         """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
-        width = max(width, *(len(entry.input_ids) for entry in entries))
+        width = max(width, *(entry.longest - entry.limit for entry in entries))
         longest = width + max(entry.limit for entry in entries)
         return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
 
@@ -142,19 +172,56 @@ class Waiting:
         require(ok, f"input_ids={given} is no list of token ids; give at least one int.")
         own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}
         options = self.options | {name: value for name, value in own.items() if value is not None}
+        if request.logits_processor is not None:
+            options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
+        bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
         ids = ids.to(self.model.device, torch.int64)
+        if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
+            options["encoder_outputs"] = BaseModelOutput(torch.zeros(1, len(ids), 1, device=ids.device))
         prompt, processors, criteria = prepared(self.model, ids[None], torch.ones_like(ids[None]), options)
-        stopping = Stopping(criteria, len(ids), prompt.generation_config.max_length)
+        start = prompt.input_ids[0]
+        stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
+        ours, stateful = self._with_masks(processors, prompt, stopping)
         seed = int(torch.randint(MAX_SEED - 1, ())) if request.seed is None else request.seed
         require(is_int(seed) and 0 <= seed < MAX_SEED, f"seed={seed!r} is no int from 0 to 2**63 - 1.")
-        entry = Entry(index, ids, seed, processors, stopping)
-        check_target(self.model, entry.longest)
+        alike = request.logits_processor is None
+        entry = Entry(index, ids, start, seed, request.seed is not None, ours, alike, stopping, stateful)
+        frequencies_that_change(self.model, entry.longest)
         table = position_table(self.model)  # the last token is not fed
         told = f"{len(ids)} tokens and {entry.limit} new ones are beyond the {table} positions of the target."
         require(table is None or entry.longest - 1 <= table, told)
         told = f"{len(ids)} tokens and {entry.limit} new ones are more than max_batch_tokens={self.max_batch_tokens}."
         require(self.fits([entry]), told)
         return entry
+
+    def _with_masks(
+        self, processors: LogitsProcessorList, prompt: Prompt, stopping: Stopping
+    ) -> tuple[Sequence[Processor], list[str]]:
+        """Processors with the masks of grammars, and names of what needs a batch of its own, where all are as given.
+
+        Raises:
+            ValueError: if something that keeps state was given for all requests.
+        """
+        ours = masked(processors, prompt.input_ids, vocabulary(self.model), stopping)
+        masks = [p for p in ours if isinstance(p, TokenMasks)]
+        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + stopping.stateful
+        stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
+        self._check_shared(stateful)
+        if stateful:
+            return processors, stateful
+        for mask in masks:
+            mask.begin(1)
+        return ours, []
+
+    def _check_shared(self, stateful: list[str]) -> None:
+        """Raise a ValueError if something with a state of its own was given for all requests."""
+        given = [x for name in ("logits_processor", "stopping_criteria") for x in self.options.get(name) or []]
+        shared = next((name for x in given if (name := type(x).__name__) in stateful), None)
+        told = (
+            f"{shared} may keep state, and all requests would share it; give each its own, as "
+            f"Request(..., logits_processor=[{shared}(...)]), or set its attribute stateless = True if it keeps none."
+        )
+        require(shared is None, told)
 
 
 def prepared(

@@ -1,6 +1,6 @@
 """Put a `Run` together; nothing is read yet, so that what cannot be done is refused before any forward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,13 @@ from .dead_ends import DeadEnds
 from .outputs import Outputs
 from .places import Places
 from .plan import Call, Plan, make_plan
-from .ranks import Agreed, Ranks
+from .ranks import Agreed, OneNumber, Ranks, any_rank
 from .report import SpeculationReport
 from .run import Run
 from .streaming import Stream
 
 
+KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
@@ -59,6 +60,7 @@ def start(
         costs: what "auto" goes by; `earlier`: schedule of the call before.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
+    described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
     reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
     return Run(
         target=reading.target,
@@ -68,12 +70,10 @@ def start(
         stopping=stopping,
         batch=reading.batch,
         report=SpeculationReport(
-            plan.verification,
-            plan.layout,
-            plan.reason,
-            len(prompt.input_ids),
+            *described,
             costs=costs,
             matching=drafter.matching,
+            keeps=None if places is None else KEPT_ROUNDS,
         ),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
@@ -176,21 +176,37 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
 
 def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
     """The schedule of a call; costs that it needs are measured first."""
-    varies = not call.synced and not (call.seeds is not None and plan.verification in ("token", "block"))
+    alone = call.seeds is not None if run.places is None else any(entry.seeded for entry in run.places.entries)
+    varies = not (alone and plan.verification in ("token", "block"))
     known = None
-    if call.drafting.number is None and varies and run.stopping.max_new_tokens > 2:
+    if call.drafting.number is None and varies and (call.synced or run.stopping.max_new_tokens > 2):
         step = run.drafter.cost(run.batch)
         if step is not None:
-            rows, target = len(run.batch.rows), partial(run.target.rehearse, run.batch)
-            costs.prepare(rows, target, step, _prior(call, plan, run))
+            _measure(call, plan, costs, run, step)
             known = costs
-    room = None if call.synced else [run.stopping.max_new_tokens] * len(run.batch.rows)
-    if run.places is not None:
-        room = list(run.places.stopping.limits)
+    rows, device = len(run.batch.rows), run.batch.ids.device
+    room = [run.stopping.max_new_tokens] * rows if run.places is None else list(run.places.stopping.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
-    schedule = make_schedule(call.drafting, known, plan.verification, run.batch, room, earlier, most)
+    fixed = call.synced and known is None
+    schedule = make_schedule(
+        call.drafting, known, plan.verification, run.batch, None if fixed else room, earlier, most
+    )
     schedule.most = run.processors.max_rollback
-    return Agreed(schedule, run.batch.ids.device) if call.shared else schedule
+    if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
+        told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
+        run.report.limit_reason = f"no row has more than {schedule.most} candidates: {told}"
+    if call.synced and known is not None:
+        return OneNumber(schedule, device)
+    return Agreed(schedule, device) if call.shared else schedule
+
+
+def _measure(call: Call, plan: Plan, costs: Costs, run: Run, step: Callable[[int], object]) -> None:
+    """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
+    rows, forward = len(run.batch.rows), partial(run.target.rehearse, run.batch)
+    if not call.synced:
+        costs.prepare(rows, forward, step, _prior(call, plan, run))
+    elif any_rank(rows not in costs.table, run.batch.ids.device):
+        costs.measure(rows, forward, step)
 
 
 def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:

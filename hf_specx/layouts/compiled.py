@@ -1,6 +1,7 @@
 """The ragged layout in compiled forwards: buffers of fixed size, whose rows and lengths are told by tensors."""
 
 import inspect
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ from .ragged import RaggedDecoder
 from .regions import regions_of
 
 
+FAR = 2**40  # a slot that no text reaches
 ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
@@ -130,7 +132,7 @@ class CompiledDecoder(RaggedDecoder):
         del self.cache
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
         self.buffer_rows: torch.Tensor | None = None  # [R], the buffer row of each; None for the first R
-        slots = self.width + min(self.prompt.max_new_tokens, ROOM) + MARGIN
+        slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
     def _resize(self, rows: int, capacity: int) -> None:
@@ -144,7 +146,7 @@ class CompiledDecoder(RaggedDecoder):
         """Prepare what the forwards are given for each buffer row."""
         assert self.first_position is not None
         offsets = self.first_position.index_select(-2, self.index) - self.width
-        last = torch.full_like(offsets, self.width + self.prompt.max_new_tokens - 2)
+        last = torch.full_like(offsets, self.width + min(self.prompt.max_new_tokens, FAR) - 2)
         if self.max_positions is not None:
             last = torch.minimum(last, self.max_positions - 1 - offsets)
         self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
@@ -199,10 +201,34 @@ class CompiledDecoder(RaggedDecoder):
         """
         if ahead != count - 1:
             return length_bucket(count)
-        shortest = min(batch.counts[row] for row in batch.rows)
-        if ahead < self.prompt.max_new_tokens - shortest - 1:
+        if ahead < self._most(batch.rows, batch.counts) - 1:
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
+
+    def _most(self, rows: Iterable[int], counts: Sequence[int] | None = None) -> int:
+        """The most new tokens that one of some rows may get, less what each has emitted."""
+        limits = self.prompt.limits or [self.prompt.max_new_tokens] * len(self.held)
+        return max(limits[row] - (0 if counts is None else counts[row]) for row in rows)
+
+    def _widen_cache(self, count: int) -> None:
+        rows, _, capacity, _ = self.buffers[0][0].shape
+        end = self.width + count + max(self.held)
+        if end > capacity:
+            self._resize(rows, capacity_bucket(end + MARGIN))
+        for buffer in (x for layer in self.buffers for x in layer):
+            buffer[:, :, count:] = buffer[:, :, :-count].clone()
+            buffer[:, :, :count] = 0
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        super().admit(batch, rows)
+        self._note_rows()
+
+    def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:
+        index = torch.tensor(indices, device=self.index.device)
+        index = index if self.buffer_rows is None else self.buffer_rows[index.to(self.buffer_rows.device)]
+        for layer, read in zip(self.buffers, fresh.cache.layers, strict=True):
+            for buffer, states in zip(layer, (read.keys, read.values), strict=True):
+                buffer[index.to(buffer.device), :, start:end] = states[:, :, : end - start]
 
     def select(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)

@@ -37,6 +37,7 @@ class Prompt:
         kwargs: inputs of the model's forward, the cache among them.
         keeps_past: whether the cache is wanted at the end.
         max_new_tokens: no text gets more new tokens; `UNLIMITED` where prompts come later, with limits of their own.
+        limits: [B], the most new tokens of each row where rows have limits of their own; changed as prompts come.
         gives_hidden: whether forwards hand over their last hidden states.
     """
 
@@ -47,6 +48,7 @@ class Prompt:
     max_new_tokens: int
     keeps_past: bool = False
     gives_hidden: bool = False
+    limits: list[int] | None = None
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
@@ -93,6 +95,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
     given = {name: value for name, value in given.items() if value is not None}
     prompt = prepare(draft, target.max_new_tokens, given)
+    prompt.limits = target.limits
     if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
         prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
     return prompt

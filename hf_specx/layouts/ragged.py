@@ -60,7 +60,7 @@ class RaggedDecoder(Decoder):
         return output.logits[:, -keep:]
 
     def widen(self, count: int) -> None:
-        self.cache.widen(count)
+        self._widen_cache(count)
         self.width += count
         self.pads, self.absent = self.pads + count, self.absent + count
         self.padding = [number + count for number in self.padding]
@@ -87,6 +87,10 @@ class RaggedDecoder(Decoder):
             self.holes = self.holes.index_fill(0, index, False)
         if self.first_position is not None and fresh.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
+
+    def _widen_cache(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
+        self.cache.widen(count)
 
     def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
         """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""

@@ -7,87 +7,71 @@ finds what it would find there. Here each row is shown its own text without pads
 from collections.abc import Sequence
 
 import torch
-from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .processors import Processors, warped
+from .processors import WARPERS, Processor, Processors, RoundProcessor
 from .stopping import Stopping
 
 
 class RequestProcessors(Processors):
-    """The processors of requests, each applied to [P, V] logits of its own row.
+    """The processors of requests, each applied to the logits of its own row.
 
-    Warpers, which read scores only, are taken from one of the requests for all rows: all are prepared from the same
-    arguments.
+    Where all requests have the same warpers, which read scores only, these are called once for all rows.
 
     Args:
-        own: those of each row, as `generate` prepared them for its request.
+        own: those of each row, made for its request.
         eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
         limits: [B], the most tokens that each row emits.
+        alike: [B], whether the processors of a row have the settings of the call, and are none of the request's own.
     """
 
-    def __init__(self, own: Sequence[Sequence[LogitsProcessor]], eos_token_id: torch.Tensor | None, limits: list[int]):
-        super().__init__(own[0], eos_token_id, max(limits))
-        self.limits = limits
-        self.own = [Processors(processors, eos_token_id).at_once for processors in own]
+    def __init__(
+        self,
+        own: Sequence[Sequence[Processor]],
+        eos_token_id: torch.Tensor | None,
+        limits: Sequence[int],
+        alike: Sequence[bool],
+    ):
+        super().__init__(own[0], eos_token_id)
+        self.own: list[Processors] = [self] * len(own)
+        self.warp_alone = [True] * len(own)
+        for row, (processors, limit, is_alike) in enumerate(zip(own, limits, alike, strict=True)):
+            self.admit(row, processors, limit, is_alike)
 
-    def admit(self, row: int, processors: Sequence[LogitsProcessor], limit: int) -> None:
+    def admit(self, row: int, processors: Sequence[Processor], limit: int, alike: bool) -> None:
         """A new request has the place of a row."""
-        self.own[row], self.limits[row] = Processors(processors).at_once, limit
-        self.max_new_tokens = max(self.limits)
+        self.own[row] = Processors(processors, self.eos_token_id, limit)
+        self.warp_alone[row] = not (alike and all(type(processor) in WARPERS for processor in processors))
+        self.max_rollback = min(one.max_rollback for one in self.own)
 
     def room(self, batch: Batch, row: int) -> int:
-        return self.limits[row] - batch.counts[row]
+        return self.own[row].max_new_tokens - batch.counts[row]
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        scores = logits.float()
         self.barred.clear()
-        cells: list[tuple[int, int, torch.Tensor]] | None = None
-        for number, processor in enumerate(self.own[batch.rows[0]]):
-            if (of_scores := warped(processor, scores)) is not None:
-                scores = of_scores
-            else:
-                if cells is None:
-                    cells = self._texts(batch, draft, scores.shape[1], ahead)
-                scores = self._by_text(number, batch, scores, cells)
-        return scores
-
-    def _texts(
-        self, batch: Batch, draft: Draft | None, positions: int, ahead: int
-    ) -> list[tuple[int, int, torch.Tensor]]:
-        """The row index, position and text [1, n] of each cell that `generate` could reach."""
-        batch.reserve(ahead + positions)
+        if not any(self.warp_alone[row] for row in batch.rows):
+            return self.own[batch.rows[0]](batch, draft, logits, ahead)
+        batch.reserve(ahead + logits.shape[1])
         found = []
-        for emitted, members in self._cells(batch, draft, positions, ahead).items():
-            for index, position in members:
-                row = batch.rows[index]
-                if emitted < self.limits[row]:
-                    text = batch.ids[row, batch.width - batch.prompt_lengths[row] : batch.width + emitted]
-                    found.append((index, position, text[None]))
-        return found
+        for index, row in enumerate(batch.rows):
+            of_row = (
+                None if draft is None else draft._replace(tokens=draft.tokens[[index]], lengths=[draft.lengths[index]])
+            )
+            found.append(self.own[row](batch.alone(row), of_row, logits[index : index + 1], ahead))
+            self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
+        return torch.cat(found)
 
-    def _by_text(
-        self, number: int, batch: Batch, scores: torch.Tensor, cells: list[tuple[int, int, torch.Tensor]]
-    ) -> torch.Tensor:
-        """Call the processor with this number of each row at each of its cells of scores [R, P, V]."""
-        result = scores.clone()
-        for index, position, text in cells:
-            row = batch.rows[index]
-            processor = self.own[row][number]
-            if type(processor) is logits_process.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
-                emitted = text.shape[1] - batch.prompt_lengths[row]
-                found = self._constrained(processor, text, scores[index, position][None], [0], emitted)
-                if (0, emitted) in self.barred:
-                    self.barred[row, emitted] = self.barred.pop((0, emitted))
-            else:
-                found = processor(text, scores[index, position][None])
-            result = result.to(found.dtype)  # later processors get the precision that they get in `generate`
-            result[index, position] = found[0]
-        return result
+    def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
+        if not any(isinstance(processor, RoundProcessor) for one in self.own for processor in one.at_once):
+            return None
+        masks = [
+            self.own[row].allowed(batch.alone(row), ahead, [is_wanted])
+            for row, is_wanted in zip(batch.rows, wanted, strict=True)
+        ]
+        return None if all(mask is None for mask in masks) else [None if mask is None else mask[0] for mask in masks]
 
 
 class RequestStopping(Stopping):
@@ -103,8 +87,13 @@ class RequestStopping(Stopping):
     def __init__(self, own: Sequence[Stopping]):
         first = own[0]
         self.own, self.limits = list(own), [stopping.max_new_tokens for stopping in own]
-        self.criteria, self.stateful, self.eos_token_id = first.criteria, first.stateful, first.eos_token_id
+        self.stateful, self.eos_token_id = first.stateful, first.eos_token_id
         self.pads_finished_rows, self.stopped_at = True, {}
+
+    @property
+    def criteria(self) -> StoppingCriteriaList:  # type: ignore[override]
+        """Those of all rows."""
+        return StoppingCriteriaList(criterion for one in self.own for criterion in one.criteria)
 
     @property
     def max_new_tokens(self) -> int:  # type: ignore[override]
@@ -121,6 +110,8 @@ class RequestStopping(Stopping):
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         for row, number in zip(batch.rows, new, strict=True):
+            if not self.own[row].criteria:
+                continue
             text = batch.row(row)[None]
             for emitted in range(batch.counts[row] - number + 1, batch.counts[row] + 1):
                 prefix = text[:, : batch.prompt_lengths[row] + emitted]
@@ -136,9 +127,3 @@ class RequestStopping(Stopping):
             return False
         criteria = self.own[row].criteria
         return not (criteria and criteria(text, None).item())
-
-
-def check_alike(own: Sequence[Sequence[LogitsProcessor]]) -> None:
-    """Raise a ValueError if requests have different kinds of processors."""
-    kinds = {tuple(type(processor) for processor in processors) for processors in own}
-    require(len(kinds) == 1, "requests of one call need the same kinds of logits processors; make several calls.")

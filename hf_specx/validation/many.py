@@ -1,10 +1,12 @@
 """Checks of a call with many requests."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specx.common.architectures import WHOLE
 from hf_specx.common.errors import is_int, require
 
 
@@ -20,18 +22,19 @@ OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_
 OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
 
 
-def check_queue(layout: str, draft_layout: str, reason: str, compiled: bool) -> None:
-    """Check that prompts can be read in the places of rows that have ended."""
-    require(not compiled, "compile=True does not fill rows again; use compile=False, or call generate for each batch.")
-    told = (
-        f"rows can be filled again in the ragged layout alone, and this call has {layout!r} for the target "
-        f"({reason}) and {draft_layout!r} for the draft; call generate for each batch instead."
-    )
-    require({layout, draft_layout} == {"ragged"}, told)
+def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str) -> str | None:
+    """Why prompts cannot be read in the places of rows that have ended; None if they can."""
+    for model in models:
+        if model.config.is_encoder_decoder:
+            return f"{type(model).__name__} has an encoder"
+        if model.config.model_type in WHOLE:
+            return f"{type(model).__name__} is exact without a cache only"
+    if {layout, draft_layout} != {"ragged"}:
+        return f"the layout is {layout!r}" + (f", that of the draft {draft_layout!r}" * (layout != draft_layout))
+    return None
 
 
 def check_many(
-    model: PreTrainedModel,
     batch_size: int,
     max_batch_tokens: int | None,
     streamer: BaseStreamer | None,
@@ -45,5 +48,3 @@ def check_many(
         told = f"{name}= belongs to one call of generate; requests carry their own prompts, seeds and limits."
         require(kwargs.get(name) is None, told)
     require(streamer is None, "a streamer shows one batch; iterate over the completions instead.")
-    told = f"{type(model).__name__} has an encoder, and its rows cannot be filled again; call generate for each batch."
-    require(not model.config.is_encoder_decoder, told)

@@ -10,11 +10,11 @@ from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.resting import Resting
 from hf_specx.drafting.schedule import (
     UNSET,
     Auto,
     Drafting,
-    Resting,
     Schedule,
     choose_drafting,
     given_drafting,

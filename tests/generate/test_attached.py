@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft, SuffixPool
 
 
 SAMPLED = {"do_sample": True, "max_new_tokens": 20, "pad_token_id": 0}
@@ -82,3 +82,72 @@ def test_inference_mode():
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
     with torch.inference_mode(), strategy.attached(target):
         assert torch.equal(text(target), expected)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
+def test_adapters_on_and_off():
+    """LoRA: each call takes the weights that are active, also for a draft that is the target's first layers."""
+    peft = pytest.importorskip("peft")
+    base, drafts = tiny(), [near(tiny(), 0.1), EarlyExitDraft(1)]
+    target = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(generator=torch.Generator().manual_seed(1))
+    with_adapter = text(target)
+    with target.disable_adapter():
+        without = text(target)
+    assert not torch.equal(with_adapter, without)
+    for draft in drafts:
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+        with strategy.attached(target), Forwards(base) as forwards:
+            assert torch.equal(text(target), with_adapter)
+            with target.disable_adapter():
+                assert torch.equal(text(target), without)
+        assert draft is not drafts[0] or len(forwards.ids) < 40  # early exits run the same modules
+        assert strategy.report.accepted > 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
+def test_gradient_checkpointing():
+    """It turns the cache off, in training mode alone."""
+    target = tiny()
+    expected = text(target)
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
+    target.gradient_checkpointing_enable()
+    target.train()
+    with strategy.attached(target), pytest.raises(ValueError, match="turns its cache off; call target.eval"):
+        text(target)
+    target.eval()
+    with strategy.attached(target):
+        assert torch.equal(text(target), expected)
+
+
+def test_tensors_of_inference_mode():
+    """Prompts and weights that were made in it, used outside of it, and a strategy that serves both."""
+    with torch.inference_mode():
+        made, ids = tiny(), prompts(3)
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
+    torch.manual_seed(0)
+    expected = target.generate(**prompts(3), **SAMPLED)
+    for model in (made, target, made):
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**ids, **SAMPLED, custom_generate=strategy), expected)
+    found = list(strategy.generate_many(made, ids["input_ids"].tolist(), batch_size=2, **SAMPLED))
+    assert len(found) == 3
+
+
+def test_earlier_rollouts_feed_the_pool():
+    """What was sampled in one step of training is proposed in the next, where the policy has hardly changed."""
+    target, pool = tiny(), SuffixPool()
+    strategy = SpeculativeDecoding(SuffixDraft(pool=pool, min_match=2))
+    accepted = []
+    for _ in range(2):
+        expected = text(target)
+        with strategy.attached(target):
+            rollouts = text(target)
+        assert torch.equal(rollouts, expected)
+        accepted.append(strategy.report.accepted)
+        pool.add(*rollouts.tolist())
+    assert accepted[1] > 2 * accepted[0] + 10

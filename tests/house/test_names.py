@@ -9,7 +9,7 @@ from hf_specx.hub.flatten import PACKAGE
 
 
 # commands are called what they do, like the functions that they call
-COMMANDS = {"check", "generate", "publish", "tune", "vllm"}
+COMMANDS = {"check", "distill", "generate", "publish", "tune", "vllm"}
 
 
 def public_names(path: Path) -> Iterator[str]:

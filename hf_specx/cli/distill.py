@@ -1,0 +1,212 @@
+"""`specx distill`: train a draft for a target on prompts of yours."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from hf_specx.hub.folders import check_folder
+from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
+
+from .console import errors_in_one_line, imports, progress
+from .options import (
+    LARGEST_SEED,
+    AsJson,
+    Chat,
+    Device,
+    Dtype,
+    Greedy,
+    MaxNewTokens,
+    Messages,
+    Overwrite,
+    PromptFile,
+    Revision,
+    Temperature,
+    Token,
+    TopK,
+    TopP,
+    Trust,
+    check_dtype,
+    check_model_name,
+    hub_options,
+    read_prompts,
+    sampling_options,
+    typed,
+)
+
+
+if TYPE_CHECKING:  # torch is imported after the options were checked
+    from hf_specx.training.progress import Tell
+    from hf_specx.training.result import Distilled
+
+
+DEFAULTS = TrainingRecipe()
+
+
+def distill(
+    target: Annotated[str, typer.Argument(help="Id or folder of the target.")],
+    draft: Annotated[str, typer.Argument(help="Id or folder of a draft, or layers:N, the target's first N layers.")],
+    out: Annotated[Path, typer.Option(help="Save the pair in this folder.")],
+    file: PromptFile = None,
+    loss: Annotated[str, typer.Option(help=f"{', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
+    max_new_tokens: MaxNewTokens = DEFAULTS.max_new_tokens,
+    temperature: Temperature = 1.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    greedy: Greedy = False,
+    chat: Chat = False,
+    held_out: Annotated[float, typer.Option(help="Share of the prompts that is not trained on.")] = 0.2,
+    phases: Annotated[int, typer.Option(help="How often the target writes new texts, at most.")] = DEFAULTS.phases,
+    texts: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
+    passes: Annotated[int, typer.Option(help="How often a text is trained on.")] = DEFAULTS.passes,
+    patience: Annotated[int, typer.Option(help="Stop after so many phases without a rise.")] = DEFAULTS.patience,
+    batch_size: Annotated[int, typer.Option(help="Texts in a step.")] = DEFAULTS.batch_size,
+    learning_rate: Annotated[float | None, typer.Option(help="The largest; else by the draft's width.")] = None,
+    lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    revision: Revision = None,
+    draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
+    token: Token = None,
+    trust_remote_code: Trust = False,
+    folder: Annotated[Path | None, typer.Option(help="Of texts and checkpoints; else OUT.training.")] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the new pair.")] = False,
+    inside: Annotated[bool, typer.Option("--inside", help="Save the weights of the target, not its id.")] = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a draft on what the target writes for your prompts, so that more of its candidates are accepted.
+
+    Prompts come from --file or standard input. Sampling options are those that you will generate with. The same
+    command goes on with a training that was interrupted.
+    """
+    with errors_in_one_line():
+        options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
+        options |= {"loss": loss, "phases": phases, "texts_per_phase": texts, "passes": passes, "patience": patience}
+        options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
+        check_given(target, draft, dtype, options, out, overwrite)
+        prompts = read_prompts([], file, "with --file, or on standard input")
+        options |= {"held_out": held_out, "folder": folder or out.with_name(f"{out.name}.training")}
+        loading = {"dtype": dtype, "hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
+        names = (target, revision), (draft, draft_revision)
+        result = train(*names, prompts, chat, loading, device, options)
+        if result is not None:
+            keep_pair(result, out, inside, overwrite, not no_measure, as_json)
+
+
+def check_given(target: str, draft: str, dtype: str, options: dict[str, Any], out: Path, overwrite: bool) -> None:
+    """Raise a ValueError for what cannot be, before torch is imported."""
+    check_dtype(dtype)
+    check_model_name("TARGET", target)
+    if first_layers_wanted(draft) is None:
+        check_model_name("DRAFT", draft)
+    TrainingRecipe.of(options)
+    check_folder(out, overwrite)
+
+
+def train(
+    target: tuple[str, str | None],
+    draft: tuple[str, str | None],
+    prompts: list[str | Messages],
+    chat: bool,
+    loading: dict[str, Any],
+    device: str | None,
+    options: dict[str, Any],
+) -> "Distilled | None":
+    """Load the models and train.
+
+    Args:
+        target, draft: names and revisions.
+        prompts, chat: as in `texts_of`.
+        loading: of `Study`, to load models by.
+        device: as typed.
+        options: of `distill`.
+
+    Returns:
+        None on other processes than the first one.
+    """
+    with imports():
+        from hf_specx.common.devices import last_device
+        from hf_specx.measure.study import Study
+        from hf_specx.measure.tune import load
+        from hf_specx.pairs.shares import processes
+        from hf_specx.training.distill import distill as train_draft
+
+        from .loading import device_map, texts_of
+    study = Study(device_map=device_map(device), **loading)
+    loaded, own = load(*target, study, study.device_map), None
+    if first_layers_wanted(draft[0]) is None:
+        own = load(*draft, study, {"": last_device(loaded.model)})
+    with shown_progress() as tell:
+        result = train_draft(
+            loaded.model,
+            draft[0] if own is None else own.model,
+            texts_of(prompts, loaded.tokenizer, chat, target[0]),
+            tokenizer=loaded.tokenizer,
+            draft_tokenizer=None if own is None else own.tokenizer,
+            progress=tell,
+            command=typed(),
+            **options,
+        )
+    result.pair.sources["target"] = loaded.facts
+    return result if processes().is_main_process else None
+
+
+def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, measured: bool, as_json: bool) -> None:
+    """Time the pair if asked to, save it, and print what came of it."""
+    from hf_specx.hub.folders import INSIDE
+
+    from .loading import saved_as
+
+    console, source = Console(stderr=as_json), result.pair.sources["target"]
+    console.print(Text(str(result)), soft_wrap=True)
+    if measured:
+        time_pair(result)
+    assert source is not None
+    result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
+    for m in result.pair.config.measurements:
+        console.print(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate")
+    console.print(Text(f"saved in {out}; texts and checkpoints are no longer needed"), soft_wrap=True)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict()))
+
+
+def time_pair(result: "Distilled") -> None:
+    """Time the pair, and show how far that is."""
+    with ExitStack() as stack:
+        shown: list[Callable[[], object]] = []
+
+        def advance(total: int) -> None:
+            if not shown:
+                shown.append(stack.enter_context(progress("the new pair, in turns with plain generate", total)))
+            shown[0]()
+
+        result.measure((1, 8), typed(), advance)
+
+
+@contextmanager
+def shown_progress() -> "Iterator[Tell]":
+    """A line on stderr for each phase, and a bar if that is a terminal."""
+    from hf_specx.training import progress as training_progress
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("", total=None)
+
+        def tell(now: training_progress.TrainingProgress) -> None:
+            if now.doing == training_progress.EVALUATED:
+                print(now, file=sys.stderr)
+                return
+            what = f"phase {now.phase}, {now.doing}" if now.phase else now.doing
+            bars.update(task, description=what, completed=now.done, total=now.total or None)
+
+        yield tell

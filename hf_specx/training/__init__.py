@@ -1,0 +1,1 @@
+"""Drafts trained for a target: see the README of this folder."""

@@ -1,0 +1,67 @@
+"""The draft that training starts from: a copy, the target's first layers, or either with LoRA."""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.errors import require
+from hf_specx.drafting.early_exit import EarlyExitDraft
+
+from .recipe import LAYERS_PREFIX
+
+
+PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
+LORA_ALPHA = 2  # times the rank
+
+
+@torch.no_grad()
+def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
+    """A model of its own with copies of the target's first layers, its embedding, final norm and head.
+
+    Raises:
+        ValueError: the target has no list of layers, not enough of them, or is not in_words by fewer in its config.
+    """
+    layers = EarlyExitDraft(count).first_layers(target)
+    config = copy.deepcopy(target.config)
+    text = config.get_text_config(decoder=True)
+    all_layers = text.num_hidden_layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == all_layers:
+            setattr(text, name, value[:count])  # such as layer_types
+    text.num_hidden_layers = count
+    given = f"'{LAYERS_PREFIX}{count}'"
+    told = f"{given}: a {type(target).__name__} of {count} layers is not the first {count} of this one; give a draft "
+    told += "model instead."
+    try:
+        draft: Any = type(target)(config).to(dtype=target.dtype, device=target.device)  # type: ignore[call-arg]
+        draft.load_state_dict(layers.state_dict())
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"{told} {error}") from error
+    draft.generation_config = copy.deepcopy(target.generation_config)
+    ids = torch.arange(PROBE, device=target.device)[None] % text.vocab_size
+    apart = draft.eval()(ids).logits - layers(ids).logits
+    require(bool(apart.abs().max() < 1e-2), told)
+    return draft
+
+
+def trainable_copy(draft: PreTrainedModel, lora: int | None, seed: int) -> Any:
+    """A copy in float32 whose weights are trained, or with `lora` as its rank, whose adapters are."""
+    made = copy.deepcopy(draft).float().requires_grad_(lora is None)
+    if lora is None:
+        return made
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError(f"lora={lora} needs peft: pip install 'hf_specx[train]'.") from error
+    torch.manual_seed(seed)
+    config = LoraConfig(r=lora, lora_alpha=LORA_ALPHA * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(made, config)
+
+
+def merged(draft: Any, like: PreTrainedModel) -> PreTrainedModel:
+    """The trained draft as a plain model, where the one that it was copied from is, and in its precision."""
+    plain = draft.merge_and_unload() if hasattr(draft, "merge_and_unload") else draft
+    assert isinstance(plain, PreTrainedModel)
+    return plain.to(like.device, like.dtype).requires_grad_(True).eval()  # type: ignore[arg-type]

@@ -1,0 +1,88 @@
+"""The user's prompts: as token ids, checked, and those that are held out."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.common.architectures import vocabulary
+from hf_specx.common.errors import brief, is_int, require
+
+
+GivenPrompts = Sequence[str] | Sequence[Sequence[int]]
+HELD_OUT_SHARE = 0.2
+MOST_HELD_OUT = 256  # held-out prompts that a share of very many gives
+
+
+class Split(NamedTuple):
+    """Prompts as token ids: trained on, those by which training stops, and those of the reported figures."""
+
+    training: list[list[int]]
+    validation: list[list[int]]
+    test: list[list[int]]
+
+
+def encode_prompts(prompts: GivenPrompts, tokenizer: PreTrainedTokenizerBase | None, name: str) -> list[list[int]]:
+    """Token ids of texts, or of what are token ids already.
+
+    Raises:
+        ValueError: something is neither, empty, or a text without a tokenizer to read it.
+    """
+    told = f"{name}={brief(prompts)} is no list of prompts; give a list of strings, or of lists of token ids."
+    require(isinstance(prompts, Sequence) and not isinstance(prompts, str), told)
+    require(bool(prompts), f"{name} has no prompts; give some, the more the better.")
+    found = []
+    for number, prompt in enumerate(prompts, 1):
+        if isinstance(prompt, str):
+            told = "prompts are texts and there is no tokenizer to read them; pass tokenizer=, or give token ids."
+            require(tokenizer is not None, told)
+            ids: Any = tokenizer(prompt)["input_ids"]  # type: ignore[misc]
+        else:
+            ids = list(prompt)
+            told = f"prompt {number} of {name} is {brief(prompt)}; give a string, or ints of 0 or more."
+            require(all(is_int(i) and i >= 0 for i in ids), told)
+        require(bool(ids), f"prompt {number} of {name} is empty; leave it out.")
+        found.append([int(i) for i in ids])
+    return found
+
+
+def check_lengths(prompts: list[list[int]], models: Sequence[PreTrainedModel], max_new_tokens: int, name: str) -> None:
+    """Whether all models can read the prompts with what is written after them."""
+    for model in models:
+        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        for number, ids in enumerate(prompts, 1):
+            told = f"prompt {number} of {name} has {len(ids)} tokens, and with {max_new_tokens} new ones it is beyond "
+            told += f"the {limit} positions of {type(model).__name__}; shorten it, or lower max_new_tokens."
+            require(limit is None or len(ids) + max_new_tokens <= limit, told)
+            told = f"prompt {number} of {name} has the id {max(ids)}, and {type(model).__name__} has "
+            require(max(ids) < vocabulary(model), f"{told}{vocabulary(model)} tokens; it is of another tokenizer.")
+
+
+def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -> Split:
+    """Hold some prompts out; none of them is among those that are trained on.
+
+    Args:
+        prompts: all of them.
+        held_out: a share of the prompts, of which `MOST_HELD_OUT` at most are taken, evenly spaced; or other prompts.
+
+    Raises:
+        ValueError: too few are left on either side.
+    """
+    if isinstance(held_out, list):
+        apart = held_out
+    else:
+        told = (
+            f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or a list of prompts."
+        )
+        require(0 < held_out < 1, told)
+        count = min(round(held_out * len(prompts)), MOST_HELD_OUT)
+        apart = [prompts[number * len(prompts) // count] for number in range(count)]
+    unseen = {tuple(ids) for ids in apart}
+    training = [ids for ids in prompts if tuple(ids) not in unseen]
+    told = (
+        f"of {len(prompts)} prompts {len(unseen)} different ones are held out, and {len(training)} are left to train "
+    )
+    told += "on; give more prompts: at least 4 are held out, half of them to stop by and half to report on."
+    require(len(unseen) >= 4 and bool(training), told)
+    once = [list(ids) for ids in dict.fromkeys(map(tuple, apart))]
+    return Split(training, once[::2], once[1::2])

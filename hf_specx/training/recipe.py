@@ -1,0 +1,130 @@
+"""How a draft is trained: the loss, the sampling of later, how much and how long. Nothing here imports torch."""
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from hf_specx.common.errors import brief, is_int, require, similar
+from hf_specx.measure.checks import check_sampling
+
+
+LOSS_NAMES = ("lk", "log_acceptance", "total_variation", "forward_kl", "reverse_kl", "jsd")  # see `losses`
+LAYERS_PREFIX = "layers:"
+RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
+SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
+SET_BY_DISTILL += ["seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model"]
+SET_BY_DISTILL += ["remove_unused_columns"]
+OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """How a draft is trained; every option of `distill` by its name.
+
+    Attributes:
+        loss: one of `LOSS_NAMES`.
+        do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
+            and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
+        max_new_tokens: the longest text that the target writes after a prompt.
+        phases: how often the target writes new texts with the draft of the moment; after each the draft is trained,
+            judged on held-out prompts, and saved.
+        texts_per_phase: new texts of a phase.
+        passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
+            far.
+        patience: training stops after so many phases in a row without a new best α.
+        batch_size: texts of a training step on one device.
+        learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
+            hidden size of the draft, for a draft that is trained already, for layers of the target, or for LoRA.
+        lora: rank of LoRA on all linear layers of the draft, merged into it at the end; None trains all weights.
+        seed: of all random numbers.
+        training: further arguments of transformers' `TrainingArguments`, such as {"bf16": True,
+            "gradient_accumulation_steps": 4}.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or contradicts another.
+    """
+
+    loss: str = "lk"
+    do_sample: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 128
+    phases: int = 20
+    texts_per_phase: int = 64
+    passes: int = 4
+    patience: int = 4
+    batch_size: int = 8
+    learning_rate: float | None = None
+    lora: int | None = None
+    seed: int = 0
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "TrainingRecipe":
+        """A recipe with these options and the defaults of the others."""
+        names = [each.name for each in fields(cls)]
+        for name in options:
+            told = f"{name}= is no option of distill; {similar(name, names)}options: {', '.join(names)}."
+            require(name in names, told)
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        told = f"loss={brief(self.loss)} is unknown; choose one of {', '.join(LOSS_NAMES)}."
+        require(self.loss in LOSS_NAMES, told)
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        drawn = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
+        require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
+        counts = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
+        for name in counts:
+            value = getattr(self, name)
+            require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more.")
+        require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more.")
+        told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
+        require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
+        rate = self.learning_rate
+        possible = rate is None or 0 < rate < math.inf
+        require(possible, f"learning_rate={rate} is no number above 0.")
+        truncated = self.top_p < 1 or self.top_k > 0 or not self.do_sample
+        told = "loss='reverse_kl' is infinite where the target's distribution has zeros, as top_p, top_k and "
+        told += "do_sample=False leave it; choose another loss, such as 'lk'."
+        require(self.loss != "reverse_kl" or not truncated, told)
+        self._check_training()
+
+    def _check_training(self) -> None:
+        for name in self.training:
+            told = f"training={{{name!r}: ...}} is set by distill, by its own options."
+            require(name not in SET_BY_DISTILL, told)
+            told = f"training={{{name!r}: ...}}: the draft is trained whole on each device; leave it out, and lower "
+            told += "batch_size or use lora if memory is short."
+            require(name not in OF_SHARDS, told)
+
+    @property
+    def generate_options(self) -> dict[str, Any]:
+        """Arguments of `generate`, also those that are off, since a model may have them on."""
+        options: dict[str, Any] = {"do_sample": self.do_sample, "max_new_tokens": self.max_new_tokens}
+        if self.do_sample:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
+
+    def rate(self, hidden_size: int, from_layers: bool) -> float:
+        """The largest learning rate of a draft of this width."""
+        kind = "lora" if self.lora is not None else "layers" if from_layers else "draft"
+        return RATES[kind] / hidden_size if self.learning_rate is None else self.learning_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def first_layers_wanted(draft: Any) -> int | None:
+    """N of "layers:N"; None for anything else.
+
+    Raises:
+        ValueError: N is no number.
+    """
+    if not isinstance(draft, str) or not draft.startswith(LAYERS_PREFIX):
+        return None
+    number = draft.removeprefix(LAYERS_PREFIX)
+    require(number.isdecimal() and int(number) >= 1, f"{draft!r} names no layers; write it like 'layers:2'.")
+    return int(number)

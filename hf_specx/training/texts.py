@@ -1,0 +1,181 @@
+"""Texts that the target writes after prompts, and the seeds that they are drawn with."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.devices import execution_device
+from hf_specx.drafting.costs import Costs
+from hf_specx.engine.requests import Request
+from hf_specx.pairs.shares import gathered, processes
+from hf_specx.strategy import SpeculativeDecoding
+
+from .recipe import TrainingRecipe
+
+
+ROWS = 16  # texts that are written at once
+SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
+
+
+class Text(NamedTuple):
+    """A prompt and what the target wrote after it, as token ids."""
+
+    prompt: list[int]
+    new: list[int]
+
+
+class Writer:
+    """Has the target write texts, with a draft that makes it faster and changes nothing.
+
+    Verification is "coupled": a text follows from the target, the prompt and its seed alone. So texts do not depend on
+    how far the draft has come, on the number of processes, or on whether a run was interrupted.
+
+    Args:
+        target: in evaluation mode.
+        draft: of the moment; the same object while it is trained.
+        recipe: how text is sampled.
+        folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
+            same target, prompts, sampling and seed.
+
+    Attributes:
+        speed: new tokens a second of the last `write`; None if its texts were there already.
+    """
+
+    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: TrainingRecipe, folder: Path):
+        self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
+        self.of_target = fingerprint_of(target)
+        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None)
+        self.speed: float | None = None
+
+    def costs(self, prompt: list[int]) -> Costs:
+        """Times of the forwards of both models."""
+        self.strategy.calibrate(self.target, torch.tensor([prompt], device=execution_device(self.target)))
+        return self.strategy.costs
+
+    def write(
+        self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
+    ) -> list[Text]:
+        """One text after each prompt, in order.
+
+        Args:
+            name: of this set of texts: their seeds follow from it, their file is called so.
+            prompts: token ids.
+            advance: called after each text with how many are written, and how many will be.
+        """
+        options = self.recipe.generate_options
+        file, self.speed = self.folder / f"{name}.json", None
+        made_of = hashlib.sha256(json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()).hexdigest()
+        if file.exists() and (known := json.loads(file.read_text()))["made_of"] == made_of:
+            return [Text(*each) for each in known["texts"]]
+        seeds = [seed_of(self.recipe.seed, name, number) for number in range(len(prompts))]
+        numbered = [(number, Request(prompts[number], seed=seed)) for number, seed in enumerate(seeds)]
+
+        def share() -> list[tuple[int, list[int]]]:
+            state = processes()
+            mine = numbered[state.process_index :: state.num_processes]
+            found = []
+            each = self.strategy.generate_many(self.target, [r for _, r in mine], batch_size=ROWS, **options)
+            for done in each:
+                if done.error is not None:
+                    raise ValueError(done.error)
+                found.append((mine[done.index][0], done.tokens))
+                advance(len(found), len(mine))
+            return found
+
+        started, trains = time.perf_counter(), self.draft.training
+        self.draft.eval()
+        try:
+            new = dict(gathered(share))
+        finally:
+            self.draft.train(trains)
+        texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
+        self.speed = sum(len(text.new) for text in texts) / (time.perf_counter() - started)
+        if processes().is_main_process:
+            write_whole(file, json.dumps({"made_of": made_of, "texts": texts}))
+        return texts
+
+
+def write_whole(file: Path, content: str) -> None:
+    """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+
+
+def fingerprint_of(model: PreTrainedModel) -> str:
+    """A hash of some numbers of each weight."""
+    total = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+        total.update(name.encode() + some.contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def seed_of(seed: int, name: str, number: int) -> int:
+    """A seed below 2**56 of its own for each text of each set."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7], "big")
+
+
+class Phases(torch.utils.data.Dataset[Text]):
+    """The texts of one phase: the new ones once, and others drawn from all so far.
+
+    Args:
+        writer: writes the new ones.
+        prompts: token ids; each is used once before any is used again.
+    """
+
+    def __init__(self, writer: Writer, prompts: Sequence[list[int]]):
+        self.writer, self.prompts, self.recipe = writer, prompts, writer.recipe
+        self.written: list[list[Text]] = []
+        self.texts: list[Text] = []
+
+    def __len__(self) -> int:
+        return self.recipe.texts_per_phase * self.recipe.passes
+
+    def __getitem__(self, number: int) -> Text:
+        return self.texts[number]
+
+    def begin(self, phase: int, advance: Callable[[int, int], object]) -> None:
+        """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
+        while len(self.written) <= phase:
+            number = len(self.written)
+            self.written.append(self.writer.write(f"phase-{number:03d}", self._prompts(number), advance))
+        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))
+        earlier = [text for texts in self.written[: phase + 1] for text in texts]
+        new = self.written[phase]
+        drawn = torch.randint(len(earlier), (len(self) - len(new),), generator=generator).tolist()
+        texts = [*new, *(earlier[number] for number in drawn)]
+        self.texts = [texts[number] for number in torch.randperm(len(texts), generator=generator).tolist()]
+
+    def _prompts(self, phase: int) -> list[list[int]]:
+        count = self.recipe.texts_per_phase
+        found = []
+        for place in range(phase * count, (phase + 1) * count):
+            again, number = divmod(place, len(self.prompts))
+            generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
+            found.append(self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])])
+        return found
+
+
+def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    """A batch, padded on the right with 0: ids, mask, and labels [B, L] int64, -100 at the prompt and the pads."""
+    width = max(len(text.prompt) + len(text.new) for text in texts)
+    ids = torch.zeros(len(texts), width, dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, (prompt, new) in enumerate(texts):
+        end = len(prompt) + len(new)
+        ids[row, :end], mask[row, :end] = torch.tensor(prompt + new), 1
+        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -1,0 +1,101 @@
+"""`specx distill`: what is shown, saved and refused."""
+
+import json
+import sys
+
+import pytest
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.cli import distill as cli_distill
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1, "initializer_range": 0.2, "num_hidden_layers": 3}
+QUICK = ["--phases", 2, "--texts", 8, "--passes", 2, "--max-new-tokens", 8, "--learning-rate", 5e-3]
+PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A target, a draft for it and one with other tokens."""
+    root = tmp_path_factory.mktemp("models")
+    target = tiny(**SIZES)
+    parts = {
+        "target": (target, tiny_tokenizer()),
+        "draft": (near(target, 0.8), tiny_tokenizer()),
+        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
+    }
+    for name, (model, tokenizer) in parts.items():
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return {name: str(root / name) for name in parts}
+
+
+def specx(*arguments: object, input: str = PROMPTS):
+    return command("distill", *arguments, input=input, COLUMNS="200")
+
+
+@pytest.mark.parametrize("draft", ["draft", "layers:1"])
+def test_a_pair_is_trained_and_saved(folders, tmp_path, monkeypatch, draft: str):
+    monkeypatch.setattr(sys, "argv", ["specx", "distill", "these", "words"])
+    (tmp_path / "prompts.txt").write_text(PROMPTS)
+    out = tmp_path / "pair"
+    given = ["--file", tmp_path / "prompts.txt", "--out", out, "--no-measure", "--json"]
+    result = specx(folders["target"], folders.get(draft, draft), *QUICK, *given, input="")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["after"]["value"] > found["before"]["value"]
+    assert len(found["alphas"]) == 3
+    assert "before training, α" in result.stderr
+    assert "phase 2 of 2, α" in result.stderr
+    assert f"saved in {out}" in result.stderr
+    pair = DraftTargetPair.from_pretrained(out)
+    assert pair.draft.config.num_hidden_layers == (1 if draft == "layers:1" else 3)
+    card = command("card", out).stdout
+    assert "specx distill these words" in card
+    assert "How the draft was made" in card
+
+
+def test_speed_is_measured(folders, tmp_path):
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", *QUICK)
+    assert result.exit_code == 0, result.stderr
+    assert "batch 8: " in result.stdout
+    measured = DraftTargetPair.from_pretrained(tmp_path / "pair").config.measurements
+    assert [m.batch for m in measured] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("told", "target", "draft", "options"),
+    [
+        ("'nowhere' cannot be got from the Hub, and there is no folder of that name", "nowhere", "draft", []),
+        ("'nowhere' cannot be got from the Hub, and there is no folder of that name", "target", "nowhere", []),
+        ("the two tokenizers differ", "target", "stranger", []),
+        ("'layers:no' names no layers", "target", "layers:no", []),
+        ("leaves out no layer of LlamaForCausalLM, which has 3; give 1 to 2", "target", "layers:3", []),
+        ("loss='x' is unknown; choose one of", "target", "draft", ["--loss", "x"]),
+        ("--greedy draws nothing", "target", "draft", ["--greedy", "--top-p", 0.5]),
+        ("positions of LlamaForCausalLM; shorten it, or lower", "target", "draft", ["--max-new-tokens", 120]),
+    ],
+)
+def test_refused_before_anything_is_written(folders, tmp_path, told: str, target: str, draft: str, options: list):
+    names = [folders.get(name, name) for name in (target, draft)]
+    result = specx(*names, "--out", tmp_path / "pair", *QUICK, *options)
+    assert result.exit_code == 2
+    assert told in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli_distill, "train", pytest.fail)
+    (tmp_path / "thesis.tex").touch()
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "is there already" in result.stderr
+
+
+def test_no_prompts(folders, tmp_path):
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", input="")
+    assert result.exit_code == 2
+    assert "no prompts; give them with --file, or on standard input" in result.stderr

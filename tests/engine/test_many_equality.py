@@ -1,0 +1,92 @@
+"""Many requests of every kind, in several orders of arrival and batch sizes: each has the text of plain `generate`.
+
+And the distribution of what is sampled in places that are filled again, against exact enumeration. Each p-value is
+that of a chi-square test of goodness of fit. The seeds are fixed; over all choices of them, some test of the right
+distribution would fail with probability 1e-4.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from enumerated import NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
+from test_many import GREEDY, SAMPLED, alone, completed
+from test_many_whole import Raising
+from tiny import VOCAB_SIZE, Forwards, near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from wrong_rules import GreedyDraft
+
+from hf_specx import Request, SpeculativeDecoding
+from hf_specx.sampling import rules
+
+
+STOPS = [None, ["a b"], "cd", ["e", "xyz"]]
+CALL = {"repetition_penalty": 1.15, "min_new_tokens": 2, "no_repeat_ngram_size": 4}
+
+
+def made(number: int, seed: int = 0) -> list[Request]:
+    """Prompts of 1 to 40 tokens, limits of 1 to 40, stop strings and processors of some, seeds of all."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths, limits, kinds = (torch.randint(1, 41, (3, number), generator=generator)).tolist()
+    return [
+        Request(
+            torch.randint(1, VOCAB_SIZE, (length,), generator=generator),
+            limit,
+            seed=1000 + index,
+            stop_strings=STOPS[kind % 4],
+            logits_processor=[Raising(kind)] if kind % 5 == 0 else None,
+        )
+        for index, (length, limit, kind) in enumerate(zip(lengths, limits, kinds, strict=True))
+    ]
+
+
+def check(number: int, batch_sizes: Sequence[int], options: dict) -> None:
+    """All orders and batch sizes, with logprobs; the target runs fewer forwards than plain decoding."""
+    target, asked, options = tiny(vocab_size=280), made(number), options | CALL | {"tokenizer": tiny_tokenizer()}
+    expected = []
+    for request in asked:
+        own = {"stop_strings": request.stop_strings, "logits_processor": request.logits_processor or []}
+        expected.append(alone(target, request, **options, **own))
+    draft, options = near(target, 0.2), {name: value for name, value in options.items() if name != "tokenizer"}
+    for turn, batch_size in enumerate(batch_sizes):
+        order = torch.randperm(number, generator=torch.Generator().manual_seed(turn)).tolist()
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled", tokenizer=tiny_tokenizer())
+        with Forwards(target) as forwards:
+            found = completed(strategy, target, [asked[n] for n in order], batch_size=batch_size, **options)
+        assert not any(done.error for done in found.values()), found[0].error
+        assert [found[place].tokens for place in range(number)] == [expected[n] for n in order]
+        assert len(forwards.ids) < sum(map(len, expected)) / min(2, batch_size) + number
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_thirty_requests(options: dict):
+    check(30, (3, 8), options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+def test_five_hundred_requests(options: dict):
+    check(500, (1, 3, 8, 16, 8), options)
+
+
+def drawn(verification: str, number: int) -> torch.Tensor:
+    """The first four tokens of requests that all have the same prompt: [number, 4]."""
+    target, draft = models()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification)
+    asked = (Request(PROMPT[0], 4 + index % 3) for index in range(number))
+    torch.manual_seed(0)
+    options = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": None, "ordered": True}
+    found = list(strategy.generate_many(target, asked, batch_size=64, **options))
+    return torch.tensor([done.tokens[:4] for done in found])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_distribution_is_that_of_the_target(verification: str):
+    assert min(p_values(drawn(verification, 6000), exact_distribution([]))) > 1e-4 / 4
+
+
+@pytest.mark.slow
+def test_a_wrong_distribution_is_seen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rules, "RejectionRule", GreedyDraft)
+    assert min(p_values(drawn("token", 6000), exact_distribution([]))) < 1e-8

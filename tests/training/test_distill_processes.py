@@ -1,0 +1,57 @@
+"""Trainings in processes of their own: one that is killed, and two that share the work."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+pytestmark = pytest.mark.slow
+HERE = Path(__file__).parent
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(folder: Path, out: Path, how: list[str] = [], **options) -> int:  # noqa: B006
+    """The exit status of a training."""
+    paths = [HERE.parents[1], HERE, HERE.parent / "support", os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "ACCELERATE_USE_CPU": "1"}
+    command = [sys.executable, *how, str(HERE / "train_tiny.py"), str(folder), str(out), json.dumps(options)]
+    return subprocess.run(command, env=environment, check=False, timeout=300).returncode
+
+
+def alphas(path: Path) -> list[float]:
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["alphas"])
+
+
+def test_a_killed_training_goes_on_to_the_same_weights(tmp_path):
+    """By SIGKILL in the middle of the second phase, and again in the third; then as if nothing had happened."""
+    assert run(tmp_path / "whole", tmp_path / "whole.safetensors") == 0
+    for step in (6, 9):
+        assert run(tmp_path / "parts", tmp_path / "no", kill=step) == -signal.SIGKILL
+    assert run(tmp_path / "parts", tmp_path / "parts.safetensors") == 0
+    whole, parts = (load_file(tmp_path / f"{name}.safetensors-0") for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize("options", [{}, {"lora": 4, "learning_rate": 2e-2}], ids=["all weights", "lora"])
+def test_two_processes_equal_one(tmp_path, options):
+    """Each has half of the texts of every step, and writes half of them: within rounding, and both alike."""
+    if "lora" in options:
+        pytest.importorskip("peft")
+    assert run(tmp_path / "one", tmp_path / "one", batch_size=8, **options) == 0
+    assert run(tmp_path / "two", tmp_path / "two", TWO, batch_size=4, **options) == 0
+    one, first, second = (load_file(tmp_path / name) for name in ("one-0", "two-0", "two-1"))
+    for name, weight in one.items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], weight, atol=1e-4, rtol=1e-3)
+    assert alphas(tmp_path / "two-0") == pytest.approx(alphas(tmp_path / "one-0"), abs=1e-4)
+    assert alphas(tmp_path / "one-0")[-1] > alphas(tmp_path / "one-0")[0] + 0.005

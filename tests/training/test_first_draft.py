@@ -1,0 +1,84 @@
+"""The draft that training starts from: the target's first layers as a model of its own, and LoRA."""
+
+import copy
+
+import pytest
+import torch
+from tiny import near, tiny
+from training_cases import QUICK, models, same, silent, some_prompts, weights
+
+from hf_specx import DraftTargetPair, EarlyExitDraft
+from hf_specx.training.distill import distill
+from hf_specx.training.first_draft import draft_of_first_layers, merged, trainable_copy
+from hf_specx.training.recipe import first_layers_wanted
+
+
+TYPES = ("llama", "gpt2", "qwen2", "gemma2", "gpt_neox", "smollm3")
+IDS = torch.tensor([[3, 9, 27, 1, 8, 5]])
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_first_layers_as_a_model_of_its_own(model_type: str, tmp_path):
+    target = tiny(model_type)
+    before, config = weights(target), copy.deepcopy(target.config.to_dict())
+    draft = draft_of_first_layers(target, 1)
+    assert draft.config.num_hidden_layers == 1
+    wanted = EarlyExitDraft(1).first_layers(target)(IDS).logits
+    torch.testing.assert_close(draft(IDS).logits, wanted)
+    draft.save_pretrained(tmp_path)
+    torch.testing.assert_close(type(draft).from_pretrained(tmp_path)(IDS).logits, wanted)
+    with torch.no_grad():
+        next(draft.parameters()).add_(1)
+    assert same(weights(target), before)
+    assert target.config.to_dict() == config
+
+
+def test_what_names_layers():
+    assert [first_layers_wanted(x) for x in ("layers:2", "layers", "org/model", None)] == [2, None, None, None]
+    for wrong in ("layers:", "layers:two", "layers:0", "layers:-1"):
+        with pytest.raises(ValueError, match=f"{wrong!r} names no layers; write it like 'layers:2'"):
+            first_layers_wanted(wrong)
+
+
+def test_more_layers_than_there_are():
+    with pytest.raises(
+        ValueError, match="exit_layer=2 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1"
+    ):
+        draft_of_first_layers(tiny(), 2)
+
+
+def test_a_copy_is_trained_in_float32():
+    draft = tiny().to(torch.bfloat16)
+    made = trainable_copy(draft, None, 0)
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    assert all(weight.requires_grad for weight in made.parameters())
+    assert draft.dtype == torch.bfloat16
+    assert merged(made, draft).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
+    pytest.importorskip("peft")
+    target, draft = models()
+    made = trainable_copy(draft, 4, 0)
+    names = [name for name, weight in made.named_parameters() if weight.requires_grad]
+    assert names
+    assert all("lora_" in name for name in names)
+    result = distill(target, draft, some_prompts(), lora=4, progress=silent, **QUICK | {"learning_rate": 2e-2})
+    assert result.after.value > result.before.value
+    assert type(result.pair.draft) is type(draft)
+    assert weights(result.pair.draft).keys() == weights(draft).keys()
+    changed = [name for name, x in weights(draft).items() if not torch.equal(x, result.pair.draft.state_dict()[name])]
+    assert changed
+    assert not [name for name in changed if "norm" in name or "embed" in name]
+    result.pair.save_pretrained(tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    torch.testing.assert_close(loaded.draft(IDS).logits, result.pair.draft(IDS).logits)
+
+
+def test_from_nothing():
+    """A target whose layers are random, so that its first ones alone say little."""
+    target = near(tiny(num_hidden_layers=4, initializer_range=0.2), 0.1)
+    result = distill(target, "layers:2", some_prompts(), progress=silent, **QUICK | {"phases": 6})
+    assert result.pair.draft.config.num_hidden_layers == 2
+    assert result.gain.low > 0

@@ -1,0 +1,100 @@
+"""Texts: those of plain `generate`, whatever the draft; which of them a phase has; how they are kept."""
+
+import json
+
+import pytest
+import torch
+from counting import counting
+from tiny import near
+from training_cases import models, some_prompts
+
+from hf_specx.training.recipe import TrainingRecipe
+from hf_specx.training.texts import Phases, Writer, seed_of
+
+
+pytestmark = pytest.mark.usefixtures("draft_pays")
+
+
+def writer(folder, noise: float = 0.1, **options) -> Writer:
+    target, _ = models()
+    return Writer(
+        target, near(target, noise), TrainingRecipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options), folder
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"do_sample": False}], ids=str)
+def test_texts_are_those_of_plain_generate(tmp_path, options):
+    """Under each text's seed; they take fewer forwards than plain generate, which takes one for each token."""
+    given, prompts = writer(tmp_path, **options), some_prompts(6)
+    given.write("others", prompts)  # times the forwards
+    with counting(given.target) as forwards:
+        texts = given.write("some", prompts)
+    assert len(forwards) < 20
+    for number, text in enumerate(texts):
+        torch.manual_seed(seed_of(0, "some", number))
+        plain = given.target.generate(torch.tensor([prompts[number]]), **given.recipe.generate_options)
+        assert text.prompt + text.new == plain[0].tolist()
+
+
+def test_texts_do_not_depend_on_the_draft(tmp_path):
+    near_by, far_off = (writer(tmp_path / str(noise), noise) for noise in (0.05, 2.0))
+    with counting(near_by.target) as few, counting(far_off.target) as many:
+        assert near_by.write("some", some_prompts(5)) == far_off.write("some", some_prompts(5))
+    assert len(few) < len(many)
+
+
+def test_a_draft_in_training_mode_stays_in_it(tmp_path):
+    given = writer(tmp_path)
+    given.draft.train()
+    given.write("some", some_prompts(2))
+    assert given.draft.training
+
+
+def test_kept_texts_are_taken_only_for_what_they_were_made_of(tmp_path):
+    first = writer(tmp_path)
+    texts = first.write("some", some_prompts(3))
+    assert first.speed > 0
+    again = writer(tmp_path)
+    with counting(again.target) as forwards:
+        assert again.write("some", some_prompts(3)) == texts
+    assert (again.speed, forwards) == (None, [])
+    for other in (writer(tmp_path, max_new_tokens=8), writer(tmp_path, seed=1), writer(tmp_path, temperature=0.5)):
+        assert other.write("some", some_prompts(3)) != texts
+    assert first.write("some", some_prompts(4))[:3] == texts
+
+
+def test_a_file_that_is_half_written_is_not_read(tmp_path):
+    given = writer(tmp_path)
+    texts = given.write("some", some_prompts(2))
+    (tmp_path / "some.json").rename(tmp_path / "some.part")
+    (tmp_path / "some.part").write_text("[[1")
+    assert given.write("some", some_prompts(2)) == texts
+    assert json.loads((tmp_path / "some.json").read_text())["texts"]
+
+
+def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
+    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), some_prompts(7))
+    phases.begin(0, lambda done, total: None)
+    assert len(phases.texts) == len(phases) == 9
+    assert {str(text) for text in phases.texts} == {str(text) for text in phases.written[0]}
+    phases.begin(1, lambda done, total: None)
+    every = {str(text) for texts in phases.written for text in texts}
+    assert {str(text) for text in phases.written[1]} <= {str(text) for text in phases.texts} <= every
+
+
+def test_a_phase_can_be_begun_anew(tmp_path):
+    """As where an interrupted training goes on."""
+    first, again = (Phases(writer(tmp_path, max_new_tokens=3), some_prompts(7)) for _ in range(2))
+    for phase in range(3):
+        first.begin(phase, lambda done, total: None)
+    again.begin(2, lambda done, total: None)
+    assert again.texts == first.texts
+
+
+def test_each_prompt_is_used_once_before_any_is_used_again(tmp_path):
+    prompts = some_prompts(6)
+    phases = Phases(writer(tmp_path, max_new_tokens=1), prompts)
+    phases.begin(3, lambda done, total: None)
+    used = [text.prompt for texts in phases.written for text in texts]
+    assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
+    assert used[:6] != used[6:]

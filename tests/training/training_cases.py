@@ -1,0 +1,48 @@
+"""What several files of this room use: a target, a draft near it, prompts, and a training of a second."""
+
+from typing import Any
+
+import torch
+from tiny import near, tiny
+from transformers import PreTrainedModel
+
+from hf_specx.training.distill import distill
+from hf_specx.training.result import Distilled
+
+
+QUICK = {"max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
+
+
+def silent(progress: object) -> None:
+    """Shows nothing."""
+
+
+def models() -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target with a wide distribution, and a draft that is moved away from it."""
+    target = tiny(initializer_range=0.2)
+    return target, near(target, 0.8)
+
+
+def some_prompts(count: int = 40, seed: int = 0) -> list[list[int]]:
+    """Prompts of 4 to 7 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 48, (4 + number % 4,), generator=generator).tolist() for number in range(count)]
+
+
+def trained(**options: Any) -> Distilled:
+    """A short training of these models."""
+    target, draft = models()
+    given = {"progress": silent} | QUICK | options
+    return distill(
+        given.pop("target", target), given.pop("draft", draft), given.pop("prompts", some_prompts()), **given
+    )
+
+
+def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Copies of all weights."""
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all weights are equal, bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
