@@ -112,9 +112,7 @@ class SpeculativeDecoding:
         self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
-        names = ("num_draft_tokens", "verification", "layout", "compile", "streamer", "stream_by")
-        names += ("tokenizer", "draft_tokenizer", "tokenizer_match")  # type: ignore[assignment]
-        options = {name: getattr(self, name) for name in names} | {"costs": costs}
+        options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
         check_options(options, unknown, self.draft_model, len(misplaced))
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
