@@ -50,7 +50,7 @@ LOADER_OPTIONS = (
     "repo_type",
     "trust_remote_code",
 )
-EXITS: dict[int, EarlyExitDraft] = {}
+KNOWN_EXITS: dict[int, EarlyExitDraft] = {}
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
 def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
     """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
     check_exit_layer("assistant_early_exit", exit_layer, model)
-    return EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
+    return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.entry import AskedSignature, check_withheld
-from hf_specx.validation.many import check_many, why_whole
+from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
 
@@ -208,7 +208,8 @@ class SpeculativeDecoding:
         Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
 
         Args:
-            model: the target, a decoder-only model that takes the ragged layout, as the draft must.
+            model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
+                whole batches, and the report says why.
             requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
@@ -261,10 +262,7 @@ class SpeculativeDecoding:
         prepared, waiting = prepare_processors(processors, prompt, stopping, places)
         plan = make_plan(call, prompt, drafter, waiting)
         if places is not None:
-            models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
-            if (why := why_whole(models, plan.layout, plan.draft_layout)) is not None:
-                places.keep_whole(prompt)
-                plan = plan._replace(reason=f"{plan.reason}; whole batches, since {why}")
+            plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
         given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places

@@ -13,7 +13,7 @@ from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_
 from hf_specx.measure.checks import check_out, check_plots, check_runs
 from hf_specx.measure.points import Claim, claims
 from hf_specx.measure.recipes import PREFIX, check_grafted
-from hf_specx.measure.ways import way
+from hf_specx.measure.ways import PLAIN_NAME, way
 
 from .console import errors_in_one_line, figure, imports, progress
 from .options import (
@@ -36,11 +36,24 @@ from .options import (
 
 
 GRID_FILE = Path("specx-bench.json")
-COLUMNS = ("contender", "tokens/s", "x plain", "spread", "α", "tokens", "ms", "/bare", "limit", "3.8")
+COLUMNS = (
+    "contender",
+    "tokens/s",
+    "times plain",
+    "in a turn",
+    "α",
+    "tokens a round",
+    "ms a round",
+    "over forwards",
+    "limit",
+    "Theorem 3.8",
+)
 BENCH_LEGEND = (
-    "medians; x plain: speed over that of plain in the same turn, spread: the least and the largest; tokens: per row "
-    "and round; ms: of a round; /bare: a round over its bare forwards; limit: the speed-up if there were nothing but "
-    "forwards; 3.8: that of Theorem 3.8, where a target step over all candidates costs as much as one over a token"
+    "medians over turns; times plain: tokens/s over those of plain; in a turn: the least and the largest such ratio "
+    "within one turn; α: the chance that a candidate is accepted; tokens and ms a round: of a row; over forwards: a "
+    "round over its bare forwards; limit: the speed-up if there were nothing but forwards, each timed on its own, so "
+    "that noise may put it below what was measured; Theorem 3.8: the same if a target step over all candidates cost "
+    "as much as one over a token"
 )
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
 HELP_PAIR = f"Id or folder of a pair; or {PREFIX}30M and the like."
@@ -191,13 +204,14 @@ def contenders_table(contenders: dict[str, Any]) -> Table:
     for heading in COLUMNS:
         named = heading == COLUMNS[0]
         table.add_column(heading, justify="left" if named else "right", no_wrap=named)
+    plain = contenders.get(PLAIN_NAME, {}).get("tokens_per_second")
     for name, noted in contenders.items():
         if "tokens_per_second" not in noted:
             continue
         speedup, round_time = noted.get("speedup"), noted.get("seconds_per_round", {}).get("median")
         cells = (
             f"{noted['tokens_per_second']['median']:.0f}",
-            figure(speedup),
+            figure(None if plain is None else noted["tokens_per_second"]["median"] / plain["median"]),
             "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}",
             figure(noted.get("alpha")),
             figure(noted.get("tokens_per_round")),

@@ -38,6 +38,8 @@ from .prompts import given_prompts
 TIMED_TURNS = 5
 BATCH_SIZE = 8  # of --out
 WAYS = "as arguments, with --file, on standard input, or use --demo"
+DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
+HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
 PairOption = Annotated[str | None, typer.Option("--pair", help="Id or folder of a pair; else the one in the package.")]
 HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
 Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default=False)]
@@ -88,13 +90,14 @@ def generate(
     """
     with errors_in_one_line():
         timed = checked_repeats(repeats, compare or demo)
+        temperature = DEMO_TEMPERATURE if demo and not greedy and temperature == 1 else temperature
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
         check_writing(out, batch_size, demo or compare)
         given = given_prompts(prompts or [], file, WAYS, demo)
         if demo and not as_json:
-            typer.echo(f"Speculative sampling with {named.name}: about two minutes on two cores. Loading ...")
+            typer.echo(HELLO.format(named.name))
         with imports():
             from .session import open_session
         seed = 0 if out is not None and seed is None else seed

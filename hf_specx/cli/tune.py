@@ -12,7 +12,7 @@ from rich.text import Text
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
 from hf_specx.measure.checks import check_runs
-from hf_specx.measure.ways import EXITS, exit_layer_of
+from hf_specx.measure.ways import SEVERAL_EXITS, exit_layer_of
 
 from .console import error_line, errors_in_one_line, figure, imports, progress
 from .options import (
@@ -150,7 +150,7 @@ def check_models(target: str, drafts: list[str]) -> None:
 
 def is_one(drafts: list[str]) -> bool:
     """Whether these names stand for a single draft."""
-    return len(drafts) == 1 and drafts != [EXITS]
+    return len(drafts) == 1 and drafts != [SEVERAL_EXITS]
 
 
 def texts_only(prompts: list[str | Messages]) -> list[str]:

@@ -66,13 +66,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
         self.decoder: Decoder | None = None
         self.batch: Batch | None = None
-        self.threshold, self.forces, self.apart = 0.0, False, False
+        self.threshold, self.forces, self.apart, self.weighs = 0.0, False, False, False
 
     def read(self, reading: Reading) -> None:
         """Read the prompts of all rows."""
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
         self.threshold, self.forces = reading.threshold, reading.forces
         self.apart = stands_apart(self.rule)
+        self.weighs = reading.number is None
         self.decoder = self._decoder(reading)
         self.decoder.read()
 
@@ -84,7 +85,8 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """Draft for every decoding row, writing the candidates after the rows' ends.
 
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
-        then depends only on those before it, so every verification stays exact.
+        then depends only on those before it, so every verification stays exact. With masks, greedily and under "auto",
+        a round also ends where the draft is too unsure to be worth a step: see `Growth`.
         """
         assert self.decoder is not None
         growth = Growth(self.processors, batch, lengths, self.forces, self.apart)
@@ -105,8 +107,12 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             batch.put(token[:, None], ahead)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from[:, None]]
-            if self.threshold:
+            weighs = self.weighs and growth.masked and drawn_from is None
+            if weighs or self.threshold:
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
+            if weighs:
+                growth.weigh(chances)
+            if self.threshold:
                 unlikely = [not chance >= self.threshold for chance in chances]  # also at NaN
                 growth.limits = [0 if x else most for x, most in zip(unlikely, growth.limits, strict=True)]
         if not tokens:

@@ -4,6 +4,7 @@ Only what a mask forces is taken, token by token, and never what other tokens co
 it is kept wherever those before it are.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rewindable import only_token
+from hf_specx.sampling.rewindable import choices
 from hf_specx.sampling.rules import RejectionRule, Rule
 
 from .drafter import Drafter, Reading
@@ -20,7 +21,8 @@ from .prior import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
-ENOUGH_ROWS = 0.25  # the part of the rows for which a round may be made longer by forced tokens alone
+STEP_WORTH = 0.2  # a draft's step is worth its time if each row is likely to keep so many candidates more, and
+WIDTH_WORTH = 0.3  # so is one more position of the target's forward
 
 
 def stands_apart(rule: Rule) -> bool:
@@ -31,7 +33,8 @@ def stands_apart(rule: Rule) -> bool:
 class Growth:
     """The candidates of a round while they are found, position by position.
 
-    A row goes on while a draft has a candidate for it, or the next one is forced; forced ones do not count.
+    A row goes on while a draft has a candidate for it, or the next one is forced; forced ones do not count. If the
+    draft says how sure it is, a round ends where too few rows are likely to keep what comes next.
 
     Args:
         processors: of the call.
@@ -45,6 +48,9 @@ class Growth:
         flags: [R], which of these are forced.
         tokens: [R], the forced token that comes next; None where it is not.
         draws: [R], whether the draft has to find what comes next.
+        chances: [R], that a row keeps all of its candidates so far; 1 where the draft does not say.
+        masked: whether a processor has masks.
+        weighed: whether the draft has said how sure it is.
     """
 
     def __init__(self, processors: Processors, batch: Batch, limits: Sequence[int], forces: bool, apart: bool):
@@ -52,31 +58,29 @@ class Growth:
         self.ahead, self.steps, rows = 0, 0, len(batch.rows)
         self.lengths, self.flags = [0] * rows, [list[bool]() for _ in range(rows)]
         self.tokens: list[int | None] = [None] * rows
-        self.draws = [False] * rows
+        self.draws, self.chances = [False] * rows, [1.0] * rows
+        self.masked, self.weighed = False, False
         over = [False] * rows if batch.over is None else batch.over.tolist()
-        self.most = [self._room(row) if forces and not gone else 0 for row, gone in zip(batch.rows, over, strict=True)]
-
-    def _room(self, row: int) -> int:
-        """How many candidates a row may have; none before its first token, which the prompt's forward gives."""
-        count, most = self.batch.counts[row], self.processors.max_new_tokens
-        return 0 if not count else most - count - 1 if most else MOST_FORCED
+        self.room = [processors.room(batch, row) - 1 for row in batch.rows]
+        # none before the first token, which the prompt's forward gives
+        self.asks = [forces and batch.counts[row] > 0 and not gone for row, gone in zip(batch.rows, over, strict=True)]
 
     def next(self) -> bool:
         """Go to the next position; False if no row has a candidate there."""
         rows, fits = range(len(self.lengths)), self.ahead < self.processors.max_rollback
-        going = [fits and length == self.ahead for length in self.lengths]
-        asked = [going[i] and self.ahead < self.most[i] and sum(self.flags[i]) < MOST_FORCED for i in rows]
+        going = [fits and self.lengths[i] == self.ahead < self.room[i] for i in rows]
+        asked = [going[i] and self.asks[i] and sum(self.flags[i]) < MOST_FORCED for i in rows]
         masks = self.processors.allowed(self.batch, self.ahead, asked) if any(asked) else None
         if masks is None:
             self.tokens, self.draws = [None for _ in rows], [going[i] and self.has(i) for i in rows]
         else:
-            # by the candidate before, or because no token is left
-            ended = [asked[i] and ((mask := masks[i]) is None or not mask.any()) for i in rows]
-            self.tokens = [only_token(mask) for mask in masks]
-            free = [going[i] and not ended[i] and self.tokens[i] is None for i in rows]
-            self.draws = [free[i] and self.has(i, masks[i]) for i in rows]
-        forced = sum(token is not None for token in self.tokens)
-        if not any(self.draws) and (not forced or not (self.apart or forced >= ENOUGH_ROWS * len(rows))):
+            counts, self.tokens = choices(masks)
+            free = [going[i] and (counts[i] > 1 or not asked[i]) for i in rows]  # 0: no token is left, or it has ended
+            self.draws, self.masked = [free[i] and self.has(i, masks[i]) for i in rows], True
+        forced, drawn = self._likely([token is not None for token in self.tokens]), self._likely(self.draws)
+        if self.weighed and (drawn < STEP_WORTH or drawn + forced < STEP_WORTH + WIDTH_WORTH):
+            self.draws = [False for _ in rows]
+        if not any(self.draws) and (not forced or not (self.apart or forced >= WIDTH_WORTH)):
             return False
         for i in rows:
             if self.draws[i] or self.tokens[i] is not None:
@@ -85,9 +89,19 @@ class Growth:
         self.ahead, self.steps = self.ahead + 1, self.steps + any(self.draws)
         return True
 
+    def _likely(self, rows: Sequence[bool]) -> float:
+        """The part of the batch that is likely to get to this position in these rows [R]."""
+        return sum(itertools.compress(self.chances, rows)) / len(self.chances)
+
     def has(self, index: int, mask: torch.Tensor | None = None) -> bool:
         """Whether the draft has a candidate for a row at this position, where `mask` [V] allows several."""
         return (self.ahead if self.apart else self.steps) < self.limits[index]
+
+    def weigh(self, chances: Sequence[float]) -> None:
+        """The draft gave its tokens at this position these probabilities [R]: about the chance that each is kept."""
+        self.weighed = True
+        pairs = zip(self.chances, chances, self.draws, strict=True)
+        self.chances = [before * chance if draws else before for before, chance, draws in pairs]
 
     def only(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores [R, V] with the forced tokens alone, in rows that have one."""

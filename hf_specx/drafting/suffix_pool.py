@@ -152,10 +152,11 @@ class SuffixPool:
 
 def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """SHA-256 of all tokens of a tokenizer and their ids; found anew only where tokens were added to it."""
-    size, digest = DIGESTS.get(tokenizer, (0, ""))
-    if size != len(tokenizer):
+    known, digest = DIGESTS.get(tokenizer, (-1, ""))
+    size = len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.get_vocab())  # the second takes longer
+    if size != known:
         digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-        DIGESTS[tokenizer] = len(tokenizer), digest
+        DIGESTS[tokenizer] = size, digest
     return digest
 
 

@@ -7,10 +7,13 @@ import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.drafting.drafter import Drafter
 from hf_specx.layouts.prompts import UNLIMITED, Prompt
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
 from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.validation.many import why_whole
 
+from .plan import Plan
 from .requests import Completion, Entry, Waiting, prepared
 
 
@@ -63,9 +66,14 @@ class Places:
         prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
         return prompt, ids if encodes else None
 
-    def keep_whole(self, prompt: Prompt) -> None:
-        """No prompts come in the places of rows that end."""
+    def settle(self, plan: Plan, prompt: Prompt, drafter: Drafter) -> Plan:
+        """Whether rows are filled again; if not, no prompts come in their places, and the plan says why."""
+        models = [prompt.model] if drafter.model is None else [prompt.model, drafter.model]
+        why = why_whole(models, plan.layout, plan.draft_layout)
+        if why is None:
+            return plan
         self.refills, prompt.max_new_tokens = False, self.stopping.max_new_tokens
+        return plan._replace(reason=f"{plan.reason}; whole batches, since {why}")
 
     def replace(self, batch: Batch) -> dict[int, Entry]:
         """Put the prompts that are coming into the text; returns them by row."""

@@ -99,10 +99,6 @@ class OneNumber(Agreed):
     def idle(self, batch: Batch) -> list[int]:
         return [self._meet()] * len(batch.rows)
 
-    def rests(self, batch: Batch) -> bool:
-        """Not here: the ranks would have to meet for it."""
-        return False
-
     def _meet(self) -> int:
         number = torch.tensor(min(self.own.usual, self.most), device=self.device)
         distributed.broadcast(number, 0)

@@ -12,11 +12,12 @@ from hf_specx.drafting.draft_length import expected_tokens
 from .history import RoundCounts, RoundRecord
 
 
-REPORTED = ["verification", "layout", "layout_reason", "rows", "rounds", "rounds_per_row", "plain_steps"]
-REPORTED += ["compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged", "accepted"]
-REPORTED += ["emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources", "drafted_per_position"]
-REPORTED += ["judged_per_position", "accepted_per_position", "acceptance_rate", "alpha", "mean_acceptance_length"]
-REPORTED += ["tokens_per_round", "cost_coefficient", "expected_speedup", "forward_limited_speedup", "seconds"]
+REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
+REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
+REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
+REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_position", "acceptance_rate", "alpha"]
+REPORTED += ["mean_acceptance_length", "tokens_per_round", "cost_coefficient", "expected_speedup"]
+REPORTED += ["forward_limited_speedup", "seconds"]
 
 
 @dataclass
@@ -26,6 +27,7 @@ class SpeculationReport(RoundCounts):
     Attributes:
         verification: "greedy", "token", "block" or "coupled".
         layout: how rows shared the batch; `layout_reason` says why.
+        limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
         history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
         keeps: of the calls of a queue the first round of each row is in `history` and at least so many of the last
             ones; what was between is counted in `older`, by row. None keeps all.
@@ -56,6 +58,7 @@ class SpeculationReport(RoundCounts):
     survival: tuple[float, float] = (0.0, 0.0)
     compilations: int = 0
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
+    limit_reason: str = ""
     keeps: int | None = None
     older: list[Counter[RoundRecord]] = field(default_factory=list, repr=False)
 
@@ -208,6 +211,8 @@ class SpeculationReport(RoundCounts):
             f"alpha {self.alpha:.3f}, acceptance rate {self.acceptance_rate:.3f}, "
             f"{self.tokens_per_round:.2f} tokens a row and round{forced}",
         ]
+        if self.limit_reason:
+            lines.append(self.limit_reason)
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

@@ -185,6 +185,9 @@ def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, ru
         call.drafting, known, plan.verification, run.batch, None if fixed else room, earlier, most
     )
     schedule.most = run.processors.max_rollback
+    if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
+        told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
+        run.report.limit_reason = f"no row has more than {schedule.most} candidates: {told}"
     if call.synced and known is not None:
         return OneNumber(schedule, device)
     return Agreed(schedule, device) if call.shared else schedule

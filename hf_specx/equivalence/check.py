@@ -64,14 +64,13 @@ def check(
 ) -> CheckResult:
     """Compare speculative with plain generation: the same tokens, the same distribution, the same quality.
 
-    Needs `evaluate`, `datasets` and `scipy`. The default generator is left as it was.
+    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generator as it was.
 
     Args:
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
         batch_sizes, new_tokens, ..., level: as in `Settings`.
-        advance: called after each step, `Settings(...).steps(len(prompts), timed=report is not None)` times; None
-            shows a progress bar.
+        advance: called after each of `Settings(...).steps(len(prompts), timed=report is not None)` steps; else a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
         report: of a page (.html) to write, with a folder of its figures; then speed is measured as well.
         **options: what `generate` is given besides, plain and speculative alike; plain values.
@@ -80,18 +79,15 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> result = hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16)
-        >>> result.passed
+        >>> hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16).passed
         True
-        >>> result.save("check.json")
     """
-    sampling = temperature, top_p, top_k
-    sizes, names = tuple(batch_sizes), tuple(verifications)
-    settings = Settings(sizes, new_tokens, *sampling, names, samples, num_draft_tokens, seed, level, options)
+    sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
+    settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     check_can_write(report)
-    subject = subject_of(pair, texts, settings)
-    result = run_check(subject, advance, None if path is None else Path(path), timed=report is not None)
+    subject, path = subject_of(pair, texts, settings), None if path is None else Path(path)
+    result = run_check(subject, advance, path, timed=report is not None)
     if report is not None:
         write_report(result, report)
     return result

@@ -15,7 +15,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
-from .ways import EXIT_NAME, LOOKUP_NAME, OURS, STOCK_NAME, VERIFIERS, way
+from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, way
 
 
 class Contender:
@@ -44,7 +44,7 @@ class Contender:
             return
         self.way = way(name)
         self.compiled = self.way.compiled
-        if self.way.kind in OURS:
+        if self.way.kind in OUR_KINDS:
             assert draft is not None
             drafts: dict[str, Any] = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
             drafts[EXIT_NAME] = None if self.way.layer is None else EarlyExitDraft(self.way.layer)

@@ -14,7 +14,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import check_runs
 from .compatibility import Finding
-from .ways import EXIT, EXITS, SUFFIX, exit_layer_of
+from .ways import EXIT, SEVERAL_EXITS, SUFFIX, exit_layer_of
 
 
 BATCHES = (1, 8)
@@ -138,5 +138,7 @@ def named_drafts(drafts: Sequence[str], config: PreTrainedConfig) -> list[str]:
         config: of the target.
     """
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
-    named = [each for name in drafts or (SUFFIX, EXITS) for each in (exits if name == EXITS else [name])]
-    return list(dict.fromkeys(named)) if EXITS in drafts else named
+    named = [
+        each for name in drafts or (SUFFIX, SEVERAL_EXITS) for each in (exits if name == SEVERAL_EXITS else [name])
+    ]
+    return list(dict.fromkeys(named)) if SEVERAL_EXITS in drafts else named

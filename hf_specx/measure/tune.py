@@ -27,7 +27,7 @@ from .inputs import Inputs, encode
 from .store import provenance
 from .study import DraftTrial, Study, named_drafts, weightless_draft
 from .timer import Advance, Comparison, compare
-from .ways import EXITS
+from .ways import SEVERAL_EXITS
 
 
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
@@ -54,7 +54,7 @@ def drafts_to_try(target: str, drafts: Sequence[str], study: Study, revision: st
 
     Of the target at most the config is read.
     """
-    if drafts and EXITS not in drafts:
+    if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
     files = find_files(target, revision, study)
     return named_drafts(drafts, load_config(files, "", study.trust_remote_code))
@@ -263,7 +263,7 @@ def _measurement(
         verification=report.verification,
         num_draft_tokens=draft.max_candidates if isinstance(draft, SuffixDraft) else int(number),
         layout=report.layout,
-        cost_coefficient=strategy.costs.cost_coefficient(size),
+        cost_coefficient=strategy.costs.cost_coefficient(size) or None,  # 0 where a draft runs no forwards
         tokens_per_round=ratios.pop("mean_acceptance_length"),
         **ratios,
         hardware=hardware(execution_device(target)),

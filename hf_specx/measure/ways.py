@@ -17,8 +17,8 @@ LOOKUP_NAME = "lookup"
 VERIFIERS = ("token", "block", "coupled")
 SUFFIXES = ("suffix", "several")
 EXIT_NAME = "exit"
-OURS = (*VERIFIERS, *SUFFIXES, EXIT_NAME)
-SUFFIX, EXIT, EXITS = (
+OUR_KINDS = (*VERIFIERS, *SUFFIXES, EXIT_NAME)
+SUFFIX, EXIT, SEVERAL_EXITS = (
     "suffix",
     "exit:",
     "exits",
@@ -29,7 +29,7 @@ class Way(NamedTuple):
     """How a contender generates.
 
     Attributes:
-        kind: "plain", "stock", "lookup", or one of `OURS`.
+        kind: "plain", "stock", "lookup", or one of `OUR_KINDS`.
         number: candidates a round; "auto", or None for transformers' defaults.
         compiled: whether forwards are compiled.
         layer: how many of the target's first layers draft; None where another draft does.
@@ -56,7 +56,7 @@ def way(name: str) -> Way:
         PLAIN_NAME: not numbers,
         STOCK_NAME: (counted or not numbers) and not compiled,
         LOOKUP_NAME: counted and not compiled,
-        **dict.fromkeys(OURS, counted or numbers == ["auto"]),
+        **dict.fromkeys(OUR_KINDS, counted or numbers == ["auto"]),
     }
     layered = layer.isdecimal() and int(layer) > 0 and kind in (EXIT_NAME, STOCK_NAME)
     require(

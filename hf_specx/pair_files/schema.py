@@ -207,7 +207,8 @@ def _is_row(batch: str, row: Any) -> bool:
     times = row["target"]
     if not isinstance(times, dict) or len(times) < 2 or "1" not in times or not all(map(NUMBER.fullmatch, times)):
         return False
-    return all(map(_is_time, (*times.values(), row["draft"])))
+    free = row["draft"] == 0.0  # of a draft that runs no forwards
+    return all(map(_is_time, times.values())) and (free or _is_time(row["draft"]))
 
 
 def _are_rounds(batch: str, row: Any) -> bool:

@@ -13,172 +13,10 @@ from transformers.generation.logits_process import LogitsProcessor, PrefixConstr
 
 from hf_specx.common.errors import require
 
+from .matchers import MOST_BACK, LLGuidanceMatchers, OutlinesGuides, PrefixFunction, XGrammarMatchers
 from .processors import Processor
 from .rewindable import RewindableProcessor, TokenMasks
 from .stopping import Stopping
-
-
-MOST_BACK = 4096  # tokens that an outlines guide can take back; by default 32
-
-
-class Matchers:
-    """A matcher for each row, each of which fills a row of a bit mask.
-
-    Tokens after a matcher has ended are not shown to it, and its last mask stays, as in the libraries' own processors.
-
-    Args:
-        matchers: [B].
-        vocab_size: V of the target.
-        words: of 32 bits, in the mask of a matcher.
-        beyond: whether tokens after those of its mask are allowed.
-    """
-
-    def __init__(self, matchers: Sequence[Any], vocab_size: int, words: int, beyond: bool):
-        self.matchers, self.vocab_size, self.beyond = matchers, vocab_size, beyond
-        self.words = torch.full((len(matchers), words), -1, dtype=torch.int32)
-        self.after_end = [0] * len(matchers)  # tokens of each row that its matcher was not shown
-        self.last: list[torch.Tensor | None] = [None] * len(matchers)
-
-    def accept(self, row: int, token: int) -> None:
-        if self.after_end[row] or self.ended(self.matchers[row], token):
-            self.after_end[row] += 1
-        elif not self.show(self.matchers[row], token):
-            why = "another processor brought it back, or it is not of its vocabulary"
-            raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}: {why}.")
-
-    def rollback(self, row: int, count: int) -> None:
-        unseen = min(count, self.after_end[row])
-        self.after_end[row] -= unseen
-        if count > unseen:
-            self.take_back(self.matchers[row], count - unseen)
-
-    def mask(self, rows: list[int]) -> torch.Tensor:
-        for row in rows:
-            self.fill(self.matchers[row], row)
-        bits = (self.words[rows][..., None] >> torch.arange(32, dtype=torch.int32)) & 1
-        masks = bits.bool().flatten(1)[:, : self.vocab_size]
-        return torch.nn.functional.pad(masks, (0, self.vocab_size - masks.shape[1]), value=self.beyond)
-
-    def ended(self, matcher: Any, token: int) -> bool:
-        """Whether a matcher is not shown this token, since it has ended."""
-        raise NotImplementedError
-
-    def show(self, matcher: Any, token: int) -> bool:
-        """Show it a token; False if it refuses it."""
-        raise NotImplementedError
-
-    def take_back(self, matcher: Any, count: int) -> None:
-        raise NotImplementedError
-
-    def fill(self, matcher: Any, row: int) -> None:
-        """Write the mask of a matcher into `words[row]`."""
-        raise NotImplementedError
-
-    def place(self, row: int) -> tuple[int, int]:
-        """Address and size in bytes of `words[row]`."""
-        words = self.words[row]
-        return words.data_ptr(), words.numel() * words.element_size()
-
-
-class XGrammarMatchers(Matchers):
-    """Matchers of xgrammar, for its own processor and that of outlines."""
-
-    strict = True
-
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_terminated()
-
-    def show(self, matcher: Any, token: int) -> bool:
-        return matcher.accept_token(token)
-
-    def take_back(self, matcher: Any, count: int) -> None:
-        matcher.rollback(count)
-
-    def fill(self, matcher: Any, row: int) -> None:
-        terminated = matcher.is_terminated()
-        if terminated:  # it has no mask; the processors leave the one before the stop token
-            matcher.rollback(1)
-        matcher.fill_next_token_bitmask(self.words, row)
-        if terminated:
-            self._stop_again(matcher)
-
-    def _stop_again(self, matcher: Any) -> None:
-        next(token for token in matcher.stop_token_ids if matcher.accept_token(token))
-
-
-class LLGuidanceMatchers(Matchers):
-    """Matchers of llguidance, for the processor of outlines."""
-
-    strict = True
-
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_stopped()
-
-    def show(self, matcher: Any, token: int) -> bool:
-        return matcher.consume_token(token)
-
-    def take_back(self, matcher: Any, count: int) -> None:
-        matcher.rollback(count)
-
-    def fill(self, matcher: Any, row: int) -> None:
-        matcher.unsafe_compute_mask_ptr(*self.place(row))
-
-
-class OutlinesGuides(Matchers):
-    """Guides of outlines-core, for the processor of outlines."""
-
-    max_rollback = MOST_BACK
-
-    def ended(self, matcher: Any, token: int) -> bool:
-        return matcher.is_finished() and not matcher.accepts_tokens([token])
-
-    def show(self, matcher: Any, token: int) -> bool:
-        matcher.advance(token, return_tokens=False)
-        return True
-
-    def take_back(self, matcher: Any, count: int) -> None:
-        matcher.rollback_state(count)
-
-    def fill(self, matcher: Any, row: int) -> None:
-        address, size = self.place(row)
-        matcher.write_mask_into(address, self.words.shape[1], size // self.words.shape[1])
-
-
-class PrefixFunction:
-    """`prefix_allowed_tokens_fn`: a function of the text, so it has no state but the text itself.
-
-    Attributes:
-        barred: its errors, by row and by tokens emitted before: it allowed no token, or raised.
-    """
-
-    def __init__(self, function: Callable[[int, torch.Tensor], Any], input_ids: torch.Tensor, vocab_size: int):
-        self.function, self.vocab_size = function, vocab_size
-        self.prompts, self.texts = input_ids, [[] for _ in input_ids]  # type: ignore[var-annotated]
-        self.barred: dict[tuple[int, int], Exception] = {}
-
-    def accept(self, row: int, token: int) -> None:
-        self.texts[row].append(token)
-
-    def rollback(self, row: int, count: int) -> None:
-        left = len(self.texts[row]) - count
-        del self.texts[row][left:]
-        for key in [key for key in self.barred if key[0] == row and key[1] > left]:
-            del self.barred[key]
-
-    def mask(self, rows: list[int]) -> torch.Tensor:
-        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device=self.prompts.device)
-        for number, row in enumerate(rows):
-            emitted = self.texts[row]
-            text = torch.cat([self.prompts[row], self.prompts.new_tensor(emitted)])
-            try:
-                allowed = self.function(row, text)
-                if not len(allowed):
-                    after = f"in row {row} after {len(emitted)} new ones"
-                    raise ValueError(f"prefix_allowed_tokens_fn allows no token {after}")
-                masks[number, allowed] = True
-            except Exception as error:  # it counts only if this candidate is accepted
-                self.barred[row, len(emitted)] = error
-        return masks
 
 
 def masked(
@@ -223,40 +61,47 @@ def _xgrammar(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor
         "one a row.",
     )
     size = processor.full_vocab_size
-    require(
-        size == vocab_size,
-        f"the grammar is compiled for {size} tokens and the target has {vocab_size}; use the target's tokenizer, and "
-        f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size}).",
-    )
-    return _xgrammar_matchers(grammars * (1 if len(grammars) == rows else rows), vocab_size, size)
+    remedy = f"TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})"
+    require(size >= vocab_size, f"{_other_size(size, vocab_size)}, and {remedy}.")
+    return _xgrammar_matchers(grammars * (1 if len(grammars) == rows else rows), vocab_size)
 
 
-def _xgrammar_matchers(grammars: Sequence[Any], vocab_size: int, size: int) -> RewindableProcessor:
+def _xgrammar_matchers(grammars: Sequence[Any], vocab_size: int) -> RewindableProcessor:
+    """Ids that only fill up a vocabulary may be beyond the target's, since no grammar allows them."""
+    known = grammars[0].tokenizer_info
+    size, fillers = known.vocab_size, set(known.special_token_ids)
+    largest = next((token for token in reversed(range(size)) if token not in fillers), 0)
+    require(largest < vocab_size, f"{_other_size(size, vocab_size)}.")
     make = sys.modules["xgrammar"].GrammarMatcher
     return XGrammarMatchers([make(grammar) for grammar in grammars], vocab_size, -(-size // 32), beyond=True)
 
 
 def _outlines_xgrammar(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor:
     _check_outlines(processor)
-    size = processor.compiled_grammar.tokenizer_info.vocab_size
-    _check_size(size, vocab_size)
-    return _xgrammar_matchers([processor.compiled_grammar] * rows, vocab_size, size)
+    return _xgrammar_matchers([processor.compiled_grammar] * rows, vocab_size)
 
 
 def _outlines_llguidance(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor:
     _check_outlines(processor)
     make, tokenizer = sys.modules["llguidance"].LLMatcher, processor.llg_tokenizer
-    _check_size(tokenizer.vocab_size, vocab_size)
+    require(tokenizer.vocab_size <= vocab_size, f"{_other_size(tokenizer.vocab_size, vocab_size)}.")
     matchers = [make(tokenizer, processor.grammar) for _ in range(rows)]
     require(not matchers[0].is_error(), f"llguidance cannot read the grammar: {matchers[0].get_error()}")
-    return LLGuidanceMatchers(matchers, vocab_size, -(-tokenizer.vocab_size // 32), beyond=False)
+    made = LLGuidanceMatchers(matchers, vocab_size, -(-tokenizer.vocab_size // 32), beyond=False)
+    made.ends = tokenizer.eos_tokens
+    return made
 
 
 def _outlines_core(processor: Any, rows: int, vocab_size: int) -> RewindableProcessor:
     _check_outlines(processor)
     guide = sys.modules["outlines_core"].Guide
     guides = [guide(processor.index, max_rollback=MOST_BACK) for _ in range(rows)]
-    return OutlinesGuides(guides, vocab_size, -(-vocab_size // 32), beyond=False)
+    made = OutlinesGuides(guides, vocab_size, -(-vocab_size // 32), beyond=False)
+    try:
+        made.mask([0])
+    except ValueError as error:  # the mask of its vocabulary is larger
+        raise ValueError(f"{_other_size('more', vocab_size)}.") from error
+    return made
 
 
 def _check_outlines(processor: Any) -> None:
@@ -267,9 +112,8 @@ def _check_outlines(processor: Any) -> None:
     require(library == "torch", f"this {name} is for {library!r}; make it from outlines.from_transformers(...).")
 
 
-def _check_size(size: int, vocab_size: int) -> None:
-    told = f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer."
-    require(size <= vocab_size, told)
+def _other_size(size: int | str, vocab_size: int) -> str:
+    return f"the grammar is for {size} tokens and the target has {vocab_size}; use the target's tokenizer"
 
 
 MAKERS: dict[str, Callable[[Any, int, int], RewindableProcessor]] = {

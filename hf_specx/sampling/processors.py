@@ -1,10 +1,10 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
-There are four kinds. A warper reads only the scores, so one call serves all positions. A stateless processor also
-reads the prefix: those of transformers are computed for all positions at once where `one_pass` knows how; any other is
-called as `generate` would, on the whole batch with the exact prefix, once for each prefix length. A processor whose
-state can be taken back follows the candidates: see `rewindable`. Any other that keeps state between calls, or may,
-must see each emitted token once: see `in_order`.
+There are five kinds. A warper reads only the scores, so one call serves all positions. Those of transformers that read
+the text are computed for all positions at once where `one_pass` knows how. Any other stateless one is called as
+`generate` would, on the whole batch with the exact prefix, once for each prefix length. One whose state can be taken
+back follows the candidates: see `rewindable`. Any other that keeps state between calls, or may, must see each emitted
+token once: see `in_order`.
 """
 
 import sys
@@ -74,6 +74,11 @@ class RoundProcessor:
     barred: Mapping[tuple[int, int], Exception] = MappingProxyType({})
     max_rollback: int = sys.maxsize
 
+    @property
+    def name(self) -> str:
+        """As the user knows it."""
+        return type(self).__name__
+
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
         raise NotImplementedError
@@ -107,7 +112,7 @@ class Processors:
     Attributes:
         stateful: names of the processors that must see each emitted token once, in order.
         in_order: the first of these and all that follow it, for the loop to call position by position.
-        max_rollback: candidates of a row that can be taken back, at most.
+        max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
         barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
             no token, or raised. Where that text has a rejected candidate in it, the error does not count.
     """
@@ -132,8 +137,8 @@ class Processors:
         self.at_once = in_runs(processors[:first])
         self.in_order = LogitsProcessorList(processors[first:])
         self.barred: dict[tuple[int, int], Exception] = {}
-        limits = [p.max_rollback for p in self.at_once if isinstance(p, RoundProcessor)]
-        self.max_rollback = min(limits, default=sys.maxsize)
+        limits = [(p.max_rollback, p.name) for p in self.at_once if isinstance(p, RoundProcessor)]
+        self.max_rollback, self.limited_by = min(limits, default=(sys.maxsize, ""))
         self.memory: dict[Hashable, Any] = {} if memory is None else memory
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:

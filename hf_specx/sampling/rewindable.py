@@ -94,6 +94,10 @@ class TokenMasks(RoundProcessor):
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
 
+    @property
+    def name(self) -> str:
+        return type(self.processor).__name__
+
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
         positions = scores.shape[1]
@@ -193,9 +197,9 @@ class TokenMasks(RoundProcessor):
             ValueError: if the masks are not of the target's vocabulary.
         """
         masks = self.processor.mask(list(range(rows))).cpu()
-        name, shape = type(self.processor).__name__, tuple(masks.shape)
+        shape = tuple(masks.shape)
         right = masks.dtype == torch.bool and shape == (rows, self.vocab_size)
-        told = f"the mask of {name} is {masks.dtype} of shape {shape}, and the target needs torch.bool of shape "
+        told = f"the mask of {self.name} is {masks.dtype} of shape {shape}, and the target needs torch.bool of shape "
         require(right, f"{told}{(rows, self.vocab_size)}; make the processor for the target's vocabulary and batch.")
         self.followed = {row: Followed(masks={0: masks[row]}) for row in range(rows)}
 
@@ -212,15 +216,21 @@ class TokenMasks(RoundProcessor):
             self._go(row, text[own.sure :], own.sure, len(text), len(text))
             self._rewind(row, len(text))
         if lost:
-            name = type(self.processor).__name__
-            warnings.warn(f"{name} is not where the text of row {', '.join(lost)} is; use a new one.", stacklevel=2)
+            warnings.warn(
+                f"{self.name} is not where the text of row {', '.join(lost)} is; use a new one.", stacklevel=2
+            )
 
 
-def only_token(mask: torch.Tensor | None) -> int | None:
-    """The one token that a mask [V] allows; None if it allows several, or none."""
-    if mask is None or int(mask.count_nonzero()) != 1:
-        return None
-    return int(mask.int().argmax())
+def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int | None]]:
+    """How many tokens each mask [V] allows, 0 where there is none; and the token where it is the only one."""
+    known = [number for number, mask in enumerate(masks) if mask is not None]
+    counts, tokens = [0] * len(masks), list[int | None]([None] * len(masks))
+    if known:
+        stacked = torch.stack([mask for mask in masks if mask is not None])  # [R', V]
+        found = zip(known, stacked.count_nonzero(1).tolist(), stacked.byte().argmax(1).tolist(), strict=True)
+        for number, count, token in found:
+            counts[number], tokens[number] = count, token if count == 1 else None
+    return counts, tokens
 
 
 IN_USE: set[int] = set()  # ids of the rewindable processors of users that calls are using
@@ -235,11 +245,11 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
-    busy = next((type(one.processor).__name__ for one in given if id(one.processor) in IN_USE), None)
+    busy = next((one.name for one in given if id(one.processor) in IN_USE), None)
     require(busy is None, f"{busy} is used by another call, which has not ended; make one for each call.")
     for masks in given:
-        known, name = USED.get(id(masks.processor)), type(masks.processor).__name__
-        told = f"{name} was used by an earlier call and is in the middle of its text; make one for each call."
+        known = USED.get(id(masks.processor))
+        told = f"{masks.name} was used by an earlier call and is in the middle of its text; make one for each call."
         require(known is None or known() is not masks.processor, told)
     ids = {id(one.processor) for one in given}
     IN_USE.update(ids)

@@ -142,7 +142,7 @@ def test_times_are_those_of_the_first_layers_and_remembered(monkeypatch: pytest.
     measured: list[int] = []
     measure = hf_specx.Costs.measure
     monkeypatch.setattr(hf_specx.Costs, "measure", lambda costs, *args: measured.append(1) or measure(costs, *args))
-    monkeypatch.setattr(import_module("hf_specx.generate"), "EXITS", {})
+    monkeypatch.setattr(import_module("hf_specx.generate"), "KNOWN_EXITS", {})
     for _ in range(2):
         hf_specx.generate(**prompts(2), **GREEDY, assistant_early_exit=2, model=model)
     assert len(measured) == 1

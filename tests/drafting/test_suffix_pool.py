@@ -140,6 +140,27 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
             pool.meet(vocab_size, other)
 
 
+class Words:
+    """All that a strategy asks of a tokenizer."""
+
+    def __init__(self, *words: str):
+        self.words = list(words)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self.words)}
+
+
+def test_tokens_that_are_added_are_seen():
+    tokenizer = Words("a", "b")
+    pool = SuffixPool(tokenizer=tokenizer)
+    pool.meet(8, tokenizer)
+    pool.meet(8, Words("a", "b"))
+    tokenizer.words.append("c")
+    for other in (tokenizer, Words("b", "a")):
+        with pytest.raises(ValueError, match="of another tokenizer than the target's"):
+            pool.meet(8, other)
+
+
 def test_the_tokenizer_of_a_strategy_is_that_of_its_pool():
     model, draft = tiny(vocab_size=280), SuffixDraft(pool=SuffixPool(tokenizer=tiny_tokenizer()))
     other = tiny_tokenizer([word[::-1] for word in TEXTS])

@@ -101,14 +101,14 @@ def test_rejection_gives_the_text_of_a_batch_of_one(verification: str, batch_siz
     assert [found[index].tokens for index in range(16)] == expected
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED | {"temperature": 0.2}], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("apart", [True, False])
 def test_suffix_drafts_follow_the_requests(options: dict, apart: bool):
     target = tiny()
     asked = [Request([*range(1, 9)] * 2 + [number], 20, seed=number) for number in range(1, 13)]
     expected = [alone(target, request, **options) for request in asked]
     pool = None if apart else SuffixPool(max_tokens=1000)
-    strategy = SpeculativeDecoding(SuffixDraft(pool=pool, min_match=1))
+    strategy = SpeculativeDecoding(SuffixDraft(pool=pool, min_match=1), num_draft_tokens=4)
     found = completed(strategy, target, asked, batch_size=4, **options)
     assert [found[index].tokens for index in range(12)] == expected
     assert strategy.report.drafted > 0

@@ -88,5 +88,5 @@ def test_a_prompt_that_comes_late_drafts_at_once(options: dict):
     strategy.listeners = (First(),)
     found = completed(strategy, target, asked, batch_size=3, **options)
     assert first[:3] == [0, 0, 0]
-    assert sum(number > 0 for number in first) > 6
+    assert sum(number > 0 for number in first) > 1
     assert [found[index].tokens for index in range(12)] == [alone(target, request, **options) for request in asked]

@@ -12,7 +12,7 @@ from tiny import near, prompts, tiny
 from torch import distributed, multiprocessing
 from transformers import LlamaForCausalLM
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import Request, SpeculativeDecoding
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine import start
 
@@ -20,6 +20,7 @@ from hf_specx.engine import start
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": [5]}
 SAMPLED = GREEDY | {"do_sample": True}
 CASES = {"greedy": (GREEDY, None), "coupled": (SAMPLED, "coupled"), "block": (SAMPLED, "block")}
+QUEUE = [Request([1 + number, 2, 3], 3 + 4 * (number % 3), seed=number) for number in range(6)]
 LIMIT = datetime.timedelta(seconds=20)  # of a meeting that the other never comes to
 
 
@@ -71,6 +72,11 @@ def play(rank: int, folder: str, agreed: bool) -> None:
         assert target.tp_size == 2
         for name in CASES:
             found[name] = text(target, name, rank)
+        compiled = SpeculativeDecoding(near(tiny(), 0.1), compile=True)
+        with pytest.raises(ValueError, match="compile=True takes models that lie whole on one"):
+            target.generate(**prompts(3), **GREEDY, custom_generate=compiled)
+        queued = SpeculativeDecoding(near(tiny(), 0.1), costs=Costs(clock=Clock(rank)), verification="coupled")
+        found["queue"] = [done.tokens for done in queued.generate_many(target, QUEUE, batch_size=2, **SAMPLED)]
     except Exception:
         found["error"] = traceback.format_exc()
     Path(folder, f"{agreed}{rank}.json").write_text(json.dumps(found))
@@ -89,6 +95,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> list[dict]:
     multiprocessing.spawn(play, (str(folder), True), 2)
     return [json.loads((folder / f"True{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_a_queue_on_both_ranks(outcomes: list[dict]):
+    first, second = (seen.get("queue", seen.get("error")) for seen in outcomes)
+    assert first == second
+    strategy = SpeculativeDecoding(near(tiny(), 0.1), verification="coupled")
+    assert sorted(first) == sorted(done.tokens for done in strategy.generate_many(tiny(), QUEUE, **SAMPLED))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -7,7 +7,7 @@ from transformers import CompileConfig
 
 from hf_specx.measure import contenders
 from hf_specx.measure.contenders import Contender, stock_settings
-from hf_specx.measure.ways import OURS, Way, way
+from hf_specx.measure.ways import OUR_KINDS, Way, way
 
 
 EXITS = ("exit-5", "exit:2", "exit:0-5", "exit:a-5", "exit:-auto", "stock:", "block:2-5", "lookup:2-10")  # wrong ones
@@ -52,7 +52,7 @@ def test_all_are_greedy_alike(name):
     expected = pair.target.generate(**inputs, **OPTIONS)
     contender = Contender(name, pair.target, pair.draft)
     assert torch.equal(contender(inputs, OPTIONS), expected)
-    assert (contender.report is not None) == (way(name).kind in OURS)
+    assert (contender.report is not None) == (way(name).kind in OUR_KINDS)
 
 
 def test_stock_drafts_as_many_as_it_is_told(monkeypatch):

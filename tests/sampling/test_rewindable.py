@@ -5,9 +5,11 @@ of the right law would fail with probability 1e-4.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
+import zoo
 from automaton import Automaton
 from enumerated import NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
 from enumerated import VOCAB_SIZE as FEW
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
 from hf_specx.sampling.rewindable import TokenMasks
@@ -44,7 +47,7 @@ def both(target, strategy, rows=4, given=None, **options):
     plain = target.generate(**inputs, **options, logits_processor=given())
     state = torch.get_rng_state()
     torch.manual_seed(3)
-    with Forwards(target) as forwards:
+    with Forwards(target.get_decoder()) as forwards:
         made = target.generate(**inputs, **options, logits_processor=given(), custom_generate=strategy)
     if strategy.report.verification == "coupled":
         assert torch.equal(state, torch.get_rng_state())
@@ -98,6 +101,9 @@ def test_rollback_may_be_limited(target, draft, num_draft_tokens: int):
     plain, made, _ = both(target, strategy, given=given)
     assert made.tolist() == plain.tolist()
     assert 0 < strategy.report.num_draft_tokens <= 2
+    told = "no row has more than 2 candidates: Automaton takes back 2 tokens at most"
+    assert strategy.report.limit_reason == (told if num_draft_tokens > 2 else "")
+    assert (told in str(strategy.report)) == (num_draft_tokens > 2)
 
 
 def test_several_processors_together(target, draft):
@@ -110,16 +116,16 @@ def test_several_processors_together(target, draft):
 
 
 @pytest.mark.parametrize("verification", ["coupled", "block"])
-@pytest.mark.parametrize("drafts", ["model", "suffix"])
+@pytest.mark.parametrize("drafts", ["model", "suffix", "both"])
 def test_seeded_rows_stand_alone(target, draft, drafts: str, verification: str):
     """Also in how many forced tokens they propose."""
     inputs, seeds = prompts(5), [4, 5, 6, 7, 8]
     options = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0, "eos_token_id": None, "pad_token_id": 0}
 
+    kinds = {"model": draft, "suffix": SuffixDraft(), "both": [SuffixDraft(), draft]}
+
     def made(rows: list[int]) -> list[list[int]]:
-        strategy = SpeculativeDecoding(
-            draft if drafts == "model" else SuffixDraft(), num_draft_tokens=3, verification=verification
-        )
+        strategy = SpeculativeDecoding(kinds[drafts], num_draft_tokens=3, verification=verification)
         given = {name: value[rows] for name, value in inputs.items()}
         processor = [OfOneRow(VOCAB_SIZE, 11)]
         own = [seeds[row] for row in rows]
@@ -146,6 +152,74 @@ def test_beside_an_unknown_processor_it_is_called_in_order(target, draft):
     plain, made, _ = both(target, strategy, given=lambda: [Automaton(VOCAB_SIZE, 11), Calls()])
     assert made.tolist() == plain.tolist()
     assert "Automaton, Calls must be shown each token once" in strategy.report.layout_reason
+
+
+class Fails(LogitsProcessor):
+    """Raises where the text has grown to so many columns: while candidates are drafted, or judged."""
+
+    stateless = True
+
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self.columns:
+            raise OSError("the disk is full")
+        return scores
+
+
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_an_exception_within_a_round_leaves_a_processor_where_the_text_is(target, draft, drafts: str):
+    processor, texts = Automaton(VOCAB_SIZE, 11, states=5), [[] for _ in range(3)]
+    strategy = SpeculativeDecoding(draft if drafts == "model" else SuffixDraft(min_match=1), num_draft_tokens=3)
+
+    class Keep:
+        def observe(self, done):
+            texts[:] = [done.batch.row(row).tolist()[-done.batch.counts[row] :] for row in range(3)]
+
+    strategy.listeners = (Keep(),)
+    inputs = prompts(3)
+    given = [processor, Fails(inputs["input_ids"].shape[1] + 16)]
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, "logits_processor": given}
+    with pytest.raises(OSError, match="the disk is full"):
+        target.generate(**inputs, **options, custom_generate=strategy)
+    assert max(map(len, texts)) > 1
+    assert [processor.texts.get(row, []) for row in range(3)] == [text[:-1] for text in texts]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_encoder_decoder(sampled: bool):
+    target = zoo.build("seq2seq", "t5")
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, verification="coupled")
+    plain, made, forwards = both(target, strategy, given=lambda: [Automaton(96, 1, always=END)], do_sample=sampled)
+    assert made.tolist() == plain.tolist()
+    assert strategy.report.forced > 0
+    assert forwards < plain.shape[1] - 1
+
+
+@pytest.mark.slow
+def test_compiled_forwards(target, draft):
+    """Masks act on the draft; forced tokens add no candidates."""
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, compile=True)
+    plain, made, _ = both(target, strategy, do_sample=False)
+    assert made.tolist() == plain.tolist()
+    assert strategy.report.accepted > 0
+    assert strategy.report.forced == 0
+
+
+def test_a_draft_that_is_unsure_proposes_one_token(target):
+    """Greedily, where the number is left to "auto"; forced tokens are proposed as well."""
+    table = {1: {"target": {1: 1.0, 9: 1.0}, "draft": 1e-4}}
+    costs = Costs(table, alpha={"greedy": 0.9}, clock=itertools.count().__next__)
+    unsure, steps = near(target, 0.1), {}
+    unsure.lm_head.weight.data.mul_(1e-3)  # all tokens are nearly alike
+    for number in ("auto", 3):
+        strategy = SpeculativeDecoding(unsure, num_draft_tokens=number, costs=costs)
+        plain, made, _ = both(target, strategy, rows=1, do_sample=False, eos_token_id=None)
+        assert made.tolist() == plain.tolist()
+        assert strategy.report.forced > 0
+        steps[number] = max(record.draft_steps for record in strategy.report.history[0])
+    assert steps == {"auto": 1, 3: 3}
 
 
 class Interrupt:

@@ -1,13 +1,17 @@
 """Structured output by the libraries that users have: the very text of plain `generate`, with candidates and masks."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
-from grammar_cases import CASES, LIBRARIES, able, installed, make, pair, valid, vocabulary
+import transformers
+from grammar_cases import CASES, LIBRARIES, SCHEMAS, able, installed, make, pair, valid, vocabulary
 from tiny import Forwards, tiny
+from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import SpeculativeDecoding, sampling
 from hf_specx.drafting.suffix import SuffixDraft
 
 
@@ -43,8 +47,11 @@ def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = Fals
     assert made.tolist() == plain.tolist()
     assert torch.equal(state, torch.get_rng_state())
     assert strategy.report.layout == "ragged"
-    assert len(forwards.ids) < plain.shape[1] - width
-    for new in plain[:, width:].tolist():
+    texts = plain[:, width:].tolist()
+    emitted = sum(new.index(0) + 1 if 0 in new else len(new) for new in texts)
+    few = emitted <= 4 * rows  # there may be nothing to save
+    assert few or sum(len(ids) for ids in forwards.ids) < emitted  # a row that is done is fed no more
+    for new in texts:
         if 0 in new:
             assert valid(case, pair().tokenizer.decode(new[: new.index(0)]))
     if library != "prefix function":  # what the user made was not used up
@@ -98,7 +105,7 @@ def test_a_processor_in_the_middle_of_a_text_is_refused(library: str):
     assert not forwards.ids
 
 
-@pytest.mark.parametrize(("library", "size"), [("xgrammar", 9000), ("xgrammar", 300), ("outlines llguidance", 300)])
+@pytest.mark.parametrize(("library", "size"), [("xgrammar", 9000), *((library, 300) for library in [*LIBRARIES][:-1])])
 def test_a_grammar_of_another_vocabulary_is_refused(library: str, size: int):
     if not installed(library):
         pytest.skip(f"{library} is not installed")
@@ -106,6 +113,67 @@ def test_a_grammar_of_another_vocabulary_is_refused(library: str, size: int):
     target = tiny(vocab_size=size)
     ids = torch.tensor([[5, 6, 7]])
     strategy = SpeculativeDecoding(tiny(vocab_size=size, seed=1))
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=f"4096 tokens and the target has {size}"):
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=f"tokens and the target has {size}"):
         target.generate(ids, max_new_tokens=3, logits_processor=[make(library, "flat")], custom_generate=strategy)
     assert not forwards.ids
+
+
+def test_a_grammar_may_have_more_ids_than_the_target_if_they_only_fill_up():
+    xgrammar = pytest.importorskip("xgrammar")
+    info = xgrammar.TokenizerInfo.from_huggingface(pair().tokenizer, vocab_size=vocabulary() + 104)
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(SCHEMAS["enum"], any_whitespace=False)
+    target, strategy = pair().target, SpeculativeDecoding(pair().draft)
+    options = {**given(2), "max_new_tokens": NEW, "do_sample": False}
+    plain = target.generate(**options, logits_processor=[xgrammar.contrib.hf.LogitsProcessor(grammar)])
+    processor = xgrammar.contrib.hf.LogitsProcessor(grammar)
+    made = target.generate(**options, logits_processor=[processor], custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+    assert strategy.report.forced > 0
+
+
+class Lift(LogitsProcessor):
+    """Brings a token back that no grammar allows there, at the fourth new position of all rows."""
+
+    stateless = True
+
+    def __init__(self, width: int):
+        self.at = width + 3
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        if input_ids.shape[1] == self.at:
+            scores[:, 300] = 1e3
+        return scores
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_a_later_processor_may_bring_a_token_back_that_llguidance_refuses(drafts: str):
+    """Its processor allows the end token only from then on."""
+    if not installed("outlines llguidance"):
+        pytest.skip("outlines llguidance is not installed")
+    target, inputs = pair().target, given(3)
+    lift, options = Lift(inputs["input_ids"].shape[1]), {**inputs, "max_new_tokens": NEW, "do_sample": False}
+    plain = target.generate(**options, logits_processor=[make("outlines llguidance", "flat"), lift])
+    strategy = SpeculativeDecoding(SuffixDraft() if drafts == "suffix" else pair().draft, num_draft_tokens=4)
+    processors = [make("outlines llguidance", "flat"), lift]
+    made = target.generate(**options, logits_processor=processors, custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+    assert plain.shape[1] == lift.at + 2
+
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(sampling.__file__).parent / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("library", "block"), zip(["xgrammar", "outlines", "lmformatenforcer"], BLOCKS, strict=True))
+def test_lines_of_the_readme(monkeypatch: pytest.MonkeyPatch, library: str, block: str):
+    pytest.importorskip(library)
+    monkeypatch.setattr(transformers.tokenization_utils, "PreTrainedTokenizerBase", None, raising=False)
+    target, inputs, schema = pair().target, given(2), SCHEMAS["constants"]
+    names = {"tokenizer": pair().tokenizer, "model": target, "inputs": inputs, "schema": schema, "texts": []}
+    called = block.replace("model.generate(", "texts.append(model.generate(").replace("=strategy)", "=strategy))")
+    plain, strategy = {**names, "strategy": None}, SpeculativeDecoding(pair().draft)
+    exec(called, plain)
+    exec(called, {**names, "strategy": strategy})
+    assert names["texts"][0].tolist() == names["texts"][1].tolist()
+    assert (strategy.report.layout, strategy.report.forced > 0) == ("ragged", True)

@@ -25,6 +25,7 @@ from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.pairs.complete import complete
 from hf_specx.pairs.placement import plan
+from hf_specx.pairs.results_file import check_results_path
 
 
 def exported(target: ModelSource, draft: ModelSource):
@@ -160,6 +161,11 @@ PLAIN = [
     ("batch_size=0 is no number of rows; give 1", completed(batch_size=0)),
     ("seed=-1 is not in the range of gen.*give an int", completed(seed=-1)),
     ("seeds= belongs to one call of generate; leave", completed(seeds=[1])),
+    ("ordered= belongs to strategy.generate_many; leave", completed(ordered=True)),
+    ("out='.*/tool_cases.py' is there already, and .*; name another", lambda: check_results_path(Path(__file__))),
+    ("out='.*/tests/validation' is a folder; name", lambda: check_results_path(Path(__file__).parent)),
+    ("there is no folder .*/no; make it, or name", lambda: check_results_path(Path("no/done.jsonl"))),
+    ("out='/dev/null' is a device; name a file", lambda: check_results_path(Path("/dev/null"))),
     ("the pair has no tokenizer to read texts with", completed(tokenizer=None)),
     ("the models are spread over processes", in_shards),
     ("prompt 1 is empty, and the tokenizer puts nothing", completed(["a", ""])),
