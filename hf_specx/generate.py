@@ -34,6 +34,7 @@ STRATEGY_OPTIONS = (
     "layout",
     "compile",
     "draft_tokenizer",
+    "tokenizer_match",
     "costs",
     "tokenizer",
     "streamer",

@@ -21,6 +21,8 @@ from hf_specx.common.wrappers import unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import SHARE, Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.matching import match_tokenizers
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call
@@ -51,10 +53,9 @@ class SpeculativeDecoding:
     "coupled" its text is that of plain `generate` for this row alone under `torch.manual_seed` of its seed.
 
     Args:
-        draft_model: a model with the target's vocabulary, also wrapped by `torch.compile` or PEFT; a
-            `CandidateGenerator` that reads the text alone; `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a
-            list of these with at most one that runs forwards, as `[SuffixDraft(), draft_model]`: each row and round
-            takes its candidates from the one that promises more tokens a second, by what was kept so far.
+        draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
+            `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
+            forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
             of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
@@ -65,13 +66,15 @@ class SpeculativeDecoding:
             `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
-        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query; on CUDA
-            they are captured in graphs. The first call of each size takes seconds longer. On an x86 CPU a second copy
-            of the weights of linear layers is kept, in the order in which oneDNN reads them.
+        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (on CUDA in
+            graphs). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
-            and may differ in padding; otherwise they must be equally large.
+            and may differ in padding, or altogether; otherwise they must be equally large.
+        tokenizer_match: how a draft with another tokenizer proposes. "tokens": by its distribution among the tokens
+            that both have; "text": the text that it writes greedily, in the target's tokens; "auto": "tokens" if at
+            least half of the tokens of a sample text are in both.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers.
 
     Attributes:
@@ -101,25 +104,18 @@ class SpeculativeDecoding:
         stream_by: str = "token",
         tokenizer: PreTrainedTokenizerBase | None = None,
         draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer_match: str = "auto",
         costs: Costs | None = None,
         **unknown: Any,
     ):
-        options = {
-            "num_draft_tokens": num_draft_tokens,
-            "verification": verification,
-            "layout": layout,
-            "compile": compile,
-            "streamer": streamer,
-            "stream_by": stream_by,
-            "tokenizer": tokenizer,
-            "draft_tokenizer": draft_tokenizer,
-            "costs": costs,
-        }
-        draft_model = unwrapped_draft(draft_model)
-        check_options(options, unknown, draft_model, len(misplaced))
-        self.draft_model, self.num_draft_tokens, self.layout = draft_model, num_draft_tokens, layout
-        self.compile, self.verification, self.streamer, self.stream_by = compile, verification, streamer, stream_by
-        self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
+        self.draft_model = unwrapped_draft(draft_model)
+        self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
+        self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
+        self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
+        names = ("num_draft_tokens", "verification", "layout", "compile", "streamer", "stream_by")
+        names += ("tokenizer", "draft_tokenizer", "tokenizer_match")  # type: ignore[assignment]
+        options = {name: getattr(self, name) for name in names} | {"costs": costs}
+        check_options(options, unknown, self.draft_model, len(misplaced))
         self.costs = costs if costs is not None else Costs()
         self.schedule: Schedule | None = None
         self.report: SpeculationReport | None = None
@@ -228,7 +224,7 @@ class SpeculativeDecoding:
         """
         model = unwrapped(model)
         check_many(batch_size, max_batch_tokens, self.streamer, generate_kwargs)
-        drafter, options = make_drafter(self.draft_model, model), {"tokenizer": self.tokenizer} | generate_kwargs
+        drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
         return in_order(completions) if ordered else completions
@@ -242,6 +238,10 @@ class SpeculativeDecoding:
         """
         return attached(model, self)
 
+    def _drafter(self, target: PreTrainedModel) -> Drafter:
+        how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
+        return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
+
     def _start(
         self,
         withheld: Withheld,
@@ -253,7 +253,7 @@ class SpeculativeDecoding:
         places: Places | None = None,
     ) -> tuple[Run, Plan]:
         """Check what was asked for, and put together what decodes it; nothing is read yet."""
-        drafter = make_drafter(self.draft_model, prompt.model)
+        drafter = self._drafter(prompt.model)
         prompt.gives_hidden = drafter.needs_hidden
         call = make_call(self, withheld, prompt, drafter, seeds)
         longest = None if places is None else max(entry.longest for entry in places.entries)
@@ -292,7 +292,7 @@ class SpeculativeDecoding:
         Raises:
             ValueError: if the draft has no forwards to time.
         """
-        drafter = make_drafter(self.draft_model, model := unwrapped(model))
+        drafter = self._drafter(model := unwrapped(model))
         check_calibration(drafter.model)
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}

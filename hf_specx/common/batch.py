@@ -194,6 +194,11 @@ class Batch:
         self.reserve(0)
         self.ids[:, : input_ids.shape[1]] = input_ids
 
+    def rewind(self, counts: list[int]) -> None:
+        """Take back what rows have emitted after their first `counts` [B] tokens."""
+        self.counts = counts
+        self._select(self.rows)
+
     def until(self, counts: list[int]) -> "Batch":
         """The same text, to be read only, as it was when rows had emitted no more than `counts` [B] tokens."""
         earlier = copy.copy(self)

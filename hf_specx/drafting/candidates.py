@@ -33,7 +33,8 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    return GeneratorDrafter(draft) if isinstance(draft, CandidateGenerator) else cast(Drafter, draft).of(target)
+    proposes = hasattr(draft, "propose")
+    return cast(Drafter, draft).of(target) if proposes else GeneratorDrafter(cast(CandidateGenerator, draft))
 
 
 class SampledCandidateGenerator(CandidateGenerator, Drafter):

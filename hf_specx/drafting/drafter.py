@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -15,6 +15,22 @@ from hf_specx.sampling.rules import Rule
 
 from .costs import Costs
 from .prior import ForwardSize, size_of
+
+
+class TokenizerMatch(NamedTuple):
+    """How the tokens of a draft with another tokenizer become the target's.
+
+    Attributes:
+        match: "tokens": the draft proposes tokens that both have; "text": its text in the target's tokens.
+        reason: why.
+        overlap: the part of the target's tokens that the draft has as well.
+        coverage: the part of the tokens of a sample text that these are.
+    """
+
+    match: str
+    reason: str
+    overlap: float
+    coverage: float
 
 
 @dataclass
@@ -63,6 +79,7 @@ class Drafter(Protocol):
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
         max_candidates: what `num_draft_tokens="auto"` means for it, where it finds its own number up to this one.
+        own_text: whether its model reads a text of its own, in other tokens than the target's; `matching` says how.
         parts: of a draft that chooses among several; empty for any other.
     """
 
@@ -71,6 +88,8 @@ class Drafter(Protocol):
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
+    own_text: bool = False
+    matching: TokenizerMatch | None = None
     parts: Sequence["Drafter"] = ()
 
     def of(self, target: PreTrainedModel) -> "Drafter":

@@ -36,6 +36,8 @@ class SeveralDrafts(Drafter):
         self.costly = next((part for part in parts if has_forwards(part)), None)
         self.parts = self.others if self.costly is None else [*self.others, self.costly]
         self.model = None if self.costly is None else self.costly.model
+        self.own_text = self.costly is not None and self.costly.own_text
+        self.matching = None if self.costly is None else self.costly.matching
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
         known = [part.max_candidates for part in self.others if part.max_candidates is not None]

@@ -20,7 +20,7 @@ from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.validation.calls import check_call, check_outputs, check_past
 from hf_specx.validation.inputs import check_inputs
-from hf_specx.validation.models import check_pair, check_target
+from hf_specx.validation.models import check_own_text, check_pair, check_target, own_text_in_lockstep
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
 
@@ -31,6 +31,9 @@ LOCKSTEP_COST = (
     "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
     "has been shown to be exact here; layout='lockstep' says that this is wanted."
 )
+
+
+OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 
 
 class Listener(Protocol):
@@ -173,6 +176,9 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     draft_layout, states = chosen, able[0] == "lockstep"
     if drafter.model is not None:
         draft_able = layouts_of(drafter.model, drafts=True)
+        if drafter.own_text:
+            draft_able = [layout for layout in draft_able if layout in OWN_TEXT_LAYOUTS]
+            own_text_in_lockstep(drafter.model, draft_able)
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
     if verification is None:
@@ -184,7 +190,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         require(not drafter.needs_hidden, told)
         ranks = call.synced or call.shared
         check_compile(prompt.model, chosen, reason, prompt.generation_config, ranks)
-        if drafter.model is not None:
+        if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             why = "its best for a draft"
             check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
@@ -221,7 +227,9 @@ def check_asked(
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
     drafter.meet(vocabulary(model), tokenizer)
-    if drafter.model is not None:
+    if drafter.model is not None and drafter.own_text:
+        check_own_text(model, drafter.model, tokenizer, draft_tokenizer, prompt.input_ids.shape[1])
+    elif drafter.model is not None:
         check_pair(model, drafter.model, tokenizer, draft_tokenizer)
 
 
@@ -252,6 +260,10 @@ def _check(plan: Plan, call: Call, rows: int, drafter: Drafter) -> None:
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
         check_synced(plan.states, plan.stateful, several=bool(drafter.parts))
+        told = (
+            "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
+        )
+        require(not drafter.own_text, told)
 
 
 def warn_of_lockstep(plan: Plan, asked: str, rows: int, said: set[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from hf_specx.common.round import Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import expected_tokens
+from hf_specx.drafting.drafter import TokenizerMatch
 
 from .history import RoundCounts, RoundRecord
 
@@ -16,8 +17,8 @@ REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "
 REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
 REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
 REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_position", "acceptance_rate", "alpha"]
-REPORTED += ["mean_acceptance_length", "tokens_per_round", "cost_coefficient", "expected_speedup"]
-REPORTED += ["forward_limited_speedup", "seconds"]
+REPORTED += ["mean_acceptance_length", "tokens_per_round", "tokenizer_match", "cost_coefficient"]
+REPORTED += ["expected_speedup", "forward_limited_speedup", "seconds"]
 
 
 @dataclass
@@ -40,6 +41,7 @@ class SpeculationReport(RoundCounts):
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        matching: how the draft's tokens became the target's; None if both have the same tokenizer.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
     """
 
@@ -57,6 +59,7 @@ class SpeculationReport(RoundCounts):
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
     compilations: int = 0
+    matching: TokenizerMatch | None = None
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
     limit_reason: str = ""
     keeps: int | None = None
@@ -162,6 +165,11 @@ class SpeculationReport(RoundCounts):
         return self._total(lambda r: r.gained) / rounds if rounds else 1.0
 
     @property
+    def tokenizer_match(self) -> dict[str, Any] | None:
+        """`matching` as plain values."""
+        return None if self.matching is None else self.matching._asdict()
+
+    @property
     def cost_coefficient(self) -> float | None:
         """c, the time of a draft step over that of a target step at this batch size; None if not measured."""
         return self._costs.cost_coefficient(self.rows) if self._costs else None
@@ -213,6 +221,8 @@ class SpeculationReport(RoundCounts):
         ]
         if self.limit_reason:
             lines.append(self.limit_reason)
+        if self.matching is not None:
+            lines.append(f"another tokenizer, matched by {self.matching.match} ({self.matching.reason})")
         if len(self.sources) > 1:
             told = (f"{name} {n['accepted']} of {n['drafted']}" for name, n in self.sources.items())
             lines.append(f"accepted by source: {', '.join(told)}")

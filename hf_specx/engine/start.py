@@ -69,7 +69,12 @@ def start(
         processors=of_target,
         stopping=stopping,
         batch=reading.batch,
-        report=SpeculationReport(*described, costs=costs, keeps=None if places is None else KEPT_ROUNDS),
+        report=SpeculationReport(
+            *described,
+            costs=costs,
+            keeps=None if places is None else KEPT_ROUNDS,
+            matching=drafter.matching,
+        ),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
@@ -105,7 +110,9 @@ def _reading(
         rule=_rule(call, plan, prompt, drafter.max_candidates),
         processors=processors,
         threshold=call.drafting.threshold,
-        prompt=None if drafter.model is None else draft_prompt(drafter.model, prompt, inputs_tensor),
+        prompt=None
+        if drafter.model is None or drafter.own_text
+        else draft_prompt(drafter.model, prompt, inputs_tensor),
         layout=plan.draft_layout,
         compiled=plan.compiled,
         forces=not (call.synced or plan.compiled),

@@ -55,6 +55,7 @@ class Subject:
             compile=own.compile,
             tokenizer=own.tokenizer,
             draft_tokenizer=own.draft_tokenizer,
+            tokenizer_match=own.tokenizer_match,
         )
 
     def prompt_indices(self, way: str, batch: int) -> list[int]:

@@ -250,6 +250,8 @@ def _tokenizers(facts: TokenizerFacts | None) -> str:
         compared = f"one for both models, {facts.tokens:,} tokens"
     elif facts.method == "content":
         compared = f"the same {facts.tokens:,} tokens with the same ids in both, compared one by one"
+    elif facts.method == "own":
+        compared = f"{facts.tokens:,} tokens of the target; the draft has a tokenizer of its own"
     else:
         compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
     return ", ".join([compared, *(f"{code(role)} {code(token)}" for role, token in facts.special_tokens.items())])

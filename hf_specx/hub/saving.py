@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.pair_files.facts import model_facts, tokenizer_facts
+from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 
@@ -121,11 +121,17 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
                 fingerprint=fingerprint(folder / subfolder),
             )
         setattr(config, role, source)
+    config.draft_tokenizer = None
+    if isinstance(pair.draft, PreTrainedModel):
+        models = pair.target, pair.draft
+        config.draft_tokenizer = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, *models)
+    if config.draft_tokenizer is not None and sources["draft"] is None:
+        pair.draft_tokenizer.save_pretrained(folder / SUBFOLDERS["draft"])
     if pair.tokenizer is not None:
         pair.tokenizer.save_pretrained(folder)
         found = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer)
         known = config.tokenizers
-        if known is None or replace(known, method=found.method) != found:
+        if known is None or found.method == "own" or replace(known, method=found.method) != found:
             config.tokenizers = found
     else:
         config.tokenizers = None

@@ -8,9 +8,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.architectures import vocabulary
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.matching import matched, same_tokens
+from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.layouts.choose import layouts_of
 from hf_specx.pair_files.pair_config import WeightlessDraft
-from hf_specx.validation.models import check_pair, tokens_of_another_meaning, vocabularies_of_other_sizes
+from hf_specx.validation.models import (
+    check_own_text,
+    check_pair,
+    vocabularies_of_other_sizes,
+)
 
 
 OK, NOTE, ERROR = "ok", "note", "error"
@@ -63,10 +69,16 @@ def find_fit(
     found = [_types(target, draft), _layouts(target, draft)]
     if tokenizer is None or draft_tokenizer is None:
         found.append(_unknown_tokens(target, draft, tokenizer, draft_tokenizer))
-    else:
-        found.append(_tokens(tokenizer, draft_tokenizer))
+    elif same_tokens(tokenizer, draft_tokenizer):
+        sizes = _both(lambda each: len(each.get_vocab()), tokenizer, draft_tokenizer)
+        found.append(Finding("tokens", *sizes, OK, "every token has the same id in both"))
         found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
         found.append(_special_tokens(tokenizer, draft_tokenizer))
+    else:
+        found.append(_matched_tokens(target, draft, tokenizer, draft_tokenizer))
+        error = _refused(check_own_text, target, draft, tokenizer, draft_tokenizer, 1)
+        found += [_ends(target, draft), _positions(target, draft)]
+        return found + ([Finding("decoding", "", "", ERROR, error)] if error else [])
     found += [_logit_rows(target, draft, tokenizer), _ends(target, draft), _positions(target, draft)]
     error = _refused(check_pair, target, draft, tokenizer, draft_tokenizer)
     if error and all(finding.follows != error for finding in found):
@@ -135,11 +147,19 @@ def _unknown_tokens(
     return Finding("tokens", *sizes, NOTE, "not checked: the models only score equally many; be sure that ids agree")
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> Finding:
-    """Every token with its id."""
+def _matched_tokens(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_tokenizer: PreTrainedTokenizerBase,
+) -> Finding:
+    """How the draft's tokens become the target's."""
     sizes = _both(lambda each: len(each.get_vocab()), tokenizer, draft_tokenizer)
-    error = _refused(tokens_of_another_meaning, tokenizer, draft_tokenizer)
-    return Finding("tokens", *sizes, ERROR if error else OK, error or "every token has the same id in both")
+    try:
+        found = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
+    except ValueError as error:
+        return Finding("tokens", *sizes, ERROR, str(error))
+    return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
 
 
 def _encodings(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.drafting.matching import same_tokens
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .grafted import graft
@@ -91,6 +92,10 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
         f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them.",
     )
     require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
+    require(
+        same_tokens(pair.tokenizer, pair.draft_tokenizer),
+        f"the draft of {name!r} has another tokenizer, which the bench does not know; specx tune times such drafts.",
+    )
     texts = prompts or pair.prompts
     _check_prompts(name, texts)
     told = f"the pair {name!r} has no draft model to time; specx bench --only suffix measures drafts without one."

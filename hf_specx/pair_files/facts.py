@@ -15,10 +15,11 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.drafting.matching import same_tokens
 from hf_specx.drafting.suffix_pool import vocabulary_digest
-from hf_specx.validation.models import tokens_of_another_meaning
+from hf_specx.drafting.vocabulary_map import vocabulary_map
 
-from .pair_config import ModelSource, TokenizerFacts
+from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
@@ -83,18 +84,33 @@ def commit_of(model: PreTrainedModel) -> str | None:
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
-    """Compare two tokenizers token by token, and describe them.
+    """Compare two tokenizers token by token, and describe the first.
 
     Args:
         tokenizer: the target's.
         draft_tokenizer: the draft's; None, or the same object, where both models share one.
-
-    Raises:
-        ValueError: a token has another id in the other tokenizer, or is missing there.
     """
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
-    if draft_tokenizer is not None and not shared:
-        tokens_of_another_meaning(tokenizer, draft_tokenizer)
+    method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    tokens = len(tokenizer.get_vocab())
-    return TokenizerFacts("one" if shared else "content", tokens, special, vocabulary_digest(tokenizer))
+    return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_digest(tokenizer))
+
+
+def draft_tokenizer_facts(
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+) -> DraftTokenizer | None:
+    """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens.
+
+    Raises:
+        ValueError: if it is not known what the tokens of one stand for.
+    """
+    if same_tokens(tokenizer, draft_tokenizer):
+        return None
+    assert tokenizer is not None
+    assert draft_tokenizer is not None
+    facts, sizes = tokenizer_facts(draft_tokenizer), (vocabulary(target), vocabulary(draft))
+    overlap = vocabulary_map(tokenizer, draft_tokenizer, sizes).overlap
+    return DraftTokenizer(facts.tokens, overlap, facts.special_tokens, facts.vocabulary)

@@ -21,7 +21,7 @@ from .model_files import (
     check_tokenizer,
     check_tokens,
 )
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig, TokenizerFacts
+from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from .schema import check_place
 from .weights import check_shards, check_weights, shards
 
@@ -139,7 +139,7 @@ def is_changed(files: Files, source: ModelSource) -> bool:
 
 
 def get_tokenizer(
-    files: Files, subfolder: str, facts: TokenizerFacts | None, trust_remote_code: bool
+    files: Files, subfolder: str, facts: TokenizerFacts | DraftTokenizer | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer in a folder; None if there is none, and `facts` do not expect one.
 

@@ -115,11 +115,12 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
     check_facts(f"the draft of {name}", *compared_facts(config.draft, draft, KIND))
     options, costs = _recommended(config, target)
-    if vocabulary(draft) != vocabulary(target):  # fine if they differ in padding only, so the tokenizers are compared
+    own = config.draft_tokenizer
+    if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
         tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
         other = tokenizer
-        if config.draft.name is not None:
-            other = get_tokenizer(files, config.draft.subfolder, config.tokenizers, trust_remote_code=False)
+        if own is not None or config.draft.name is not None:
+            other = get_tokenizer(files, config.draft.subfolder, own or config.tokenizers, trust_remote_code=False)
         options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
     return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
 

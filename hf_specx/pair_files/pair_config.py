@@ -77,7 +77,8 @@ class TokenizerFacts:
     """How the two tokenizers were compared.
 
     Attributes:
-        method: "content": each token and its id was compared; "one": both models share one tokenizer.
+        method: "content": each token and its id was compared; "one": both models share one tokenizer; "own": the draft
+            has another one.
         tokens: how many there are.
         special_tokens: {role: token}, such as {"eos_token": "</s>"}.
         vocabulary: SHA-256 of all tokens and ids.
@@ -85,6 +86,21 @@ class TokenizerFacts:
 
     method: str
     tokens: int
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    vocabulary: str | None = None
+
+
+@dataclass
+class DraftTokenizer:
+    """The draft's own tokenizer, where it has other tokens than the target's.
+
+    Attributes:
+        tokens, special_tokens, vocabulary: as in `TokenizerFacts`.
+        overlap: the part of the target's tokens that the draft has as well.
+    """
+
+    tokens: int
+    overlap: float
     special_tokens: dict[str, str] = field(default_factory=dict)
     vocabulary: str | None = None
 
@@ -149,6 +165,7 @@ class PairConfig:
         suffix, early_exit: options of the `SuffixDraft` or `EarlyExitDraft` that there is in place of a draft model;
             None for any other draft. A file has these fields only where they are not None.
         tokenizers: how they were compared; None is "not checked".
+        draft_tokenizer: the draft's, where its tokens are not the target's. Files of other pairs do not have it.
         num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
         costs: the times by which "auto" chooses the number of candidates.
         measurements: one for each batch size and precision; [] is "not measured".
@@ -171,6 +188,7 @@ class PairConfig:
     notes: str = ""
     suffix: SuffixOptions | None = None
     early_exit: EarlyExitOptions | None = None
+    draft_tokenizer: DraftTokenizer | None = None
     schema: int = SCHEMA
 
     @classmethod
@@ -198,7 +216,8 @@ class PairConfig:
 
     def to_text(self) -> str:
         """The config as JSON; equal configs give the same text."""
-        values = {name: value for name, value in asdict(self).items() if name not in WEIGHTLESS or value}
+        rare = (*WEIGHTLESS, "draft_tokenizer")
+        values = {name: value for name, value in asdict(self).items() if name not in rare or value}
         return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def weightless_draft(self) -> WeightlessDraft | None:

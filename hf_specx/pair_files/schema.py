@@ -159,6 +159,8 @@ def check_known_values(config: Any, where: str) -> None:
     one_of(f"{where}: layout", config.layout, LAYOUTS)
     told = f"{where}: num_draft_tokens={number} is above {MAX_RECOMMENDED}; give a smaller number, or 'auto'."
     require(number == "auto" or number <= MAX_RECOMMENDED, told)
+    if config.draft_tokenizer is not None:
+        _check_probability(config.draft_tokenizer.overlap, f"{where}: overlap of draft_tokenizer")
     if config.costs is not None:
         _check_costs(config.costs, f"{where}: costs has")
     for i, measurement in enumerate(config.measurements):

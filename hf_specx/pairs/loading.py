@@ -188,6 +188,9 @@ def _tokenizers(
     for each in found.values():
         elsewhere = None if each.files is None or each.files == pair else each.files
         others.append(elsewhere and get_tokenizer(elsewhere, each.source.subfolder, None, trust_remote_code))
+    if config.draft_tokenizer is not None and "draft" in found and found["draft"].files == pair:
+        folder = found["draft"].source.subfolder
+        others[-1] = get_tokenizer(pair, folder, config.draft_tokenizer, trust_remote_code)
     target, draft = others[0], others[-1]
     return target or own, draft or (own if target else None)
 

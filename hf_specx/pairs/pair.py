@@ -30,9 +30,10 @@ class DraftTargetPair:
 
     Args:
         target: the model whose text is wanted.
-        draft: a smaller model with the same vocabulary, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
-        tokenizer: of both models; None if texts are tokenized elsewhere.
+        draft: a smaller model, a `SuffixDraft`, an `EarlyExitDraft`, or a list of these.
+        tokenizer: of both models, or the target's; None if texts are tokenized elsewhere.
         config: facts about the pair, its recommended options and measurements; None for none.
+        draft_tokenizer: the draft's, where it has another one than the target.
 
     Attributes:
         strategy: the `SpeculativeDecoding` with the options of `generate`, and with the costs and acceptance that it
@@ -56,11 +57,13 @@ class DraftTargetPair:
         draft: PairDraft,
         tokenizer: PreTrainedTokenizerBase | None = None,
         config: PairConfig | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self._target: PreTrainedModel = unwrapped(target)
         self._draft: PairDraft = unwrapped_draft(draft)
         check_entry(self.target, None)
-        self.tokenizer = self.draft_tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.draft_tokenizer = tokenizer if draft_tokenizer is None else draft_tokenizer
         self.config = config or PairConfig(ModelSource(), ModelSource(subfolder="draft"))
         self.sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
         self.strategy = self._strategy()
@@ -104,11 +107,8 @@ class DraftTargetPair:
     @classmethod
     def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
         """A pair made of what `load_pair` has loaded."""
-        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config)
+        pair = cls(loaded.target, loaded.draft, loaded.tokenizer, loaded.config, loaded.draft_tokenizer)
         pair.sources = loaded.sources
-        if loaded.draft_tokenizer is not None:
-            pair.draft_tokenizer = loaded.draft_tokenizer
-            pair.strategy = pair._strategy()
         return pair
 
     @classmethod

@@ -131,8 +131,8 @@ def tokens_of_another_meaning(
         return None
     token, number = min(different)
     return (
-        f"the two tokenizers differ, for instance in {token!r} with id {number}; speculative decoding needs a draft "
-        "with the target's own vocabulary."
+        f"the two tokenizers differ, for instance in {token!r} with id {number}; give the draft as a model, whose "
+        "tokens are then matched with the target's."
     )
 
 
@@ -142,9 +142,55 @@ def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel)
     if sizes[0] == sizes[1]:
         return None
     return (
-        f"the target has {sizes[0]} tokens and the draft {sizes[1]}; if both have the same tokenizer and differ only "
-        "by padding, pass tokenizer= and draft_tokenizer= so that this can be checked."
+        f"the target has {sizes[0]} tokens and the draft {sizes[1]}; pass tokenizer= and draft_tokenizer=, by which "
+        "they are compared, and matched where they differ by more than padding."
     )
+
+
+@refusal
+def own_text_with_an_encoder(draft: PreTrainedModel) -> str | None:
+    if not draft.config.is_encoder_decoder:
+        return None
+    return (
+        f"the draft {type(draft).__name__} has an encoder and another tokenizer than the target, so it cannot read "
+        "what the target's encoder reads; choose a decoder-only draft, or one with the target's tokenizer."
+    )
+
+
+@refusal
+def own_text_without_ids(draft: PreTrainedModel, width: int) -> str | None:
+    if width:
+        return None
+    return (
+        f"the draft {type(draft).__name__} has another tokenizer than the target and cannot read inputs_embeds; pass "
+        "input_ids= as well."
+    )
+
+
+@refusal
+def own_text_in_lockstep(draft: PreTrainedModel, able: list[str]) -> str | None:
+    if able:
+        return None
+    return (
+        f"the draft {type(draft).__name__} takes rows of equally many tokens only, and with another tokenizer than "
+        "the target's they differ; choose a draft with attention in all its layers, or with the target's tokenizer."
+    )
+
+
+@refusal
+def tokenizer_of_another_model(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    added, size = tokenizer.added_tokens_decoder, vocabulary(model)
+    beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= size}
+    plain = sorted(beyond.keys() - added.keys())
+    told = f"the {role}'s tokenizer is not that of {type(model).__name__}:"
+    if plain:
+        return f"{told} {beyond[plain[0]]!r} has id {plain[0]}, and the model scores {size} tokens; pass its own."
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    for number in [] if ends is None else ends if isinstance(ends, list) else [ends]:
+        special = number in added or number in tokenizer.all_special_ids
+        if number < size and not special and (text := tokenizer.convert_ids_to_tokens(number)) is not None:
+            return f"{told} the model's texts end at id {number}, which means {text!r} there; pass its own."
+    return None
 
 
 @refusal
@@ -183,6 +229,28 @@ def check_target(model: PreTrainedModel, max_length: int) -> None:
     frequencies_that_change(model, max_length)
 
 
+def check_own_text(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    width: int,
+) -> None:
+    """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
+    own_text_with_an_encoder(draft)
+    own_text_without_ids(draft, width)
+    _check_draft(draft)
+    for role, model, own in (("target", target, tokenizer), ("draft", draft, draft_tokenizer)):
+        if own is not None:
+            tokenizer_of_another_model(role, model, own)
+
+
+def _check_draft(draft: PreTrainedModel) -> None:
+    weights_not_loaded("draft", draft)
+    random_in_training("draft", draft)
+    trained_without_a_cache("draft", draft)
+
+
 def check_pair(
     target: PreTrainedModel,
     draft: PreTrainedModel,
@@ -190,9 +258,7 @@ def check_pair(
     draft_tokenizer: PreTrainedTokenizerBase | None,
 ) -> None:
     """Check that the draft can run, and that its token ids mean what the target's mean."""
-    weights_not_loaded("draft", draft)
-    random_in_training("draft", draft)
-    trained_without_a_cache("draft", draft)
+    _check_draft(draft)
     draft_with_an_encoder(target, draft)
     draft_that_hears(target, draft)
     other_mel_bins(target, draft)

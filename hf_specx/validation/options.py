@@ -9,6 +9,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from hf_specx.common.errors import is_int, one_of, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.matching import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 
@@ -44,6 +45,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
     one_of("layout", options["layout"], LAYOUTS)
+    one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
     one_of("stream_by", options["stream_by"], STREAM_BY)
     compile = options["compile"]
     require(isinstance(compile, bool), f"compile={compile!r} is not a bool; use True or False.")

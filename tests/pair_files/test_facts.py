@@ -9,7 +9,7 @@ from tiny import tiny
 from tiny_tokenizer import END, PAD, tiny_tokenizer
 
 from hf_specx.pair_files import facts
-from hf_specx.pair_files.facts import model_facts, tokenizer_facts
+from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from hf_specx.pair_files.pair_config import ModelSource, TokenizerFacts
 
 
@@ -69,9 +69,13 @@ def test_a_vocabulary_is_its_tokens_with_their_ids():
     assert tokenizer_facts(tiny_tokenizer(["other words altogether"])).vocabulary != found
 
 
-def test_other_tokenizers_have_no_facts():
-    with pytest.raises(ValueError, match="the two tokenizers differ"):
-        tokenizer_facts(tiny_tokenizer(), tiny_tokenizer(["other words altogether"]))
+def test_of_another_tokenizer_the_overlap_is_noted():
+    target, draft, other = tiny(vocab_size=280), tiny(vocab_size=300), tiny_tokenizer(["other words altogether"])
+    assert tokenizer_facts(tiny_tokenizer(), other) == replace(tokenizer_facts(tiny_tokenizer()), method="own")
+    assert draft_tokenizer_facts(tiny_tokenizer(), tiny_tokenizer(), target, draft) is None
+    found = draft_tokenizer_facts(tiny_tokenizer(), other, target, draft)
+    assert found.tokens == len(other)
+    assert 0.9 < found.overlap < 1
 
 
 @pytest.mark.parametrize(("commits", "known"), [([], None), (["1", "2"], None), (["2"], "2")])

@@ -222,7 +222,7 @@ def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path
         (True, False, None),
         (False, False, None),
         (True, True, "the tokenizer of org/draft ha.* its pair was checked with"),
-        (False, True, "the two tokenizers differ, for instance in"),
+        (False, True, None),  # its tokens are matched with the target's
     ],
 )
 def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):

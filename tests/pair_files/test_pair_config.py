@@ -1,7 +1,7 @@
 """`specx_config.json`: read as it was written, and believed nowhere."""
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from hf_specx import Costs
 from hf_specx.pair_files.pair_config import (
     WEIGHTLESS,
+    DraftTokenizer,
     Measurement,
     ModelSource,
     PairConfig,
@@ -36,6 +37,7 @@ def full() -> PairConfig:
             )
         ],
         prompts=["def f(", "naïve \u2014 日本"],
+        draft_tokenizer=DraftTokenizer(9, 0.5, {"eos_token": "</s>"}, "0" * 64),
         license="mit",
         notes="## How\n",
     )
@@ -83,6 +85,8 @@ def test_text_is_plain_and_stable():
     assert text.endswith("}\n")
     assert "日本" in text
     assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name not in WEIGHTLESS]
+    plain = json.loads(replace(full(), draft_tokenizer=None).to_text())
+    assert plain.keys() == json.loads(text).keys() - {"draft_tokenizer"}
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -7,7 +7,7 @@ from typing import Any
 from hf_specx.common.errors import CHECKS
 
 
-ROOMS_OF_CALLS = {"validation", "layouts"}
+ROOMS_OF_CALLS = {"drafting", "validation", "layouts"}
 Case = tuple[str, Callable[..., object]]
 
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import zoo
 from tiny import prompts, tiny
+from tokenizers import Tokenizer, decoders, models
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -16,6 +17,7 @@ from transformers import (
     EncoderDecoderCache,
     GenerationMixin,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     WhisperConfig,
     WhisperForCausalLM,
     WhisperForConditionalGeneration,
@@ -23,7 +25,7 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, generate
 from hf_specx.engine import ranks as peers
 from hf_specx.layouts import choose as layouts
 from hf_specx.layouts import compiled, regions
@@ -43,6 +45,17 @@ class Tokens:
 
     def get_vocab(self) -> dict[str, int]:
         return self.vocab
+
+
+def letters(tokens: str, decoder: bool = True) -> PreTrainedTokenizerFast:
+    """A tokenizer of single letters, ids in their order; `decoder` says what they stand for."""
+    vocab = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    made.decoder = decoders.ByteLevel() if decoder else None
+    return PreTrainedTokenizerFast(tokenizer_object=made)
+
+
+OTHER = {"tokenizer": letters("abcdefg"), "draft_tokenizer": letters("gfe")}
 
 
 class Closing:
@@ -79,6 +92,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "target": tiny,
     "draft": lambda: tiny(seed=1),
     "narrow": lambda: tiny(hidden_size=16, head_dim=4),
+    "other end": lambda: tiny(seed=1, eos_token_id=2),
     "other vocabulary": lambda: tiny(vocab_size=50),
     "training": lambda: tiny(attention_dropout=0.1).train(),
     "checkpointing": lambda: checkpointing(),
@@ -135,6 +149,12 @@ def call(options: dict | None = None, target: str = "target", draft: str = "draf
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False} | settings
     given = {name: value for name, value in given.items() if value is not ...}
     return GenerationMixin.generate(get(target), **given, custom_generate=strategy(draft, **options or {}))
+
+
+def early(**options):
+    """With the target's first layer as the draft."""
+    strategy = SpeculativeDecoding(EarlyExitDraft(1), num_draft_tokens=2, **options)
+    return get("target").generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, custom_generate=strategy)
 
 
 def function(target: str = "target", **settings):

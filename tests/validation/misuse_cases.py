@@ -4,22 +4,26 @@ What follows a comma tells cases of one check apart. Plain misuse is in `plain_c
 """
 
 import copy
+import string
 from functools import partial
 
 import torch
 from misuse import (
     IDS,
     ONES,
+    OTHER,
     Counting,
     Tokens,
     both_pasts,
     call,
+    early,
     embeds,
     full_window,
     get,
     heard,
     holed_decoder,
     later,
+    letters,
     masked,
     negative,
     on_the_oldest,
@@ -100,8 +104,40 @@ CASES = {
     "other_encoder_width": ("encoder outputs of width 48.*have 32; choose", partial(heard, "wide whisper")),
     "vocabularies_of_other_sizes": ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
     "tokens_of_another_meaning": (
-        "the two tokenizers differ, for instance in '0' with id 0; .* needs a draft with the target's own",
+        "the two tokenizers differ, for instance in '0' with id 0; give the draft as a model",
+        partial(early, tokenizer=Tokens(48), draft_tokenizer=Tokens(48, "zero")),
+    ),
+    "tokens_without_bytes": (
+        "Tokens does not say which bytes its tokens stand for; load the fast one",
         partial(call, {"tokenizer": Tokens(48), "draft_tokenizer": Tokens(48, "zero")}),
+    ),
+    "tokens_without_bytes, decoder": (
+        "TokenizersBackend is none of byte-level, .*its decoder is None.*choose a draft with the target's own",
+        partial(call, OTHER | {"draft_tokenizer": letters("gfe", decoder=False)}),
+    ),
+    "no_common_tokens": (
+        "'tokens' needs tokens that both tokenizers have.*use tokenizer_match='text'",
+        partial(call, OTHER | {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}),
+    ),
+    "own_text_with_an_encoder": (
+        "T5ForConditionalGeneration has an encoder and another tokenizer .*choose a decoder-only draft",
+        partial(call, OTHER, draft="encoder"),
+    ),
+    "own_text_without_ids": (
+        "LlamaForCausalLM has another tokenizer .* cannot read inputs_embeds; pass input_ids",
+        lambda: call(OTHER, **embeds()),
+    ),
+    "own_text_in_lockstep": (
+        "LlamaForCausalLM takes rows of equally many tokens only.*choose a draft with attention in all its layers",
+        partial(call, OTHER, draft="unknown"),
+    ),
+    "tokenizer_of_another_model": (
+        "the draft's tokenizer is not that of LlamaForCausalLM: 'W' has id 48, and the model scores 48 tokens; pass",
+        partial(call, OTHER | {"draft_tokenizer": letters(string.ascii_letters)}),
+    ),
+    "tokenizer_of_another_model, end": (
+        "the draft's tokenizer is not that of LlamaForCausalLM: .* end at id 2, which means 'e' there; pass its own",
+        partial(call, OTHER, draft="other end"),
     ),
     "check_lifted": (
         "drops begin_suppress_tokens .*pass the draft as draft_model=",

@@ -1,0 +1,172 @@
+"""Drafts of a model with another tokenizer, which reads the text in tokens of its own."""
+
+from itertools import takewhile
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.architectures import vocabulary
+from hf_specx.common.batch import Batch
+from hf_specx.layouts.choose import make_decoder
+from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.prompts import UNLIMITED, prepare
+
+from .candidates import SampledCandidateGenerator
+from .drafter import Reading, TokenizerMatch
+from .vocabulary_map import VocabularyMap
+
+
+LONGEST_OPEN = 32  # bytes that are written anew when more follow
+
+
+class Translation:
+    """The tokens that one row of the target has emitted, in the draft's tokens, while it grows and is taken back.
+
+    Each token of the target that the draft has as well is one of its own. Others are written in the draft's tokens
+    from their bytes, together with such bytes directly before them; a boundary lies after each common token and before
+    each space. Nothing before the last boundary changes when more is added.
+
+    Args:
+        vocabularies: what the tokens mean.
+        to_draft: by the target's ids, the draft's token that stands for it wherever it is; -1 for none.
+
+    Attributes:
+        ids: the draft's tokens.
+        states: after each token of the target how many of the draft's come before the last boundary, and the bytes
+            after it.
+    """
+
+    def __init__(self, vocabularies: VocabularyMap, to_draft: list[int]):
+        self.draft, self.target, self.to_draft = vocabularies.draft, vocabularies.target, to_draft
+        self.ids: list[int] = []
+        self.states: list[tuple[int, bytes]] = [(0, b"")]
+
+    @property
+    def count(self) -> int:
+        """How many tokens of the target it has."""
+        return len(self.states) - 1
+
+    def extend(self, tokens: list[int]) -> int:
+        """Add tokens of the target; returns how many of the draft's tokens from before have stayed."""
+        start, text = self.states[-1]
+        found: list[int] = []
+        for token in tokens:
+            own, content = self.to_draft[token], self.target.joined([token])
+            if text and (own >= 0 or content[:1].isspace() or len(text) > LONGEST_OPEN):
+                found += self.draft.encode(text)
+                text = b""
+            if own >= 0:
+                found.append(own)
+            else:
+                text += content
+            self.states.append((start + len(found), text))
+        found += self.draft.encode(text) if text else []
+        pairs = zip(self.ids[start:], found, strict=False)
+        kept = start + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self.ids[kept:] = found[kept - start :]
+        return kept
+
+    def keep(self, count: int) -> None:
+        """Only the first `count` tokens of the target are its text; `ids` follow when more is added."""
+        del self.states[count + 1 :]
+
+
+class OwnText(Decoder):
+    """The decoder of a draft over a text of its own, which follows that of the target token by token.
+
+    Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
+
+    Args:
+        inner: the decoder of the draft; it reads `own`.
+        own: the draft's text: prompts so far.
+        vocabularies, to_draft: as for `Translation`.
+    """
+
+    def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap, to_draft: list[int]):
+        self.inner, self.own, self.vocabularies, self.to_draft = inner, own, vocabularies, to_draft
+        self.translations = [Translation(vocabularies, to_draft) for _ in own.counts]  # of all B rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def read(self) -> None:
+        self.inner.read()
+
+    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] by the target's ids after `ahead` candidates of the target."""
+        self.follow(batch, ahead)
+        return self.vocabularies.logits(self.inner.step(self.own, 0))
+
+    def follow(self, batch: Batch, ahead: int) -> None:
+        """Write what the draft has not read of the target's text, with `ahead` candidates, in the draft's tokens."""
+        wanted = [batch.counts[row] + ahead - self.translations[row].count for row in batch.rows]
+        most = max(wanted)
+        texts = batch.last(most, ahead).tolist() if most else [[] for _ in wanted]
+        new, counts = [], list(self.own.counts)
+        for row, number, text in zip(batch.rows, wanted, texts, strict=True):
+            translation = self.translations[row]
+            counts[row] = translation.extend(text[most - number :])
+            new.append(translation.ids[counts[row] :])
+            self.inner.keep(row, counts[row])
+        if counts != self.own.counts:
+            self.own.rewind(counts)
+        numbers = [len(tokens) for tokens in new]
+        if longest := max(numbers):
+            device = self.own.ids.device
+            tokens = torch.tensor([row + [0] * (longest - len(row)) for row in new], device=device)
+            self.own.emit(tokens, torch.tensor(numbers, device=device), numbers)
+
+    def keep(self, row: int, count: int) -> None:
+        """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
+        self.translations[row].keep(count)
+
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        self.inner.leave(rows, stay)
+        staying = set(stay.tolist())
+        self.own.retire([row for index, row in enumerate(rows) if index not in staying])
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in rows]
+        widest = max(map(len, prompts))
+        if widest > self.own.width:
+            self.own.widen(widest - self.own.width)
+        for row, prompt in zip(rows, prompts, strict=True):
+            self.own.replace(row, torch.tensor(prompt, device=self.own.ids.device))
+            self.translations[row] = Translation(self.vocabularies, self.to_draft)
+        self.inner.admit(self.own, rows)
+
+    def rehearse(self, batch: Batch, count: int) -> None:
+        self.inner.rehearse(self.own, count)
+
+
+class OtherTokenizerDrafter(SampledCandidateGenerator):
+    """Samples candidates from a draft with another tokenizer, among the tokens that both have.
+
+    Args:
+        draft_model: the draft.
+        vocabularies: what the tokens mean.
+        matching: how the tokenizers are matched, and why.
+    """
+
+    own_text = True
+
+    def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
+        super().__init__(draft_model)
+        self.vocabularies, self.matching = vocabularies, matching
+
+    def _decoder(self, reading: Reading) -> Decoder:
+        return own_text(self.model, reading, self.vocabularies, self.vocabularies.to_draft)
+
+
+def own_text(model: PreTrainedModel, reading: Reading, vocabularies: VocabularyMap, to_draft: list[int]) -> OwnText:
+    """The decoder of a draft with the prompts of a call in its own tokens; nothing is read yet."""
+    batch = reading.batch
+    prompts = [torch.tensor(vocabularies.prompt(batch.row(row).tolist())) for row in batch.rows]
+    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
+    given = {"input_ids": ids.to(batch.ids), "attention_mask": mask.to(batch.ids)}
+    # one token of the target may be several of the draft's, so there is no limit on these
+    inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
+    return OwnText(inner, Batch(given["input_ids"], given["attention_mask"], 0), vocabularies, to_draft)

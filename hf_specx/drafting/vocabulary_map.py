@@ -1,0 +1,147 @@
+"""Which tokens of two tokenizers mean the same, so that a draft of one can propose tokens of the other.
+
+From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: the draft's distribution is restricted to the common tokens.
+"""
+
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from .token_bytes import TokenBytes, tokens_without_bytes
+
+
+SAMPLE_TEXT = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old
+house could answer that question, because everyone had already left for the summer (it was the 21st of June 2024).
+
+def mean(values: list[float], default=0.0) -> float:
+    total = sum(value for value in values if value is not None)
+    return total / len(values) if values else default
+
+La société française a été fondée en 1871. Die Straße führt über den Fluss. 日本語の文章。Привет, мир!
+"""
+
+
+class VocabularyMap:
+    """The tokens of a target and a draft by what they mean.
+
+    Tokens mean the same if they add the same bytes to a text; special tokens if they are written alike or play the
+    same role (end, start, unknown). Several of the draft may mean one of the target.
+
+    Args:
+        target, draft: the tokens of each.
+        sizes: V of the target's logits and of the draft's; ids from there on are left out.
+
+    Attributes:
+        to_target: by the draft's ids, the target's; -1 if it has no such token. `to_draft`: the other way.
+        overlap: the part of the target's tokens that the draft can propose.
+        coverage: the part of the tokens of a sample text that these are.
+    """
+
+    def __init__(self, target: TokenBytes, draft: TokenBytes, sizes: tuple[int, int]):
+        self.target, self.draft, self.sizes = target, draft, sizes
+        self.to_target = _meaning(draft, target, *reversed(sizes))
+        self.to_draft = _meaning(target, draft, *sizes)
+        common = set(self.to_target) - {-1}
+        self.overlap = len(common) / max(1, sum(map(bool, target.contents[: sizes[0]])))
+        sample = target.encode(SAMPLE_TEXT.encode())
+        self.coverage = sum(number in common for number in sample) / len(sample)
+        self.layers = self._layers()
+
+    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Ids of the draft and what they mean; no two of one layer mean the same."""
+        layers: list[list[tuple[int, int]]] = []
+        seen: dict[int, int] = {}
+        for own, meant in enumerate(self.to_target):
+            if meant >= 0:
+                depth = seen[meant] = seen.get(meant, -1) + 1
+                layers += [[]] if depth == len(layers) else []
+                layers[depth].append((own, meant))
+        pairs = [torch.tensor(layer).T for layer in layers]
+        source = torch.full((self.sizes[0],), self.sizes[1])  # where no token of the draft means this
+        if pairs:
+            source[pairs[0][1]] = pairs[0][0]
+        return [(source, torch.arange(self.sizes[0])), *((own, meant) for own, meant in pairs[1:])]
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The draft's logits [..., V_draft] by the target's ids: [..., V_target] float32, -inf where it has no token.
+
+        Their softmax is the draft's distribution restricted to the common tokens; what several tokens of the draft
+        have, that mean the same, is added.
+        """
+        if self.layers[0][0].device != logits.device:
+            self.layers = [(own.to(logits.device), meant.to(logits.device)) for own, meant in self.layers]
+        logits = torch.nn.functional.pad(logits.float(), (0, 1), value=-torch.inf)
+        scores = logits.index_select(-1, self.layers[0][0])
+        for own, meant in self.layers[1:]:
+            scores[..., meant] = torch.logaddexp(scores[..., meant], logits[..., own])
+        return scores
+
+    def prompt(self, ids: list[int]) -> list[int]:
+        """A prompt of the target as the draft's tokenizer writes its text, with what it puts before a text."""
+        target, found = self.target, list(self.draft.before)
+        if target.before and ids[: len(target.before)] == target.before:
+            ids = ids[len(target.before) :]
+        text, opens = b"", True
+        special = set(target.special.values())
+        for number in [*ids, None]:
+            own = -1 if number is None or number not in special else self.to_draft[number]
+            if number is not None and own < 0:
+                text += target.joined([number])
+                continue
+            if text:
+                found += self.draft.encode(_unopened(text, target) if opens else text, opens)
+            found += [own] if own >= 0 else []
+            text, opens = b"", False
+        return found or [self.draft.filler]
+
+
+def _unopened(text: bytes, tokens: TokenBytes) -> bytes:
+    """A whole text without the space that its tokenizer has put before it."""
+    stripped = text.removeprefix(b" ") if tokens.opens_with_space else text
+    return stripped or text
+
+
+def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int) -> list[int]:
+    """For each of the first `size` ids the one of the others, below `other_size`, that means the same; else -1."""
+    by_content = {content: number for content, number in others.numbers.items() if number < other_size}
+    found = [-1] * size
+    skipped = set(tokens.special.values())
+    for number, content in enumerate(tokens.contents[:size]):
+        if content and number not in skipped:
+            found[number] = by_content.get(content, -1)
+    for token, number in tokens.special.items():
+        other = others.special.get(token)
+        if number < size and other is not None and other < other_size:
+            found[number] = other
+    for role in ("end", "start", "unknown"):  # one token may play several roles; the first of these counts
+        own, other = getattr(tokens, role), getattr(others, role)
+        if own is not None and other is not None and own < size and other < other_size and found[own] < 0:
+            found[own] = other
+    return found
+
+
+MAPS: WeakKeyDictionary[
+    PreTrainedTokenizerBase, WeakKeyDictionary[PreTrainedTokenizerBase, dict[tuple[int, ...], VocabularyMap]]
+] = WeakKeyDictionary()
+
+
+def vocabulary_map(
+    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, sizes: tuple[int, int]
+) -> VocabularyMap:
+    """The map between two tokenizers, made once for each pair of them as long as no tokens are added.
+
+    Args:
+        tokenizer: the target's, and `draft_tokenizer` the draft's.
+        sizes: V of the target's logits and of the draft's.
+
+    Raises:
+        ValueError: if one does not say which bytes its tokens stand for.
+    """
+    for each in (tokenizer, draft_tokenizer):
+        tokens_without_bytes(each)
+    known = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
+    key = (len(tokenizer), len(draft_tokenizer), *sizes)
+    if key not in known:
+        known[key] = VocabularyMap(TokenBytes(tokenizer), TokenBytes(draft_tokenizer), sizes)
+    return known[key]

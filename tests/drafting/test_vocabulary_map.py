@@ -1,0 +1,130 @@
+"""Which tokens of two tokenizers mean the same, and the draft's text while the target's grows and is taken back."""
+
+import copy
+import json
+from itertools import permutations
+
+import pytest
+import torch
+from other_tokens import KINDS, target_of, texts, tokenizer_of, vocabularies_of
+from tiny import near
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.drafting.other_tokenizer import Translation
+from hf_specx.drafting.vocabulary_map import vocabulary_map
+
+
+PAIRS = list(permutations(KINDS, 2))
+
+
+@pytest.mark.parametrize(("kind", "draft_kind"), PAIRS)
+def test_common_tokens_have_the_same_bytes(kind: str, draft_kind: str):
+    found = vocabularies_of(kind, draft_kind)
+    special = set(found.draft.special.values())
+    meant = [(own, other) for own, other in enumerate(found.to_target) if other >= 0]
+    for own, other in meant:
+        assert own in special or found.draft.contents[own] == found.target.contents[other]
+    assert len(meant) > 40
+    assert 0 < found.overlap <= 1
+
+
+def test_special_tokens_by_their_role():
+    found = vocabularies_of("byte-level", "unigram")
+    end, unknown = found.target.special["<end>"], found.draft.unknown
+    assert found.to_target[found.draft.special["</s>"]] == end
+    assert found.to_draft[end] == found.draft.special["</s>"]
+    assert found.to_target[unknown] == -1  # the target has none
+    pieces = vocabularies_of("word pieces", "unigram")
+    assert pieces.to_draft[2] == pieces.draft.special["<s>"]
+
+
+def test_what_several_tokens_have_is_added():
+    """`<0x61>` and "a" both mean the target's "a"; and so for every distribution over the common tokens."""
+    found = vocabularies_of("byte-level", "byte fallback")
+    logits = torch.randn(3, found.sizes[1], generator=torch.Generator().manual_seed(0)) * 3
+    probs = found.logits(logits).softmax(-1)
+    expected = torch.zeros(3, found.sizes[0])
+    twice = 0
+    for own, other in enumerate(found.to_target):
+        if other >= 0:
+            twice += bool(expected[0, other])
+            expected[:, other] += logits[:, own].exp()
+    assert twice > 20
+    torch.testing.assert_close(probs, expected / expected.sum(-1, keepdim=True))
+
+
+def test_ids_beyond_the_models_are_left_out():
+    both = tokenizer_of("byte-level"), tokenizer_of("byte-level, other merges")
+    found = vocabulary_map(*both, (300, 310))
+    assert len(found.to_target) == 310
+    assert max(found.to_target) < 300
+    assert max(found.to_draft) < 310
+    assert found.logits(torch.zeros(1, 310)).shape == (1, 300)
+
+
+def test_a_prompt_is_what_the_drafts_tokenizer_makes_of_its_text():
+    text = "The cat sat there. 🙂 Then"
+    for kind, draft_kind in PAIRS:
+        if "word pieces" in kind or "word pieces" in draft_kind:
+            continue
+        ids = tokenizer_of(kind)(text)["input_ids"]
+        assert vocabularies_of(kind, draft_kind).prompt(ids) == tokenizer_of(draft_kind)(text)["input_ids"]
+
+
+def test_special_tokens_of_a_chat_are_kept():
+    """As the draft's own where it has them, else as they are written."""
+    ids = tokenizer_of("byte-level")("<user>the cat<end>")["input_ids"]
+    same = vocabularies_of("byte-level", "byte-level, other merges")
+    assert same.prompt(ids) == tokenizer_of("byte-level, other merges")("<user>the cat<end>")["input_ids"]
+    other = vocabularies_of("byte-level", "byte fallback")
+    assert other.draft.joined(other.prompt(ids)) == b"<s> <user>the cat</s>"
+
+
+@pytest.mark.parametrize(("kind", "draft_kind"), PAIRS)
+def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
+    """However it came about, it is the translation of the whole; nothing before the last boundary is written again."""
+    found = vocabularies_of(kind, draft_kind)
+    made = torch.Generator().manual_seed(3)
+    translation, text = Translation(found, found.to_draft), list[int]()
+    for _ in range(60):
+        kept = max(0, len(text) - int(torch.randint(0, 6, (), generator=made)))
+        added = torch.randint(0, found.sizes[0], (int(torch.randint(0, 7, (), generator=made)),), generator=made)
+        text = [*text[:kept], *added.tolist()]
+        translation.keep(kept)
+        boundary = translation.states[-1][0]
+        assert translation.extend(text[kept:]) >= boundary
+        whole = Translation(found, found.to_draft)
+        whole.extend(text)
+        assert translation.ids == whole.ids
+        assert translation.count == len(text)
+        assert len(whole.ids) >= bool(text)
+
+
+def test_tokens_of_other_ids_change_nothing_else():
+    """The same tokens in another order: each round drafts and keeps what it does with the target's own tokenizer."""
+    tokenizer, target = tokenizer_of("byte-level"), target_of("byte-level")
+    values = json.loads(tokenizer.backend_tokenizer.to_str())
+    size = len(tokenizer)
+    values["model"]["vocab"] = {token: (number + 7) % size for token, number in values["model"]["vocab"].items()}
+    for token in values["added_tokens"]:
+        token["id"] = (token["id"] + 7) % size
+    special = {"eos_token": "<end>", "pad_token": "<pad>"}
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(values)), **special)
+    same = near(target, 0.1)
+    moved, reports = copy.deepcopy(same), []
+    for module in (moved.get_input_embeddings(), moved.get_output_embeddings()):
+        module.weight.data = module.weight.data.roll(7, 0)
+    for draft, own in ((same, tokenizer), (moved, other)):
+        strategy = SpeculativeDecoding(
+            draft, num_draft_tokens=4, verification="block", tokenizer=tokenizer, draft_tokenizer=own
+        )
+        torch.manual_seed(0)
+        options = {"do_sample": True, "temperature": 0.8, "max_new_tokens": 40, "pad_token_id": 1}
+        target.generate(**texts("byte-level", 4), **options, custom_generate=strategy)
+        reports.append(strategy.report)
+    assert reports[0].tokenizer_match is None
+    assert reports[1].tokenizer_match["match"] == "tokens"
+    assert reports[0].history == reports[1].history
+    assert reports[0].accepted > 20

@@ -1,0 +1,229 @@
+"""Drafts with another tokenizer in all kinds of calls: many prompts, several drafts, masks, other layouts, pairs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from other_tokens import draft_of, target_of, texts, tokenizer_of, vocabularies_of
+from tiny import Forwards, tiny
+from transformers import BartConfig, BartForConditionalGeneration
+
+from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx.drafting.other_tokenizer import OwnText
+from hf_specx.measure.inputs import load_bench_pair
+from hf_specx.pair_files.pair_config import CONFIG_NAME
+
+
+KIND, OTHER = "byte-level", "byte-level, other merges"
+BOTH = {"tokenizer": tokenizer_of(KIND), "draft_tokenizer": tokenizer_of(OTHER)}
+SAMPLED = {"do_sample": True, "top_k": 0, "temperature": 0.7}
+NEW_TOKENS = 24
+
+
+def run(strategy: SpeculativeDecoding | None = None, target=None, rows: int = 4, **settings) -> torch.Tensor:
+    torch.manual_seed(4)
+    given = {} if strategy is None else {"custom_generate": strategy}
+    options = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1} | SAMPLED | settings
+    return (target or target_of(KIND)).generate(**texts(KIND, rows), **options, **given)
+
+
+def made(draft=None, **options) -> SpeculativeDecoding:
+    options = {"num_draft_tokens": 4, "verification": "coupled"} | BOTH | options
+    return SpeculativeDecoding(draft or draft_of(KIND, OTHER), **options)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_the_draft_never_reads_its_text_again(rows: int):
+    """Over 500 tokens it is fed little more than what it drafts and what the target has put in other tokens."""
+    strategy, draft = made(), draft_of(KIND, OTHER, max_position_embeddings=600)
+    strategy.draft_model = draft
+    target = target_of(KIND, max_position_embeddings=600)
+    with Forwards(draft) as forwards:
+        run(strategy, target, rows, max_new_tokens=500)
+    _, *steps = forwards.lengths
+    report = strategy.report
+    assert report.accepted > 50
+    # tokens of a row: each candidate, and in each round the last two of the text, of which one may be several
+    assert sum(steps) < 4 * report.rounds + 4 * report.rounds
+    assert sum(length > 4 for length in steps) < len(steps) / (10 if rows == 1 else 3)
+    assert max(steps) < 40
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_many_prompts(match: str):
+    target, tokenizer = target_of(KIND), tokenizer_of(KIND)
+    prompts = ["The cat", "12 dogs and the other cats sat there", "🙂", "naïve", "def count", "a", "in the house"]
+    asked = [Request(tokenizer(text)["input_ids"], 5 + 3 * n, seed=n) for n, text in enumerate(prompts)]
+    expected = []
+    for request in asked:
+        torch.manual_seed(request.seed)
+        ids = torch.tensor([request.input_ids])
+        options = SAMPLED | {"max_new_tokens": request.max_new_tokens, "pad_token_id": 1}
+        alone = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(alone[0, ids.shape[1] :].tolist())
+    strategy = made(tokenizer_match=match)
+    done = strategy.generate_many(target, asked, batch_size=3, ordered=True, pad_token_id=1, **SAMPLED)
+    assert [one.tokens for one in done] == expected
+    assert strategy.report.accepted > 0
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+@pytest.mark.parametrize("number", [5, "auto"])
+def test_with_a_suffix_draft(number: int | str, match: str, draft_pays):
+    strategy = made([SuffixDraft(), draft_of(KIND, OTHER)], num_draft_tokens=number, tokenizer_match=match)
+    assert torch.equal(run(strategy), run())
+    assert strategy.report.sources.keys() >= {"model" if match == "tokens" else "text"}
+    assert strategy.report.tokenizer_match["match"] == match
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_rows_end_one_after_another(match: str):
+    """Tokens of which some end a row; what was drafted after them is nowhere."""
+    settings = {"eos_token_id": [*range(60, 75)], "max_new_tokens": 60}
+    strategy = made(tokenizer_match=match)
+    output = run(strategy, rows=8, **settings)
+    assert torch.equal(output, run(rows=8, **settings))
+    assert len(set(strategy.report.emitted_per_row)) > 3
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_masks_and_ids_are_the_targets(match: str):
+    """A function of the text and of target ids, and options that name ids; the draft is held to them as well."""
+    allowed = [number for number, own in enumerate(vocabularies_of(KIND, OTHER).to_draft) if number % 3][5:]
+    settings = {
+        "prefix_allowed_tokens_fn": lambda row, ids: allowed if len(ids) % 4 else allowed[:1],
+        "suppress_tokens": allowed[10:20],
+        "sequence_bias": {(allowed[30],): 2.0},
+    }
+    strategy = made(tokenizer_match=match)
+    assert torch.equal(run(strategy, **settings), run(**settings))
+    assert strategy.report.forced > 0
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
+def test_layouts_of_the_target(layout: str, match: str):
+    strategy = made(layout=layout, tokenizer_match=match)
+    assert torch.equal(run(strategy), run())
+    assert strategy.report.layout == layout
+
+
+def test_a_draft_in_the_padded_layout(monkeypatch: pytest.MonkeyPatch):
+    """BLOOM counts its positions by a mask; what it has read is compared with a forward of its text alone."""
+    found, step = [], OwnText.step
+
+    def checked(text, batch, ahead, skipped=0):
+        logits = step(text, batch, ahead, skipped)
+        for index, row in enumerate(batch.rows):
+            expected = text.vocabularies.logits(text.inner.model(text.own.row(row)[None]).logits[:, -1:])[0]
+            found.append((logits[index] - expected).nan_to_num(0).abs().max().item())
+        return logits
+
+    monkeypatch.setattr(OwnText, "step", checked)
+    strategy = made(tiny("bloom", seed=3, vocab_size=len(tokenizer_of(OTHER)), n_layer=1, n_head=4))
+    assert torch.equal(run(strategy), run())
+    assert len(found) > 40
+    assert max(found) < 1e-3
+
+
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_of_an_encoder_decoder_target(match: str):
+    sizes = {"vocab_size": len(tokenizer_of(KIND)), "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    sizes |= dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2)
+    sizes |= dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 32)
+    torch.manual_seed(0)
+    special = {"decoder_start_token_id": 0, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
+    config = BartConfig(**sizes, **special, init_std=0.4, forced_eos_token_id=None)
+    target = BartForConditionalGeneration(config).eval()
+    strategy = made(tokenizer_match=match)
+    assert torch.equal(run(strategy, target), run(target=target))
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rows_with_seeds_stand_alone(verification: str):
+    strategy = made(verification=verification)
+    together = run(strategy, seeds=[3, 4, 5, 6])
+    given = {name: values[2:3] for name, values in texts(KIND, 4).items()}
+    options = SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
+    alone = target_of(KIND).generate(**given, **options, seeds=[5], custom_generate=strategy)
+    assert torch.equal(together[2], alone[0])
+
+
+def test_the_arguments_of_transformers():
+    options = {"assistant_model": draft_of(KIND, OTHER), "assistant_tokenizer": BOTH["draft_tokenizer"]}
+    options |= {"tokenizer": BOTH["tokenizer"], "num_draft_tokens": 4, "verification": "coupled"}
+    torch.manual_seed(4)
+    settings = SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1, "return_dict_in_generate": True}
+    output = generate(model=target_of(KIND), **texts(KIND, 4), **settings, **options)
+    assert torch.equal(output.sequences, run())
+    report = output.speculation_report.to_dict()["tokenizer_match"]
+    assert report["match"] == "tokens"
+    assert 0.9 < report["overlap"] < report["coverage"] < 1
+    assert "matched by tokens" in str(output.speculation_report)
+
+
+def test_the_report_of_the_same_tokenizer_says_nothing_of_it():
+    strategy = SpeculativeDecoding(
+        target_of(KIND), num_draft_tokens=2, tokenizer_match="text", tokenizer=BOTH["tokenizer"]
+    )
+    run(strategy)
+    assert strategy.report.to_dict()["tokenizer_match"] is None
+
+
+def test_little_coverage_goes_by_text():
+    few = tokenizer_of("word pieces in lower case")
+    strategy = made(draft_of(KIND, "word pieces in lower case"), draft_tokenizer=few)
+    run(strategy)
+    match = strategy.report.tokenizer_match
+    assert match["match"] == ("tokens" if match["coverage"] >= 0.5 else "text")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    pair = DraftTargetPair(
+        target_of(KIND), draft_of(KIND, OTHER), tokenizer_of(KIND), draft_tokenizer=tokenizer_of(OTHER)
+    )
+    pair.save_pretrained(tmp_path / "pair")
+    return tmp_path / "pair"
+
+
+def test_pairs_keep_both_tokenizers(saved: Path):
+    config = json.loads((saved / CONFIG_NAME).read_text())
+    assert config["tokenizers"]["method"] == "own"
+    assert config["draft_tokenizer"]["tokens"] == len(tokenizer_of(OTHER))
+    assert 0.9 < config["draft_tokenizer"]["overlap"] < 1
+    pair = DraftTargetPair.from_pretrained(saved, dtype=torch.float32)
+    assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
+    torch.manual_seed(4)
+    given = texts(KIND, 4) | SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
+    output = pair.generate(**given, num_draft_tokens=4, verification="coupled")
+    assert torch.equal(output, run())
+    assert pair.report.tokenizer_match["match"] == "tokens"
+    pair.save_pretrained(saved.parent / "again")
+    assert json.loads((saved.parent / "again" / CONFIG_NAME).read_text()) == config
+
+
+def test_the_draft_that_a_target_was_saved_with(saved: Path):
+    target = DraftTargetPair.from_pretrained(saved, dtype=torch.float32).target
+    torch.manual_seed(4)
+    given = texts(KIND, 4) | SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
+    output = generate(model=target, **given, num_draft_tokens=4, verification="coupled", return_dict_in_generate=True)
+    assert torch.equal(output.sequences, run())
+    assert output.speculation_report.tokenizer_match["match"] == "tokens"
+
+
+def test_the_bench_refuses_what_it_would_measure_wrongly(saved: Path):
+    def load(name: str, dtype: str) -> DraftTargetPair:
+        return DraftTargetPair.from_pretrained(name, dtype=dtype)
+
+    with pytest.raises(
+        ValueError, match="has another tokenizer, which the bench does not know; specx tune times such"
+    ):
+        load_bench_pair(str(saved), "float32", ["the cat"], load)
+
+
+def test_a_pair_whose_draft_tokenizer_was_replaced_is_refused(saved: Path):
+    tokenizer_of("byte-level, with a space before").save_pretrained(saved / "draft")
+    with pytest.raises(ValueError, match="tokenizer of .* has 386 tokens, and its pair was checked with 380"):
+        DraftTargetPair.from_pretrained(saved)
