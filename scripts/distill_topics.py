@@ -2,7 +2,7 @@
 
 The embedded pair knows the source code of the standard library; this is a text that neither model was trained on.
 
-    python scripts/distill_topics.py --folder build/topics             # 15 minutes on one core; goes on if interrupted
+    python scripts/distill_topics.py --folder build/topics             # goes on if it was interrupted
     python scripts/distill_topics.py --folder build/topics --speed     # then: both drafts and plain generate, in turns
     python scripts/distill_topics.py --draft layers:2 --folder build/layers     # from the target's first two layers
 """
@@ -21,6 +21,7 @@ from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender
 from hf_specx.measure.timer import Timer, speedups
 from hf_specx.training.distill import distill
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.result import Distilled
 
 
@@ -83,7 +84,7 @@ def compare(pair: DraftTargetPair, drafts: dict[str, PreTrainedModel], rows: int
 def main(
     draft: Annotated[str, typer.Option(help="embedded, or layers:N")] = "embedded",
     folder: Annotated[Path | None, typer.Option(help="texts and checkpoints; none are kept if not given")] = None,
-    loss: str = "lk",
+    loss: str = TrainingRecipe().loss,
     phases: int = 16,
     texts_per_phase: int = 64,
     passes: int = 4,

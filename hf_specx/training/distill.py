@@ -77,7 +77,8 @@ def distill(
         ValueError: before any training, for what cannot work; and where memory or the disk is full.
 
     Example:
-        >>> result = distill(model, draft_model, prompts * 4, tokenizer=tokenizer, phases=1, max_new_tokens=8)
+        >>> prompts = [f"def name_{number}(" for number in range(40)]
+        >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
     recipe = TrainingRecipe.of(options)
     start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)

@@ -8,7 +8,7 @@ from hf_specx.common.errors import brief, is_int, require, similar
 from hf_specx.measure.checks import check_sampling
 
 
-LOSS_NAMES = ("lk", "log_acceptance", "total_variation", "forward_kl", "reverse_kl", "jsd")  # see `losses`
+LOSS_NAMES = ("forward_kl", "reverse_kl", "jsd", "total_variation", "log_acceptance", "lk")  # see `losses`
 LAYERS_PREFIX = "layers:"
 RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
 SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
@@ -22,7 +22,7 @@ class TrainingRecipe:
     """How a draft is trained; every option of `distill` by its name.
 
     Attributes:
-        loss: one of `LOSS_NAMES`.
+        loss: one of `LOSS_NAMES`; `scripts/distill_losses.py` compares them.
         do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
             and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
         max_new_tokens: the longest text that the target writes after a prompt.
@@ -44,7 +44,7 @@ class TrainingRecipe:
         ValueError: an option is unknown, out of range, or contradicts another.
     """
 
-    loss: str = "lk"
+    loss: str = "forward_kl"
     do_sample: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
@@ -87,7 +87,7 @@ class TrainingRecipe:
         require(possible, f"learning_rate={rate} is no number above 0.")
         truncated = self.top_p < 1 or self.top_k > 0 or not self.do_sample
         told = "loss='reverse_kl' is infinite where the target's distribution has zeros, as top_p, top_k and "
-        told += "do_sample=False leave it; choose another loss, such as 'lk'."
+        told += "do_sample=False leave it; choose another loss, such as 'forward_kl'."
         require(self.loss != "reverse_kl" or not truncated, told)
         self._check_training()
 

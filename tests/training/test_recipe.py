@@ -70,8 +70,8 @@ def test_only_what_the_target_wrote_counts():
 
 
 WRONG = {
-    "loss='kl' is unknown; choose one of lk, log_acceptance": {"loss": "kl"},
-    "temperature=0 is no number above 0": {"temperature": 0},
+    "loss='kl' is unknown; choose one of forward_kl, reverse_kl": {"loss": "kl"},
+    "temperature=0 is not above 0": {"temperature": 0},
     "do_sample=False draws nothing": {"do_sample": False, "top_p": 0.9},
     "phases=0 is not an int of 1 or more": {"phases": 0},
     "batch_size=2.5 is not an int": {"batch_size": 2.5},
