@@ -74,7 +74,6 @@ def start(
             costs=costs,
             keeps=None if places is None else KEPT_ROUNDS,
             matching=drafter.matching,
-            keeps=None if places is None else KEPT_ROUNDS,
         ),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
