@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.common.round import Draft
     from hf_specx.drafting.candidates import SampledCandidateGenerator
-    from hf_specx.drafting.costs import Costs
     from hf_specx.drafting.drafter import Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft
     from hf_specx.drafting.suffix import SuffixDraft
@@ -23,6 +22,7 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.equivalence.check import check
     from hf_specx.equivalence.result import CheckResult
     from hf_specx.pairs.pair import DraftTargetPair
+    from hf_specx.scheduling.costs import Costs
     from hf_specx.training.distill import distill
 
     from .generate import generate

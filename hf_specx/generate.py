@@ -13,9 +13,7 @@ from transformers.modeling_outputs import ModelOutput
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
-from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
@@ -23,6 +21,8 @@ from hf_specx.engine.stop_strings import bind_stop_strings, setting
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.schedule import given_drafting
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_arguments, check_entry, check_healing, check_one_name
 from hf_specx.validation.models import check_lifted

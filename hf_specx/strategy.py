@@ -19,11 +19,8 @@ from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
-from hf_specx.drafting.costs import SHARE, Costs
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
-from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call
 from hf_specx.engine.many import complete_all, in_order
@@ -37,6 +34,9 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
+from hf_specx.scheduling.costs import SHARE, Costs
+from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.scheduling.schedule import Schedule
 from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_calibration, check_options
@@ -66,7 +66,7 @@ class SpeculativeDecoding:
             `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
-        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (on CUDA in
+        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (on CUDA as
             graphs). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.

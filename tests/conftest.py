@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from hf_specx.drafting.measuring import Measuring
 from hf_specx.engine import start
 from hf_specx.layouts import compiled, regions
+from hf_specx.scheduling.measuring import Measuring
 
 
 torch.set_num_threads(1)

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.equivalence.settings import CHECKED, Settings
 from hf_specx.measure.checks import check_out
+from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 from .console import errors_in_one_line, imports, progress
 from .options import (

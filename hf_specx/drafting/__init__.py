@@ -1,1 +1,1 @@
-"""Who proposes candidates, and how many."""
+"""Who proposes candidates."""

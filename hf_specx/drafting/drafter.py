@@ -12,9 +12,8 @@ from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
-
-from .costs import Costs
-from .prior import ForwardSize, size_of
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.prior import ForwardSize, size_of
 
 
 class TokenizerMatch(NamedTuple):

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
+from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
-from .costs import Costs
-from .draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
 from .drafter import Drafter, Reading
-from .prior import NOTHING, ForwardSize
 from .suffix import ASSUMED
 
 

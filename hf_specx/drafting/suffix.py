@@ -12,11 +12,11 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
+from hf_specx.scheduling.costs import RoundTimes
+from hf_specx.scheduling.draft_length import HASTE, ON
+from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
-from .costs import RoundTimes
-from .draft_length import HASTE, ON
 from .drafter import Drafter, Reading, no_candidates
-from .prior import NOTHING, ForwardSize
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows

@@ -14,10 +14,10 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.prompts import Prompt
+from hf_specx.scheduling.schedule import Drafting, choose_drafting
 from hf_specx.validation.calls import check_call, check_outputs, check_past
 from hf_specx.validation.inputs import check_inputs
 from hf_specx.validation.models import check_own_text, check_pair, check_target, own_text_in_lockstep

@@ -6,9 +6,9 @@ from itertools import zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.draft_length import expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.draft_length import expected_tokens
 
 from .history import RoundCounts, RoundRecord
 

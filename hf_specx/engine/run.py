@@ -10,13 +10,13 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter, Reading
-from hf_specx.drafting.schedule import Schedule
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Forward
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 from hf_specx.sampling.stopping import Stopping
+from hf_specx.scheduling.schedule import Schedule
 
 from .dead_ends import DeadEnds
 from .outputs import Outputs

@@ -10,12 +10,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
-from hf_specx.drafting.prior import assumed_times, size_of
-from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
@@ -24,6 +20,10 @@ from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.scheduling.prior import assumed_times, size_of
+from hf_specx.scheduling.schedule import Schedule, make_schedule
 
 from .dead_ends import DeadEnds
 from .outputs import Outputs

@@ -13,13 +13,13 @@ from accelerate.utils import tqdm
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
 from hf_specx.measure.timer import Advance
 from hf_specx.pairs.fingerprint import digest_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.progress import DELAY
+from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 from .cells import (
     judge_acceptance,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_specx.common.errors import require
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.hub.known_pairs import SEQ2SEQ, embedded_folder, is_embedded
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.validation.choices import check_choices
 
 from .card_usage import SPEECH, auto_class_of

@@ -10,9 +10,9 @@ import torch
 
 from hf_specx.common.devices import execution_device
 from hf_specx.drafting.candidates import make_drafter
-from hf_specx.drafting.draft_length import expected_speedup
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.hub.flatten import core_modules
+from hf_specx.scheduling.draft_length import expected_speedup
 
 from .bare import bandwidth, plain_history, replay, round_bytes
 from .cells import Cell

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
-from hf_specx.drafting.costs import Costs
+from hf_specx.scheduling.costs import Costs
 from hf_specx.validation.entry import check_draft_found
 
 from .facts import COMMIT, commit_of, model_facts

@@ -6,9 +6,9 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.scheduling.costs import Costs
 
 from .schema import (
     MAX_CONFIG_BYTES,

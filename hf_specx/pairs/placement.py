@@ -19,8 +19,8 @@ from transformers.integrations.accelerate import (
 from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_specx.common.errors import require
-from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.pair_files.loading import auto_class
+from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 
 CACHE_TOKENS = 8192  # 8 rows of 1024 tokens; 1.1 GB for Llama 3.1 8B in bfloat16

@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS, expected_tokens
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS, expected_tokens
 
 from .distributions import overlap
 from .recipe import TrainingRecipe

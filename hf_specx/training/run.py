@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_specx.drafting.costs import Costs
+from hf_specx.scheduling.costs import Costs
 
 from .held_out import predicted_speedup
 from .progress import Tell, TrainingProgress

@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device
-from hf_specx.drafting.costs import Costs
 from hf_specx.engine.requests import Request
 from hf_specx.pairs.shares import gathered, processes
+from hf_specx.scheduling.costs import Costs
 from hf_specx.strategy import SpeculativeDecoding
 
 from .recipe import TrainingRecipe

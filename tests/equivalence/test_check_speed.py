@@ -6,11 +6,11 @@ import pytest
 import torch
 from check_cases import PROMPTS, QUICK, tiny_pair
 
-from hf_specx.drafting.draft_length import expected_speedup
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence.settings import REPEATS, TIMED, TIMED_RUNS, Settings
 from hf_specx.equivalence.speed import measure_speed, strategies_of
 from hf_specx.measure import timer
+from hf_specx.scheduling.draft_length import expected_speedup
 
 
 SMALL = QUICK | {"batch_sizes": (2, 4), "new_tokens": 12}

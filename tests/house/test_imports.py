@@ -14,7 +14,7 @@ from hf_specx.hub.publish import NEEDS
 
 
 ROOMS = """
-    common sampling cache layouts drafting validation engine pair_files strategy generate
+    common sampling cache layouts scheduling drafting validation engine pair_files strategy generate
     metrics hub pairs measure training equivalence __init__ cli __main__
 """.split()  # noqa: SIM905
 PUBLISHED = ROOMS[: ROOMS.index("generate") + 1]

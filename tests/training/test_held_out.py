@@ -4,7 +4,7 @@ import pytest
 import torch
 from training_cases import models, some_prompts
 
-from hf_specx.drafting.costs import Costs
+from hf_specx.scheduling.costs import Costs
 from hf_specx.training.held_out import alpha, estimate, measure_alpha, predicted_speedup
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text

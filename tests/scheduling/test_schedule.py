@@ -9,9 +9,9 @@ from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.resting import Resting
-from hf_specx.drafting.schedule import (
+from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.resting import Resting
+from hf_specx.scheduling.schedule import (
     UNSET,
     Auto,
     Drafting,

@@ -19,9 +19,9 @@ from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.drafting import candidates, schedule
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.drafting.schedule import Drafting, Schedule
 from hf_specx.layouts.decoder import Decoder
+from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.scheduling.schedule import Drafting, Schedule
 
 
 FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)

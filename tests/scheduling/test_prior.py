@@ -8,9 +8,9 @@ from tiny import near, prompts, tiny
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.costs import SHARE, Costs
-from hf_specx.drafting.measuring import TIMED_ROUNDS
-from hf_specx.drafting.prior import ACCELERATOR, NOTHING, QUERY_LENGTHS, ForwardSize, assumed_times, size_of
+from hf_specx.scheduling.costs import SHARE, Costs
+from hf_specx.scheduling.measuring import TIMED_ROUNDS
+from hf_specx.scheduling.prior import ACCELERATOR, NOTHING, QUERY_LENGTHS, ForwardSize, assumed_times, size_of
 
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.drafting import schedule
-from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.drafting.schedule import Auto
+from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.scheduling.schedule import Auto
 
 
 class Clock:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_specx.drafting.draft_length import (
+from hf_specx.scheduling.draft_length import (
     FIRST_WAIT,
     MAX_DRAFT_TOKENS,
     PATIENCE,

@@ -5,9 +5,9 @@ import torch
 from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting.schedule import Drafting, Schedule
 from hf_specx.engine import start
 from hf_specx.layouts.decoder import Decoder
+from hf_specx.scheduling.schedule import Drafting, Schedule
 
 
 class OneRests(Schedule):

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_specx.drafting.costs import ENOUGH, ENOUGH_TO_KEEP, MEMORY, Costs, RoundTimes
-from hf_specx.drafting.draft_length import (
+from hf_specx.scheduling.costs import ENOUGH, ENOUGH_TO_KEEP, MEMORY, Costs, RoundTimes
+from hf_specx.scheduling.draft_length import (
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
     PRIOR_WEIGHT,
     expected_speedup,
     expected_tokens,
 )
-from hf_specx.drafting.measuring import GRID
-from hf_specx.drafting.prior import QUERY_LENGTHS
+from hf_specx.scheduling.measuring import GRID
+from hf_specx.scheduling.prior import QUERY_LENGTHS
 
 
 # where a target forward of any length takes 1 and a draft step c: c, α, the best γ, its speed-up

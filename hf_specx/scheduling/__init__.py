@@ -1,0 +1,1 @@
+"""How many candidates each row and round gets."""
