@@ -8,9 +8,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import refusal
 
-from .by_text import TextDrafter
 from .drafter import Drafter, TokenizerMatch
-from .other_tokenizer import OtherTokenizerDrafter
+from .other_tokenizer import OtherTokenizerDrafter, TextDrafter
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
