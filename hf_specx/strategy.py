@@ -66,8 +66,8 @@ class SpeculativeDecoding:
             `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
-        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (on CUDA as
-            graphs). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
+        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
+            on CUDA). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
         streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
