@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tiny import near, tiny
+from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
@@ -21,7 +22,7 @@ from hf_specx.hub.publish import write_code
 ROOT = PACKAGE.parent
 README = ROOT / "README.md"
 COMMIT = "0" * 40
-PROMPTS = "def read_header(self, file):\nclass Queue:\nimport os\n"
+PROMPTS = "".join(f"def read_{number}(self, file):\n" for number in range(20))
 RUNNER = """
 import pathlib, re, subprocess
 names, text = {}, pathlib.Path(%r).read_text()
@@ -55,6 +56,12 @@ def home(tmp_path: Path) -> Path:
         folder = in_the_cache(tmp_path, name)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+    other = in_the_cache(tmp_path, "HuggingFaceTB/SmolLM2-360M")
+    own = ByteLevelBPETokenizer()
+    own.train_from_iterator([PROMPTS], vocab_size=300, special_tokens=["<|endoftext|>"])
+    own = PreTrainedTokenizerFast(tokenizer_object=own._tokenizer, eos_token="<|endoftext|>")
+    tiny(seed=1, vocab_size=len(own), max_position_embeddings=512).save_pretrained(other)
+    own.save_pretrained(other)
     pair = in_the_cache(tmp_path, "org/pair")
     DraftTargetPair(target, near(target, 0.1), tokenizer).save_pretrained(pair)
     write_code(pair, "org/pair", COMMIT)
