@@ -5,6 +5,7 @@ it is kept wherever those before it are.
 """
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -61,7 +62,8 @@ class Growth:
         self.draws, self.chances = [False] * rows, [1.0] * rows
         self.masked, self.weighed = False, False
         over = [False] * rows if batch.over is None else batch.over.tolist()
-        self.room = [processors.room(batch, row) - 1 for row in batch.rows]
+        # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
+        self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
         self.asks = [forces and batch.counts[row] > 0 and not gone for row, gone in zip(batch.rows, over, strict=True)]
 
