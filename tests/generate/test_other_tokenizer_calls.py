@@ -150,6 +150,24 @@ def test_rows_with_seeds_stand_alone(verification: str):
     assert torch.equal(together[2], alone[0])
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_rows_with_little_room_left_stand_alone(match: str, verification: str):
+    """What a row that is nearly done proposes is not changed by rows that go on; a word is several of the draft's."""
+    kind, other = "word pieces in lower case", "byte-level, other merges"
+    both = {"tokenizer": tokenizer_of(kind), "draft_tokenizer": tokenizer_of(other)}
+    prompts = [tokenizer_of(kind)(text)["input_ids"] for text in ["the cat", "a", "in the house", "dogs sat"]]
+    asked = [Request(ids, 6 + 9 * (row % 2), seed=row) for row, ids in enumerate(prompts * 6)]
+
+    def completed(requests: list[Request], **options) -> list[list[int]]:
+        settings = {"num_draft_tokens": 8, "verification": verification, "tokenizer_match": match}
+        strategy = SpeculativeDecoding(draft_of(kind, other), **settings, **both)
+        done = strategy.generate_many(target_of(kind), requests, ordered=True, pad_token_id=1, **SAMPLED, **options)
+        return [one.tokens for one in done]
+
+    assert completed(asked, batch_size=4) == [completed([one])[0] for one in asked]
+
+
 def test_the_arguments_of_transformers():
     options = {"assistant_model": draft_of(KIND, OTHER), "assistant_tokenizer": BOTH["draft_tokenizer"]}
     options |= {"tokenizer": BOTH["tokenizer"], "num_draft_tokens": 4, "verification": "coupled"}
