@@ -52,7 +52,7 @@ __all__ = [
 _MODULES = {
     "common.round": ("Draft",),
     "drafting.candidates": ("SampledCandidateGenerator",),
-    "drafting.costs": ("Costs",),
+    "scheduling.costs": ("Costs",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),
