@@ -110,12 +110,13 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             probs += [] if drawn_from is None else [drawn_from[:, None]]
             weighs = self.weighs and growth.masked and drawn_from is None
             if weighs or self.threshold:
-                chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
+                # NaN where the processors leave nothing that the draft has
+                chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
             if weighs:
                 growth.weigh(chances)
             if self.threshold:
-                unlikely = [not chance >= self.threshold for chance in chances]  # also at NaN
-                growth.limits = [0 if x else most for x, most in zip(unlikely, growth.limits, strict=True)]
+                pairs = zip(chances, growth.limits, strict=True)
+                growth.limits = [0 if chance < self.threshold else most for chance, most in pairs]
         if not tokens:
             return no_candidates(batch)
         both = torch.cat(probs, 1) if probs else None

@@ -177,7 +177,7 @@ class ForcedDrafter(Drafter):
         if not columns:
             return draft._replace(tokens=draft.tokens[:, :0], lengths=growth.lengths)
         tokens, source = batch.index.new_tensor(columns).T, draft.source if any(kept) else "forced"
-        return Draft(tokens, growth.lengths, None, source, growth.forced)
+        return Draft(tokens, growth.lengths, None, source, growth.forced, free=draft.free)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         self.inner.admit(batch, rows)

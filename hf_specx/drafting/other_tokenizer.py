@@ -205,12 +205,14 @@ class TextDrafter(Drafter):
         self.text.read()
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the draft writes in as many steps as the longest of `lengths` [R], at most that many tokens a row."""
+        """What the draft writes in so many steps as `lengths` [R] says of each row, at most that many tokens."""
         if not any(lengths):
             return no_candidates(batch)
         assert self.text is not None
         drafted = self._write(self.text, batch, max(lengths))
-        found = [self._in_target(tokens)[:length] for tokens, length in zip(drafted, lengths, strict=True)]
+        # of its own number of steps alone: with seeds, what a row proposes must not depend on other rows
+        pairs = zip(drafted, lengths, strict=True)
+        found = [self._in_target(tokens[:length])[:length] for tokens, length in pairs]
         most = max(map(len, found))
         tokens = batch.index.new_tensor([row + [0] * (most - len(row)) for row in found]).view(len(found), most)
         return Draft(tokens, [len(row) for row in found], None, self.source)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from automaton import Automaton
 from other_tokens import draft_of, target_of, texts, tokenizer_of, vocabularies_of
 from tiny import Forwards, tiny
 from transformers import BartConfig, BartForConditionalGeneration
@@ -101,6 +102,37 @@ def test_masks_and_ids_are_the_targets(match: str):
     assert strategy.report.forced > 0
 
 
+def test_where_no_common_token_is_allowed_a_round_ends_after_one_step(draft_pays):
+    known = set(vocabularies_of(KIND, OTHER).to_target)
+    allowed = [number for number in range(len(tokenizer_of(KIND))) if number not in known][:5]
+    settings = {"prefix_allowed_tokens_fn": lambda row, ids: allowed, "do_sample": False}
+    strategy = made(num_draft_tokens="auto")
+    assert torch.equal(run(strategy, **settings), run(**settings))
+    assert strategy.report.drafted > 0
+    assert strategy.report.mean_draft_tokens == 1
+
+
+def test_forced_tokens_leave_candidates_of_no_model_as_such():
+    """What the suffix draft has proposed does not count as steps of the model, which "auto" goes by."""
+    vocab_size, width = len(tokenizer_of(KIND)), texts(KIND, 4)["input_ids"].shape[1]
+    steps: list[tuple[str, int]] = []
+
+    class Steps:
+        def observe(self, done):
+            steps.extend(zip(done.draft.sources, done.draft.drafted, strict=True))
+
+    def settings() -> dict:
+        processor = Automaton(vocab_size, width, free=(0, 1))
+        return {"logits_processor": [processor], "do_sample": False, "max_new_tokens": 40}
+
+    strategy = made([SuffixDraft(min_match=3), draft_of(KIND, OTHER)], tokenizer_match="text")
+    strategy.listeners = (Steps(),)
+    assert torch.equal(run(strategy, **settings()), run(**settings()))
+    assert {"suffix", "text"} <= {source for source, _ in steps}
+    assert sum(drafted for source, drafted in steps if source == "suffix") == 0
+    assert sum(drafted for source, drafted in steps if source == "text") > 0
+
+
 @pytest.mark.parametrize("match", ["tokens", "text"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
 def test_layouts_of_the_target(layout: str, match: str):
@@ -148,6 +180,24 @@ def test_rows_with_seeds_stand_alone(verification: str):
     options = SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
     alone = target_of(KIND).generate(**given, **options, seeds=[5], custom_generate=strategy)
     assert torch.equal(together[2], alone[0])
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("match", ["tokens", "text"])
+def test_rows_with_little_room_left_stand_alone(match: str, verification: str):
+    """What a row that is nearly done proposes is not changed by rows that go on; a word is several of the draft's."""
+    kind, other = "word pieces in lower case", "byte-level, other merges"
+    both = {"tokenizer": tokenizer_of(kind), "draft_tokenizer": tokenizer_of(other)}
+    prompts = [tokenizer_of(kind)(text)["input_ids"] for text in ["the cat", "a", "in the house", "dogs sat"]]
+    asked = [Request(ids, 6 + 9 * (row % 2), seed=row) for row, ids in enumerate(prompts * 6)]
+
+    def completed(requests: list[Request], **options) -> list[list[int]]:
+        settings = {"num_draft_tokens": 8, "verification": verification, "tokenizer_match": match}
+        strategy = SpeculativeDecoding(draft_of(kind, other), **settings, **both)
+        done = strategy.generate_many(target_of(kind), requests, ordered=True, pad_token_id=1, **SAMPLED, **options)
+        return [one.tokens for one in done]
+
+    assert completed(asked, batch_size=4) == [completed([one])[0] for one in asked]
 
 
 def test_the_arguments_of_transformers():
