@@ -52,6 +52,7 @@ __all__ = [
 _MODULES = {
     "common.round": ("Draft",),
     "drafting.candidates": ("SampledCandidateGenerator",),
+    "scheduling.costs": ("Costs",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),
@@ -63,7 +64,6 @@ _MODULES = {
     "equivalence.result": ("CheckResult",),
     "generate": ("generate",),
     "pairs.pair": ("DraftTargetPair",),
-    "scheduling.costs": ("Costs",),
     "strategy": ("SpeculativeDecoding",),
     "training.distill": ("distill",),
 }

@@ -21,7 +21,7 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
     """A model of its own with copies of the target's first layers, its embedding, final norm and head.
 
     Raises:
-        ValueError: the target has no list of layers, not enough of them, or its config cannot say that there are fewer.
+        ValueError: the target has no list of layers, not enough of them, or a config that cannot say so.
     """
     check_exit_layer(LAYERS_PREFIX.rstrip(":"), count, target)
     layers = EarlyExitDraft(count).first_layers(target)
