@@ -15,7 +15,7 @@ from rich.text import Text
 from hf_specx.hub.folders import check_folder
 from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
-from .console import errors_in_one_line, imports, progress
+from .console import INTERRUPTED, errors_in_one_line, imports, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -94,12 +94,14 @@ def distill(
         options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
         check_given(target, draft, dtype, options, out, overwrite)
         prompts = read_prompts([], file, "with --file, or on standard input")
-        options |= {"held_out": held_out, "folder": folder or out.with_name(f"{out.name}.training")}
+        folder = folder or out.with_name(f"{out.name}.training")
+        options |= {"held_out": held_out, "folder": folder}
         loading = {"dtype": dtype, "hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
         names = (target, revision), (draft, draft_revision)
-        result = train(*names, prompts, chat, loading, device, options)
-        if result is not None:
-            keep_pair(result, out, inside, overwrite, not no_measure, as_json)
+        with goes_on(folder):
+            result = train(*names, prompts, chat, loading, device, options)
+            if result is not None:
+                keep_pair(result, out, inside, overwrite, not no_measure, as_json, folder)
 
 
 def check_given(target: str, draft: str, dtype: str, options: dict[str, Any], out: Path, overwrite: bool) -> None:
@@ -160,7 +162,9 @@ def train(
     return result if processes().is_main_process else None
 
 
-def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, measured: bool, as_json: bool) -> None:
+def keep_pair(
+    result: "Distilled", out: Path, inside: bool, overwrite: bool, measured: bool, as_json: bool, folder: Path
+) -> None:
     """Time the pair if asked to, save it, and print what came of it."""
     from hf_specx.hub.folders import INSIDE
 
@@ -174,7 +178,7 @@ def keep_pair(result: "Distilled", out: Path, inside: bool, overwrite: bool, mea
     result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
     for m in result.pair.config.measurements:
         console.print(f"batch {m.batch}: {m.measured_speedup:.2f} times as fast as plain generate")
-    console.print(Text(f"saved in {out}; texts and checkpoints are no longer needed"), soft_wrap=True)
+    console.print(Text(f"saved in {out}; texts and checkpoints in {folder} are no longer needed"), soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
 
@@ -190,6 +194,17 @@ def time_pair(result: "Distilled") -> None:
             shown[0]()
 
         result.measure((1, 8), typed(), advance)
+
+
+@contextmanager
+def goes_on(folder: Path) -> Iterator[None]:
+    """After Ctrl-C say how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        told = f"interrupted; the same command goes on with {folder}"
+        Console(stderr=True).print(told, soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(INTERRUPTED) from error
 
 
 @contextmanager

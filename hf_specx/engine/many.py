@@ -36,6 +36,7 @@ def complete_all(waiting: Waiting, start: Start, end: End, batch_size: int, logp
     report: SpeculationReport | None = None
     while entries := waiting.take_while_fits(batch_size):
         places = Places(entries, waiting, logprobs)
+        run: Run | None
         if entries[0].stateful:
             run = _complete_one(places, start)
         else:
@@ -45,18 +46,25 @@ def complete_all(waiting: Waiting, start: Start, end: End, batch_size: int, logp
             for _ in rounds(run):
                 yield from places.handed_on()
             run.finish()
-        report = end(run, report)
+        if run is not None:
+            report = end(run, report)
         yield from places.handed_on()
     yield from waiting.hand_on()
 
 
-def _complete_one(places: Places, start: Start) -> Run:
-    """Complete a request in a batch of one, as any call of `generate`."""
+def _complete_one(places: Places, start: Start) -> Run | None:
+    """Complete a request in a batch of one, as any call of `generate`; None if its own processors do not allow it."""
     (entry,) = places.entries
     prompt, inputs_tensor = places.prompt()
     prompt.max_new_tokens, prompt.limits = entry.limit, None
     seeds: Any = places.seeds if prompt.generation_config.do_sample else None
-    run, plan = start(prompt, inputs_tensor, entry.processors, entry.stopping, seeds)
+    try:
+        run, plan = start(prompt, inputs_tensor, entry.processors, entry.stopping, seeds)
+    except ValueError as error:
+        if entry.alike:
+            raise
+        places.waiting.refuse(entry.index, error)
+        return None
     run.report.layout_reason += f"; requests one by one: {', '.join(entry.stateful)} keeps state"
     run.listeners = (*run.listeners, places)
     text = decode_call(run, plan.in_order)

@@ -12,13 +12,14 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.architectures import vocabulary
-from hf_specx.common.errors import is_int, require
+from hf_specx.common.errors import brief, is_int, require
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
+from hf_specx.validation.inputs import unknown_token
 from hf_specx.validation.models import frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
@@ -123,14 +124,19 @@ class Waiting:
     def peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
         while self.next is None:
-            index, request = next(self.requests, (0, None))
-            if request is None:
+            numbered = next(self.requests, None)
+            if numbered is None:
                 return None
+            index, request = numbered
             try:
                 self.next = self._prepare(index, request if isinstance(request, Request) else Request(request))
             except ValueError as error:
-                self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
+                self.refuse(index, error)
         return self.next
+
+    def refuse(self, index: int, error: ValueError) -> None:
+        """A request cannot be served; the others go on."""
+        self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
 
     def take(self) -> Entry:
         """The request that `peek` has shown."""
@@ -166,16 +172,13 @@ class Waiting:
         Raises:
             ValueError: if it cannot be served.
         """
-        ids = torch.as_tensor(request.input_ids)
-        given = str(request.input_ids)[:40]
-        ok = ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point() and ids.dtype != torch.bool
-        require(ok, f"input_ids={given} is no list of token ids; give at least one int.")
+        ids = self._token_ids(request.input_ids)
+        _check_types(request)
         own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}
         options = self.options | {name: value for name, value in own.items() if value is not None}
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        ids = ids.to(self.model.device, torch.int64)
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             options["encoder_outputs"] = BaseModelOutput(torch.zeros(1, len(ids), 1, device=ids.device))
         prompt, processors, criteria = prepared(self.model, ids[None], torch.ones_like(ids[None]), options)
@@ -193,6 +196,21 @@ class Waiting:
         told = f"{len(ids)} tokens and {entry.limit} new ones are more than max_batch_tokens={self.max_batch_tokens}."
         require(self.fits([entry]), told)
         return entry
+
+    def _token_ids(self, given: Any) -> torch.Tensor:
+        """A prompt as [L] int64 where the model is.
+
+        Raises:
+            ValueError: if it is something else, or the model does not know a token.
+        """
+        try:
+            ids = torch.as_tensor(given)
+            ok = ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point() and ids.dtype != torch.bool
+        except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
+            ok = False
+        require(ok, f"input_ids={brief(given)} is no list of token ids; give at least one int.")
+        unknown_token(self.model, ids)
+        return ids.to(self.model.device, torch.int64)
 
     def _with_masks(
         self, processors: LogitsProcessorList, prompt: Prompt, stopping: Stopping
@@ -222,6 +240,15 @@ class Waiting:
             f"Request(..., logits_processor=[{shared}(...)]), or set its attribute stateless = True if it keeps none."
         )
         require(shared is None, told)
+
+
+def _check_types(request: Request) -> None:
+    """Raise a ValueError for what `generate` has errors of other kinds for."""
+    limit, own = request.max_new_tokens, request.logits_processor
+    told = f"max_new_tokens={brief(limit)} is no number of tokens; give an int of 1 or more, or None."
+    require(limit is None or is_int(limit), told)
+    told = f"logits_processor={brief(own)} is no list of processors; put a single one into a list."
+    require(own is None or (isinstance(own, Sequence) and all(map(callable, own))), told)
 
 
 def prepared(

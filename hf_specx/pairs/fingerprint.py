@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 
@@ -43,10 +44,15 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
     strategy, tokenizer = pair.strategy, pair.tokenizer
     made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
     drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    made |= {"generation_config": pair.target.generation_config, "drafts": [type(d).__name__ for d in drafts]}
+    made |= {"generation_config": pair.target.generation_config, "drafts": [_of_draft(d) for d in drafts]}
     made |= {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens", "seed": seed}
     made |= {name: getattr(strategy, name) for name in ("num_draft_tokens", "verification")} | options
     return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}
+
+
+def _of_draft(draft: Any) -> Any:
+    """A model's weights are told apart on their own; other drafts have settings, such as a number of layers."""
+    return type(draft).__name__ if isinstance(draft, torch.nn.Module) else plain_value(draft)
 
 
 def plain_value(value: Any) -> Any:

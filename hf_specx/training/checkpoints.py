@@ -82,8 +82,9 @@ def check_space(folder: Path, weights: int, itemsize: int) -> None:
     """
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     needed, free = weights * (CHECKPOINTS_KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
-    told = f"{folder} needs about {needed / 1e9:.1f} GB for checkpoints and the draft, and {free / 1e9:.1f} GB are "
-    require(free >= needed, told + "free; make room, or name a folder on another disk.")
+    unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
+    told = f"{folder} needs about {needed / unit:.1f} {name} for checkpoints and the draft, and {free / unit:.1f} "
+    require(free >= needed, f"{told}{name} are free; make room, or name a folder on another disk.")
 
 
 @contextmanager

@@ -129,6 +129,7 @@ def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list
     alphas = [] if checkpoint is None else alphas_of(state_of(checkpoint))
     for value in (run.start, *alphas):
         run.note(value)
+    run.progress.phase = len(alphas)
     run.tell(EVALUATED)
     phases = len(alphas) if run.has_stopped(alphas) else recipe.phases
     args = training_arguments(recipe, folder, recipe.rate(hidden_size(first), run.from_layers), phases)

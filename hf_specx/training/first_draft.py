@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.common.errors import require
-from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 
 from .recipe import LAYERS_PREFIX
 
@@ -21,8 +21,9 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
     """A model of its own with copies of the target's first layers, its embedding, final norm and head.
 
     Raises:
-        ValueError: the target has no list of layers, not enough of them, or is not in_words by fewer in its config.
+        ValueError: the target has no list of layers, not enough of them, or a config that cannot say so.
     """
+    check_exit_layer(LAYERS_PREFIX.rstrip(":"), count, target)
     layers = EarlyExitDraft(count).first_layers(target)
     config = copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)

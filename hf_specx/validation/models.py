@@ -131,8 +131,8 @@ def tokens_of_another_meaning(
         return None
     token, number = min(different)
     return (
-        f"the two tokenizers differ, for instance in {token!r} with id {number}; give the draft as a model, whose "
-        "tokens are then matched with the target's."
+        f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
+        "target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that it is given as a model."
     )
 
 

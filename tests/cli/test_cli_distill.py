@@ -50,7 +50,7 @@ def test_a_pair_is_trained_and_saved(folders, tmp_path, monkeypatch, draft: str)
     assert len(found["alphas"]) == 3
     assert "before training, α" in result.stderr
     assert "phase 2 of 2, α" in result.stderr
-    assert f"saved in {out}" in result.stderr
+    assert f"saved in {out}; texts and checkpoints in {out}.training are no longer needed" in result.stderr
     pair = DraftTargetPair.from_pretrained(out)
     assert pair.draft.config.num_hidden_layers == (1 if draft == "layers:1" else 3)
     card = command("card", out).stdout
@@ -73,7 +73,12 @@ def test_speed_is_measured(folders, tmp_path):
         ("'nowhere' cannot be got from the Hub, and there is no folder of that name", "target", "nowhere", []),
         ("the two tokenizers differ", "target", "stranger", []),
         ("'layers:no' names no layers", "target", "layers:no", []),
-        ("leaves out no layer of LlamaForCausalLM, which has 3; give 1 to 2", "target", "layers:3", []),
+        (
+            "error: layers=3 leaves out no layer of LlamaForCausalLM, which has 3; give 1 to 2",
+            "target",
+            "layers:3",
+            [],
+        ),
         ("loss='x' is unknown; choose one of", "target", "draft", ["--loss", "x"]),
         ("--greedy draws nothing", "target", "draft", ["--greedy", "--top-p", 0.5]),
         ("positions of LlamaForCausalLM; shorten it, or lower", "target", "draft", ["--max-new-tokens", 120]),
@@ -85,6 +90,16 @@ def test_refused_before_anything_is_written(folders, tmp_path, told: str, target
     assert result.exit_code == 2
     assert told in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_control_c(folders, tmp_path, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_distill, "train", interrupted)
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", *QUICK)
+    assert result.exit_code == 130
+    assert result.stderr == f"interrupted; the same command goes on with {tmp_path / 'pair.training'}\n"
 
 
 def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch):

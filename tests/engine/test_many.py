@@ -221,12 +221,20 @@ def test_a_short_prompt_beside_a_draft_that_rested():
         ([Request([1], seed=-1)], {}, "seed=-1"),
         ([Request([1], max_new_tokens=200)], {}, "position"),
         ([[1.5]], {}, "no list of token ids"),
+        ([None], {}, "input_ids=None is no list of token ids"),
+        (["a b"], {}, "input_ids='a b' is no list of token ids"),
+        ([{"input_ids": [1]}], {}, "no list of token ids"),
+        ([[1, VOCAB_SIZE]], {}, f"the token id {VOCAB_SIZE}"),
+        ([[-1]], {}, "the token id -1"),
+        ([Request([1], max_new_tokens="3")], {}, "max_new_tokens='3' is no number"),
+        ([Request([1], logits_processor=max)], {}, "put a single one into a list"),
     ],
 )
-def test_requests_that_cannot_be_served(asked: list, options: dict, told: str):
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_requests_that_cannot_be_served(asked: list, options: dict, told: str, batch_size: int):
     target = tiny("gpt2")
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
-    found = completed(strategy, target, [[1, 2], *asked, [3]], **GREEDY | options)
+    found = completed(strategy, target, [[1, 2], *asked, [3]], batch_size=batch_size, **GREEDY | options)
     assert found[1].finish_reason == "refused"
     assert re.search(f"request 1: .*{told}", found[1].error)
     assert [found[index].tokens for index in (0, 2)] == [

@@ -14,7 +14,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import LogitsProcessor
 from zoo import build
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.engine.requests import Request
 from hf_specx.pairs import results_file
 from hf_specx.pairs.completions import Completer
@@ -143,6 +143,15 @@ def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
         assert told() != before
     finally:
         weight.data[0, 0] -= 1
+
+
+def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
+    """Under "block" the text depends on what was drafted, and the weights are the same."""
+    one, same, other = (DraftTargetPair(pair.target, EarlyExitDraft(count), pair.tokenizer) for count in (1, 1, 2))
+    assert arguments_of(one, 0, {}) == arguments_of(same, 0, {}) != arguments_of(other, 0, {})
+    suffixes = [DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer) for _ in range(2)]
+    suffixes[0].complete(TEXTS[:2], **SAMPLED)
+    assert arguments_of(suffixes[0], 0, {}) == arguments_of(suffixes[1], 0, {}) != arguments_of(one, 0, {})
 
 
 def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):

@@ -250,7 +250,7 @@ def test_a_draft_with_another_tokenizer():
 
 def test_a_disk_without_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
-    with pytest.raises(ValueError, match="GB for checkpoints and the draft, and 0.0 GB are free; make room"):
+    with pytest.raises(ValueError, match="needs about [0-9.]+ MB for checkpoints and the draft, and 0.0 MB are free"):
         trained(folder=tmp_path)
 
 
@@ -284,6 +284,15 @@ def test_other_errors_pass():
     for error in (OSError("another"), RuntimeError("another")):
         with pytest.raises(type(error), match="another"):
             trained(callbacks=[Fail(error)])
+
+
+def test_progress_of_a_training_that_goes_on(tmp_path):
+    """The first line is of the phase that is over, not of the time before training."""
+    found = trained(folder=tmp_path)
+    seen = []
+    trained(folder=tmp_path, progress=lambda now: seen.append(str(now)) if now.doing == EVALUATED else None)
+    assert len(seen) == 1
+    assert seen[0].startswith(f"phase 3 of 3, α {found.alphas[-1]:.3f}, ")
 
 
 def test_progress():

@@ -42,7 +42,7 @@ def test_what_names_layers():
 
 def test_more_layers_than_there_are():
     with pytest.raises(
-        ValueError, match="exit_layer=2 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1"
+        ValueError, match="^layers=2 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1"
     ):
         draft_of_first_layers(tiny(), 2)
 

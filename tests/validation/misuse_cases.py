@@ -104,7 +104,7 @@ CASES = {
     "other_encoder_width": ("encoder outputs of width 48.*have 32; choose", partial(heard, "wide whisper")),
     "vocabularies_of_other_sizes": ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
     "tokens_of_another_meaning": (
-        "the two tokenizers differ, for instance in '0' with id 0; give the draft as a model",
+        "the two tokenizers differ, for instance in '0' with id 0; choose a draft with the",
         partial(early, tokenizer=Tokens(48), draft_tokenizer=Tokens(48, "zero")),
     ),
     "tokens_without_bytes": (
