@@ -126,8 +126,12 @@ class Waiting:
             index, request = next(self.requests, (0, None))
             if request is None:
                 return None
+            request = request if isinstance(request, Request) else Request(request)
+            told = f"request {index} is a text, {request.input_ids!r:.40}; give the ids of its tokens, as in "
+            told += "tokenizer(texts).input_ids."
+            require(not isinstance(request.input_ids, str), told)
             try:
-                self.next = self._prepare(index, request if isinstance(request, Request) else Request(request))
+                self.next = self._prepare(index, request)
             except ValueError as error:
                 self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
         return self.next
@@ -166,8 +170,9 @@ class Waiting:
         Raises:
             ValueError: if it cannot be served.
         """
-        ids = torch.as_tensor(request.input_ids)
-        given = str(request.input_ids)[:40]
+        given = repr(request.input_ids)[:40]
+        texts = isinstance(request.input_ids, list | tuple) and any(isinstance(x, str) for x in request.input_ids)
+        ids = torch.as_tensor([] if texts else request.input_ids)
         ok = ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point() and ids.dtype != torch.bool
         require(ok, f"input_ids={given} is no list of token ids; give at least one int.")
         own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}

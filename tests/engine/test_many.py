@@ -221,6 +221,7 @@ def test_a_short_prompt_beside_a_draft_that_rested():
         ([Request([1], seed=-1)], {}, "seed=-1"),
         ([Request([1], max_new_tokens=200)], {}, "position"),
         ([[1.5]], {}, "no list of token ids"),
+        ([["def", "read"]], {}, r"input_ids=\['def', 'read'\] is no list of token ids"),
     ],
 )
 def test_requests_that_cannot_be_served(asked: list, options: dict, told: str):
@@ -232,6 +233,19 @@ def test_requests_that_cannot_be_served(asked: list, options: dict, told: str):
     assert [found[index].tokens for index in (0, 2)] == [
         alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])
     ]
+
+
+def test_texts_in_place_of_requests():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2))
+    with (
+        Forwards(target) as forwards,
+        pytest.raises(ValueError, match="request 0 is a text, 'def read'; give the ids"),
+    ):
+        list(strategy.generate_many(target, ["def read"], **GREEDY))
+    with pytest.raises(ValueError, match="model is a list; give the target itself"):
+        strategy.generate_many([[1, 2]], target, **GREEDY)
+    assert not forwards.ids
 
 
 @pytest.mark.parametrize(
