@@ -15,6 +15,7 @@ from .model_files import AGAIN
 from .weights import check_loaded, check_size
 
 
+NO_ADAPTERS = "none"  # where peft, if it is installed, looks for an adapter: nobody has checked those of a folder
 TABLES = 2**28  # numbers in buffers, more than any real model needs
 
 
@@ -57,6 +58,7 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
         files.name,
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are reported below
+        adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
         **{"use_safetensors": True} | trust | files.loading(subfolder) | kwargs,
     )
     unused = [] if "num_hidden_layers" in kwargs else seen["unexpected_keys"]

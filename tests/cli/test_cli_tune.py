@@ -56,12 +56,13 @@ def test_tables_and_json(folders, tmp_path, source):
     assert [draft["draft"] for draft in found["drafts"]] == [folders["draft"], folders["stranger"]]
     first, second = found["drafts"]
     assert [m["batch"] for m in first["config"]["measurements"]] == [1, 2]
-    assert (first["error"], second["config"]) == (None, None)
+    assert first["error"] is None
+    assert second["config"] is not None  # its tokens are mapped
     for draft in found["drafts"]:
         assert f"{folders['target']} with {draft['draft']}" in shown
         for finding in draft["findings"]:
             assert finding["follows"][:30] in shown
-    assert f"{folders['stranger']}: the two tokenizers differ" in shown
+    assert "the two tokenizers differ" in shown
     assert f"{folders['draft']}, num_draft_tokens" in shown
     assert "tokens a row and round" in shown
 
@@ -202,7 +203,7 @@ def test_no_prompts(folders):
 
 def test_no_draft_fits(folders, tmp_path):
     out = tmp_path / "pair"
-    result = specx(folders["target"], folders["stranger"], *QUICK, "--json", "--out", str(out))
+    result = specx(folders["target"], str(tmp_path), *QUICK, "--json", "--out", str(out))
     assert result.exit_code == 2
     assert "no draft can be used" in result.stderr
     assert json.loads(result.stdout)["drafts"][0]["config"] is None

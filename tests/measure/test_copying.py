@@ -39,7 +39,7 @@ def test_cells_of_the_bench():
     assert {cell.texts for cell in cells} == {*KINDS, ""}
     assert all(("lookup-10" in cell.contenders) == (cell.batch == 1) for cell in cells)
     assert all(cell.temperature == (0 if cell.texts else 1) for cell in cells)
-    known = [dict(cell.to_dict(), contenders=cell.contenders, bare=()) for cell in cells]
+    known = [dict(cell.to_dict(), contenders=cell.contenders, bare=cell.bare) for cell in cells]
     assert [Cell(**each) for each in known] == cells
 
 

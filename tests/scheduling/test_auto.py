@@ -10,7 +10,7 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding
-from hf_specx.drafting import schedule
+from hf_specx.scheduling import schedule
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.schedule import Auto
 

@@ -17,9 +17,10 @@ from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting import candidates, schedule
+from hf_specx.drafting import candidates
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.layouts.decoder import Decoder
+from hf_specx.scheduling import schedule
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.schedule import Drafting, Schedule
 

@@ -68,7 +68,7 @@ def benched(tokenizer: object = ..., encodes: bool = False, **settings: object):
     config = SimpleNamespace(is_encoder_decoder=encodes)
     target = SimpleNamespace(config=config, num_parameters=known.num_parameters)
     tokenizer = pair().tokenizer if tokenizer is ... else tokenizer
-    found = SimpleNamespace(target=target, draft=target, tokenizer=tokenizer, prompts=[])
+    found = SimpleNamespace(target=target, draft=target, tokenizer=tokenizer, draft_tokenizer=None, prompts=[])
     return lambda: load_bench_pair("org/pair", "auto", [], lambda name, dtype: found)
 
 
@@ -127,7 +127,7 @@ PLAIN = [
     ),
     ("batches=.0.: give batch sizes of 1 or more", lambda: Study(batches=[0])),
     ("batches=.2, 2.: give batch sizes of 1 or more, each once", lambda: Study(batches=[2, 2])),
-    ("repeats=0 times nothing; give", lambda: Study(repeats=0)),
+    ("repeats=0 is no number of timed runs; give 1", lambda: Study(repeats=0)),
     ("'org/none' cannot be got from the Hub, and there is no folder of that name here: no route", not_found),
     (
         "'a' has no tokenizer, so it cannot read",
@@ -190,10 +190,10 @@ PLAIN = [
     ("samples=1 leave nothing", checked(samples=1)),
     ("num_draft_tokens='auto': give a number", checked(num_draft_tokens="auto")),
     ("num_draft_tokens=0: give", checked(num_draft_tokens=0)),
-    ("temperature=0 is no number above 0; give one, or decode greedily", checked(temperature=0)),
-    ("temperature=nan is no number above 0", checked(temperature=math.nan)),
-    ("top_p=2 is not in (0, 1]; 1 keeps", checked(top_p=2)),
-    ("top_k=-1 is below 0; 0 keeps", checked(top_k=-1)),
+    ("temperature=0 is not above 0; give a positive number, or decode greedily", checked(temperature=0)),
+    ("temperature=nan is not above 0", checked(temperature=math.nan)),
+    (r"top_p=2 is not in \(0, 1\]; give a number above 0", checked(top_p=2)),
+    ("top_k=-1 is negative; give 0, which keeps", checked(top_k=-1)),
     ("level=1 is no chance of a false alarm; give", checked(level=1)),
     ("do_sample= is set by the check", checked(options={"do_sample": True})),
     ("eos_token_id: give plain values", checked(options={"eos_token_id": object()})),
