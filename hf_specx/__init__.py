@@ -52,7 +52,6 @@ __all__ = [
 _MODULES = {
     "common.round": ("Draft",),
     "drafting.candidates": ("SampledCandidateGenerator",),
-    "scheduling.costs": ("Costs",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),
@@ -64,6 +63,7 @@ _MODULES = {
     "equivalence.result": ("CheckResult",),
     "generate": ("generate",),
     "pairs.pair": ("DraftTargetPair",),
+    "scheduling.costs": ("Costs",),
     "strategy": ("SpeculativeDecoding",),
     "training.distill": ("distill",),
 }

@@ -221,7 +221,7 @@ class SpeculativeDecoding:
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)

@@ -35,7 +35,8 @@ class Commands(typer.core.TyperGroup):
         except WRONG_USAGE as error:
             ctx = getattr(error, "ctx", None)
             where = "specx" if ctx is None else ctx.command_path
-            say_error(f"{error.format_message().rstrip('.')}. See {where} --help.")
+            message = error.format_message().rstrip(".")
+            say_error(f"{message}{'' if message.endswith('?') else '.'} See {where} --help.")
             sys.exit(error.exit_code)
         except (typer.Abort, KeyboardInterrupt):
             sys.exit(INTERRUPTED)

@@ -48,9 +48,9 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 VERDICTS = {"ok": "green", "note": "yellow", "error": "red"}
 MEASURED_TABLE = (
-    ("draft", "batch", "α", "c", "drafts", "tokens", "expected", "limited", "measured"),
-    "alpha; c, a draft step over a target step; the recommended number of drafts; tokens a row and round; speed-ups: "
-    "expected by Theorem 3.8, limited by the forwards, and measured",
+    ("draft", "batch", "α", "c", "γ", "tokens", "expected", "limited", "measured"),
+    "the acceptance α; c, a draft step over a target step; γ, the recommended number of candidates; tokens a row and "
+    "round; speed-ups: expected by Theorem 3.8, limited by the forwards, and measured",
 )
 
 

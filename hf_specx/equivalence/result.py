@@ -1,6 +1,10 @@
 """What a check has found: a verdict in lines, and all figures that it rests on."""
 
+import json
+import sys
 from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,14 +80,17 @@ class CheckResult:
         return {"passed": self.passed} | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
-        """Write JSON by `evaluate.save`, which adds the time, its version and the commit of the working folder.
+        """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
 
         Args:
             path: of a file with a suffix, or of a folder, where the file is named by the time.
         """
-        import evaluate
-
-        return Path(evaluate.save(path, **self.to_dict()))
+        now, path = datetime.now(), Path(path)
+        file = path if path.suffix else path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
+        file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
+        return file
 
     def __str__(self) -> str:
         lines = [f"{line.verdict}: {line.what} ({line.note})" for line in self.lines]

@@ -91,7 +91,7 @@ class DraftTrial:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """One for each batch size, with the recommended number of drafts."""
+        """One for each batch size, with the recommended number of candidates."""
         return [] if self.config is None else self.config.measurements
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import snapshot_download
+from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
 from .facts import tokenizer_facts
 from .model_files import (
@@ -70,7 +70,11 @@ def get_files(
     prefix = f"{subfolder}/" if subfolder else ""
     wanted = [prefix + pattern for pattern in patterns]
     others = f"{prefix}[!{CHAT_TEMPLATE_DIR[0]}]*/*"  # folders in it, except that of chat templates
-    root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
+    try:
+        root = snapshot_download(str(name), revision=revision, allow_patterns=wanted, ignore_patterns=[others], **hub)
+    except LocalEntryNotFoundError as error:  # which does not name what was looked for
+        told = f"{str(name)!r} is no folder here, and cannot be got from the Hub: {error}"
+        raise LocalEntryNotFoundError(told) from error
     return Files(str(name), Path(root).name, Path(root))
 
 

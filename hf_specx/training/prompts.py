@@ -80,9 +80,9 @@ def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -
     unseen = {tuple(ids) for ids in apart}
     training = [ids for ids in prompts if tuple(ids) not in unseen]
     told = (
-        f"of {len(prompts)} prompts {len(unseen)} different ones are held out, and {len(training)} are left to train "
+        f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
+        "train on; give more, so that at least 4 are held out, half of them to stop by and half to report on."
     )
-    told += "on; give more prompts: at least 4 are held out, half of them to stop by and half to report on."
     require(len(unseen) >= 4 and bool(training), told)
     once = [list(ids) for ids in dict.fromkeys(map(tuple, apart))]
     return Split(training, once[::2], once[1::2])

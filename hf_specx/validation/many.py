@@ -9,6 +9,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx.common.architectures import WHOLE
 from hf_specx.common.errors import is_int, require
 
+from .entry import check_entry
+
 
 OF_ONE_REQUEST: tuple[str, ...] = (
     "inputs",
@@ -35,12 +37,14 @@ def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str)
 
 
 def check_many(
+    model: Any,
     batch_size: int,
     max_batch_tokens: int | None,
     streamer: BaseStreamer | None,
     kwargs: dict[str, Any],
 ) -> None:
     """Check the arguments of `generate_many`."""
+    check_entry(model, None)
     require(is_int(batch_size) and batch_size >= 1, f"batch_size={batch_size!r} is no number of rows; give 1 or more.")
     ok = max_batch_tokens is None or (is_int(max_batch_tokens) and max_batch_tokens >= 1)
     require(ok, f"max_batch_tokens={max_batch_tokens!r} is no number of tokens; give 1 or more, or None.")

@@ -77,7 +77,8 @@ def check_draft(draft_model: Any) -> None:
     given = f"draft_model is a {type(draft_model).__name__}"
     proposes = callable(getattr(draft_model, "propose", None)) and not isinstance(draft_model, type)
     known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)
-    require(known, f"{given}; give a model, a CandidateGenerator or a Drafter.")
+    told = "give a model, a CandidateGenerator or a Drafter, as SuffixDraft(), which needs no model."
+    require(known, f"{'draft_model is None' if draft_model is None else given}; {told}")
     require(
         not isinstance(draft_model, PreTrainedModel) or draft_model.can_generate(),
         f"{given}, which scores no next token; load it with AutoModelForCausalLM or another class that can generate.",

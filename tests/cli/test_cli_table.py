@@ -34,6 +34,7 @@ OUTPUTS = {
 }
 WRONG = [
     ["nope"],
+    ["generat"],
     ["--nope"],
     ["tune"],
     ["generate", "a", "--top-p", "2"],

@@ -203,8 +203,10 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     assert len(made) == 2 * first
 
 
-def test_results_are_saved_by_evaluate(result, tmp_path):
-    path = result.save(tmp_path / "result.json")
+def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    path = result.save(tmp_path / "new" / "result.json")
+    assert result.save(tmp_path / "new").parent == path.parent
     found = json.loads(path.read_text())
     assert found["_evaluate_version"] == evaluate.__version__
     assert {name: found[name] for name in result.to_dict()} == result.to_dict()

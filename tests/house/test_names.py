@@ -5,6 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+import hf_specx
 from hf_specx.hub.flatten import PACKAGE
 
 
@@ -35,3 +38,8 @@ def test_a_name_is_defined_once():
             if not (shown.parts[0] == "cli" and name in COMMANDS):
                 files[name].append(shown.as_posix())
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("name", hf_specx.__all__)
+def test_what_the_package_offers_is_there(name: str):
+    assert getattr(hf_specx, name).__module__.startswith("hf_specx.")

@@ -128,6 +128,11 @@ def test_a_reference_has_its_own_repository_and_revision(folder: Path, downloads
     }
 
 
+def test_what_is_not_found_is_named(tmp_path: Path):
+    with pytest.raises(OSError, match="'org/none' is no folder here, and cannot be got from the Hub: "):
+        get_files("org/none", None, ["*.json"], cache_dir=str(tmp_path), local_files_only=True)
+
+
 def test_no_request_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """Though it may go online."""
     requests: list[tuple] = []

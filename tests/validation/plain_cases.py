@@ -50,6 +50,7 @@ PLAIN = [
     # What a strategy is made of
     ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
     ("draft_model='draft' is a name; load", lambda: SpeculativeDecoding(Path("draft"))),
+    ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
     ("draft_model is a dict; give a model", lambda: SpeculativeDecoding({})),
     ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
     ("custom_generate=SpeculativeDecoding.draft_model., not the class", of_a_class),
