@@ -171,7 +171,7 @@ def test_defaults_of_assisted_decoding():
     arrival = Arrival()
     tiny().generate(**prompts(1), max_new_tokens=5, custom_generate=arrival)
     filled = [getattr(arrival.generation_config, name) for name in names]
-    assert filled == [20, "constant", 0.4], "drafting.schedule: other defaults, which mean unset in a callable"
+    assert filled == [20, "constant", 0.4], "scheduling.schedule: other defaults, which mean unset in a callable"
     unset = [getattr(GenerationConfig(), name) for name in names]
     assert unset == [None] * 3, "generate: a config of the user says numbers that the user did not"
 
