@@ -85,8 +85,7 @@ def distill(
 ) -> None:
     """Train a draft on what the target writes for your prompts, so that more of its candidates are accepted.
 
-    Prompts come from --file or standard input. Sampling options are those that you will generate with. The same
-    command goes on with a training that was interrupted.
+    Prompts come from --file or standard input; sample as you will generate. Interrupted, the same command goes on.
     """
     with errors_in_one_line():
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)

@@ -53,17 +53,15 @@ def test_tables_and_json(folders, tmp_path, source):
         told.append(result.stdout)
     shown, found = told[0], json.loads(told[1])
     assert found["target"] == folders["target"]
-    assert [draft["draft"] for draft in found["drafts"]] == [folders["draft"], folders["stranger"]]
-    first, second = found["drafts"]
-    assert [m["batch"] for m in first["config"]["measurements"]] == [1, 2]
-    assert first["error"] is None
-    assert second["config"] is not None  # its tokens are mapped
-    for draft in found["drafts"]:
+    by_name = {draft["draft"]: draft for draft in found["drafts"]}
+    assert by_name.keys() == {folders["draft"], folders["stranger"]}  # the fastest first
+    for draft in by_name.values():  # one has a tokenizer of its own, whose tokens are mapped
+        assert [m["batch"] for m in draft["config"]["measurements"]] == [1, 2]
+        assert draft["error"] is None
         assert f"{folders['target']} with {draft['draft']}" in shown
         for finding in draft["findings"]:
             assert finding["follows"][:30] in shown
-    assert "the two tokenizers differ" in shown
-    assert f"{folders['draft']}, num_draft_tokens" in shown
+    assert ", num_draft_tokens" in shown
     assert "tokens a row and round" in shown
 
 
