@@ -93,8 +93,7 @@ def distill(
         options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
         check_given(target, draft, dtype, options, out, overwrite)
         prompts = read_prompts([], file, "with --file, or on standard input")
-        folder = folder or out.with_name(f"{out.name}.training")
-        options |= {"held_out": held_out, "folder": folder}
+        options |= {"held_out": held_out, "folder": (folder := folder or out.with_name(f"{out.name}.training"))}
         loading = {"dtype": dtype, "hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
         names = (target, revision), (draft, draft_revision)
         with goes_on(folder):

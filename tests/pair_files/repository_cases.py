@@ -110,7 +110,7 @@ PLAIN = [
     ("costs has a row", costs(target={"1": 1.0, "5": float("inf")})),
     ("costs has a row", costs(target={"1": 1.0, "01": 2.0})),
     ("costs has rounds that .*specx tune", rounds({"2": {"1": 0.0}})),
-    ("costs has rounds that are not", rounds({"2": {"9": 1.0}})),
+    ("costs has rounds that are not", rounds({"2": {"1000": 1.0}})),
     ("costs has rounds that are not", rounds({"0": {"1": 1.0}})),
     ("costs has rounds that are not", rounds({"2": [1.0]})),
     ("for 1 and at least one more", costs(target={"2": 1.0, "3": 2.0})),
