@@ -8,7 +8,7 @@ if [ ! -d "$folder" ]; then
     python -m pip install --quiet --disable-pip-version-check --upgrade --target "$folder.part" "transformers==$oldest"
     mv "$folder.part" "$folder"
 fi
-# without tests of types that are refused on it (LATER in abilities.py), and of a Hub's cache that is laid out by hand, which
+# without tests of types that are refused on it (LATER in architectures.py), and of a Hub's cache that is laid out by hand, which
 # its older huggingface_hub does not read offline
 PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
     -k "not single_steps and not without_a_cache and not fsmt and not a_draft_elsewhere" "$@" tests/house/test_host_contract*.py \
