@@ -15,7 +15,7 @@ from .model_files import AGAIN
 from .weights import check_loaded, check_size
 
 
-NO_ADAPTERS = "none"  # where peft, if it is installed, looks for an adapter: nobody has checked those of a folder
+NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
 TABLES = 2**28  # numbers in buffers, more than any real model needs
 
 
