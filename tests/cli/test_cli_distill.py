@@ -4,9 +4,8 @@ import json
 import sys
 
 import pytest
-from command import command
-from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from command import command, saved_models
+from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import distill as cli_distill
@@ -20,17 +19,7 @@ PROMPTS = "\n".join(f"{text} {number}" for text in TEXTS for number in range(10)
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target, a draft for it and one with other tokens."""
-    root = tmp_path_factory.mktemp("models")
-    target = tiny(**SIZES)
-    parts = {
-        "target": (target, tiny_tokenizer()),
-        "draft": (near(target, 0.8), tiny_tokenizer()),
-        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
-    }
-    for name, (model, tokenizer) in parts.items():
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return {name: str(root / name) for name in parts}
+    return saved_models(tmp_path_factory.mktemp("models"), SIZES, 0.8)
 
 
 def specx(*arguments: object, input: str = PROMPTS):

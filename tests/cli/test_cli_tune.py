@@ -5,10 +5,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from command import command
+from command import command, saved_models
 from rich.console import Console
-from tiny import near, tiny
-from tiny_tokenizer import TEXTS, tiny_tokenizer
+from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import loading
@@ -25,17 +24,7 @@ QUICK = ["--batch", "1", "--batch", "2", "--max-new-tokens", "4", "--repeats", "
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target, a draft for it and one with other tokens."""
-    root = tmp_path_factory.mktemp("models")
-    target = tiny(**SIZES)
-    parts = {
-        "target": (target, tiny_tokenizer()),
-        "draft": (near(target, 0.1), tiny_tokenizer()),
-        "stranger": (tiny(**SIZES), tiny_tokenizer(["some other words"])),
-    }
-    for name, (model, tokenizer) in parts.items():
-        model.save_pretrained(root / name)
-        tokenizer.save_pretrained(root / name)
-    return {name: str(root / name) for name in parts}
+    return saved_models(tmp_path_factory.mktemp("models"), SIZES, 0.1)
 
 
 def specx(*arguments: str, input: str = "\n".join(TEXTS)):

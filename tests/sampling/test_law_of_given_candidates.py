@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, models, p_values
+from enumerated import VOCAB_SIZE, exact_distribution, first_tokens, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
@@ -36,12 +36,9 @@ class Given(Drafter):
 def draw(drafter: Callable[[], Drafter], verification: str, batches: int, rows: int, **settings) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
     strategy = SpeculativeDecoding(drafter(), num_draft_tokens=MOST, verification=verification)
-    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = torch.cat([models()[0].generate(**inputs, **options) for _ in range(batches)])
+    tokens = first_tokens(strategy, batches, rows, **settings)
     assert 0 < strategy.report.acceptance_rate < 1
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+    return tokens
 
 
 @pytest.mark.parametrize("drafter", [Given, lambda: SuffixDraft(min_match=1)], ids=["given", "suffix"])

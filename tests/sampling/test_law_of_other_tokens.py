@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from enumerated import DEPTH, NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
+from enumerated import NUM_DRAFT_TOKENS, exact_distribution, first_tokens, p_values
 from tiny import tiny
 from tokenizers import Tokenizer, decoders
 from tokenizers import models as tokenizer_models
@@ -47,12 +47,9 @@ def draw(verification: str, batches: int, rows: int, match: str = "tokens", **se
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
     both = {"tokenizer": tokenizer(OF_TARGET), "draft_tokenizer": tokenizer(OF_DRAFT), "tokenizer_match": match}
     strategy = SpeculativeDecoding(draft(), num_draft_tokens=NUM_DRAFT_TOKENS, verification=verification, **both)
-    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = torch.cat([models()[0].generate(**inputs, **options) for _ in range(batches)])
+    tokens = first_tokens(strategy, batches, rows, **settings)
     assert 0 < strategy.report.acceptance_rate < 1
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+    return tokens
 
 
 @pytest.mark.parametrize("match", ["tokens", "text"])

@@ -6,7 +6,7 @@ probability 1e-4.
 
 import pytest
 import torch
-from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, models, p_values
+from enumerated import VOCAB_SIZE, exact_distribution, first_tokens, models, p_values
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 from hf_specx import SpeculativeDecoding
@@ -34,16 +34,12 @@ class Given(Drafter):
 
 def draw(verification: str, batches: int, rows: int, **settings) -> torch.Tensor:
     """The first tokens of rows that all have the same prompt: [batches * rows, DEPTH]."""
-    target, draft = models()
-    strategy = SpeculativeDecoding([Given(), draft], num_draft_tokens=MOST, verification=verification)
-    inputs = {"input_ids": PROMPT.expand(rows, -1), "attention_mask": torch.ones(rows, PROMPT.shape[1])}
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "custom_generate": strategy} | settings
-    torch.manual_seed(0)
-    texts = torch.cat([target.generate(**inputs, **options) for _ in range(batches)])
+    strategy = SpeculativeDecoding([Given(), models()[1]], num_draft_tokens=MOST, verification=verification)
+    tokens = first_tokens(strategy, batches, rows, **settings)
     counts = strategy.report.sources
     assert counts.keys() == {"given", "model"}
     assert all(0 < each["accepted"] < each["drafted"] for each in counts.values())
-    return texts[:, PROMPT.shape[1] :][:, :DEPTH]
+    return tokens
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
