@@ -17,7 +17,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
-from hf_specx.common.wrappers import unwrapped, unwrapped_draft
+from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
@@ -34,7 +34,7 @@ from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.scheduling.costs import SHARE, Costs
+from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.schedule import Schedule
 from hf_specx.validation.entry import AskedSignature, check_withheld
@@ -43,7 +43,7 @@ from hf_specx.validation.options import check_calibration, check_options
 from hf_specx.validation.rows import as_list
 
 
-class SpeculativeDecoding:
+class SpeculativeDecoding(NoModel):
     """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
 
     With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
@@ -123,7 +123,9 @@ class SpeculativeDecoding:
 
     def __repr__(self) -> str:
         shown = "num_draft_tokens", "verification", "layout", "compile"
-        told = (type(self.draft_model).__name__, *(f"{name}={getattr(self, name)!r}" for name in shown))
+        several = isinstance(self.draft_model, list)
+        drafts = ", ".join(map(label_of, self.draft_model if several else [self.draft_model]))
+        told = (f"[{drafts}]" if several else drafts, *(f"{name}={getattr(self, name)!r}" for name in shown))
         return f"SpeculativeDecoding({', '.join(told)})"
 
     __signature__ = AskedSignature()
@@ -213,15 +215,15 @@ class SpeculativeDecoding:
             **generate_kwargs: of `generate`, for all requests.
 
         Returns:
-            An iterator of `Completion`. A request that can never be served is refused in its completion; a call that
-            cannot be done exactly raises a ValueError before any forward.
+            An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
+            be done exactly raises a ValueError before any forward, an error of `requests` after what came before it.
 
         Example:
             >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
             ...     print(done.index, tokenizer.decode(done.tokens))
         """
         model = unwrapped(model)
-        check_many(model, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
@@ -271,7 +273,7 @@ class SpeculativeDecoding:
     def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
         """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
-        self.costs.allowance += SHARE * run.report.seconds.get("total", 0.0)
+        self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule

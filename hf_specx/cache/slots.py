@@ -177,7 +177,8 @@ class SlotCache(Cache):
         """
         cache = cls(limit)
         if not has_columns(past):
-            raise ValueError(f"past_key_values={past!r} does not have the keys of all its tokens.")
+            told = f"past_key_values is a {type(past).__name__} without the keys of all its tokens"
+            raise ValueError(f"{told}; pass the whole text as input_ids, and leave it out.")
         for number, layer in enumerate(past.layers):
             cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type, union-attr]
         return cache

@@ -59,7 +59,7 @@ def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, For
             same = token == draft.tokens[:, length]
             kept.append(torch.stack([same.float(), judgement.overlap[:, 0]], 1))
             alike = bool(same.all())
-        batch.emit(batch.padded(token)[:, None], torch.ones_like(token), [1] * len(batch.rows))
+        batch.emit(batch.padded(token)[:, None], [1] * len(batch.rows))
         shown.append(scores)
         with run.rule.alone():
             finished = run.stopping.update_in_order(batch, run.outputs.shown_in_order(scores))

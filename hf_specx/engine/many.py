@@ -50,6 +50,8 @@ def complete_all(waiting: Waiting, start: Start, end: End, batch_size: int, logp
             report = end(run, report)
         yield from places.handed_on()
     yield from waiting.hand_on()
+    if waiting.failed is not None:
+        raise waiting.failed
 
 
 def _complete_one(places: Places, start: Start) -> Run | None:

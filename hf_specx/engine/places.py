@@ -129,7 +129,7 @@ class PlacesStopping(RequestStopping):
         super().__init__([entry.stopping for entry in places.entries])
         self.places = places
 
-    def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
+    def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         leaving = super().update(batch, new, ended)
         self.places.ended = {row: self.by_limit(batch, row) for row in leaving}
         return [row for row in leaving if not self.places.refill(batch, row)]

@@ -14,13 +14,15 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.row_by_row import ROW_BY_ROW
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
+from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
 from hf_specx.validation.calls import check_call, check_outputs, check_past
-from hf_specx.validation.inputs import check_inputs
-from hf_specx.validation.models import check_own_text, check_pair, check_target, own_text_in_lockstep
+from hf_specx.validation.inputs import check_inputs, check_positions
+from hf_specx.validation.models import check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
 
@@ -28,8 +30,9 @@ from .ranks import is_synced, shares_rows
 
 
 LOCKSTEP_COST = (
-    "all rows advance by the batch minimum, which costs the more rounds the larger the batch, since nothing better "
-    "has been shown to be exact here; layout='lockstep' says that this is wanted."
+    "in this batch all rows advance by as many tokens as the row that accepted the fewest, so that larger batches "
+    "gain less: no other layout has been shown to be exact for these models and inputs. Pass layout='lockstep' to "
+    "silence this warning."
 )
 
 
@@ -177,8 +180,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     if drafter.model is not None:
         draft_able = layouts_of(drafter.model, drafts=True)
         if drafter.own_text:
-            draft_able = [layout for layout in draft_able if layout in OWN_TEXT_LAYOUTS]
-            own_text_in_lockstep(drafter.model, draft_able)
+            draft_able = [layout for layout in draft_able if layout in OWN_TEXT_LAYOUTS] or [ROW_BY_ROW]
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
     if verification is None:
@@ -222,6 +224,8 @@ def check_asked(
     asked = call.verification if config.do_sample else "greedy"
     check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", call.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
+    if longest is None:
+        check_positions(model, _positions(prompt), prompt.max_new_tokens)
     check_outputs(model, config)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -240,6 +244,14 @@ def _width(prompt: Prompt) -> int:
     mask = prompt.kwargs.get("attention_mask")
     known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
     return known if mask is None else mask.shape[-1]
+
+
+def _positions(prompt: Prompt) -> int:
+    """Positions of the text so far, of its longest row; pads have none, unless positions are those of columns."""
+    positions = None if prompt.model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or position_table(prompt.model) is None:
+        return _width(prompt)
+    return int(positions.max()) + 1
 
 
 def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:

@@ -210,6 +210,11 @@ class SpeculationReport(RoundCounts):
         """Counters and ratios as plain values, by the names in `REPORTED`."""
         return {name: getattr(self, name) for name in REPORTED}
 
+    def __repr__(self) -> str:
+        rows, rounds = (f"{n} {name}{'s' * (n != 1)}" for n, name in ((self.rows, "row"), (self.rounds, "round")))
+        kept = f"acceptance rate {self.acceptance_rate:.3f}, {self.verification} verification, {self.layout} layout"
+        return f"SpeculationReport({self.emitted} new tokens in {rows}, {rounds}, {kept})"
+
     def __str__(self) -> str:
         forced = f", {self.forced} of {self.drafted} candidates forced" if self.forced else ""
         lines = [

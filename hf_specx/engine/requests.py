@@ -13,17 +13,19 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import brief, is_int, require
-from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.inputs import unknown_token
+from hf_specx.validation.inputs import check_encoder_positions, check_positions, unknown_token
 from hf_specx.validation.models import frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
 from .stop_strings import bind_stop_strings
+
+
+MANY_TOKENS = 1 << 30  # a limit beyond any `min_new_tokens`, of which transformers would warn
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,20 @@ class Waiting:
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
+        self.failed: Exception | None = None  # of the iterable; it is raised once what was taken before is done
+        one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
+        if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
+            own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
+        self._generated(one, own)  # raises what is wrong with the options for any request
 
     def peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
         while self.next is None:
-            numbered = next(self.requests, None)
+            try:
+                numbered = next(self.requests, None)
+            except Exception as error:
+                numbered, self.failed = None, error
             if numbered is None:
                 return None
             index, request = numbered
@@ -179,23 +190,31 @@ class Waiting:
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
-            options["encoder_outputs"] = BaseModelOutput(torch.zeros(1, len(ids), 1, device=ids.device))
-        prompt, processors, criteria = prepared(self.model, ids[None], torch.ones_like(ids[None]), options)
+        prompt, processors, criteria = self._generated(ids[None], options)
         start = prompt.input_ids[0]
         stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
         ours, stateful = self._with_masks(processors, prompt, stopping)
         seed = int(torch.randint(MAX_SEED - 1, ())) if request.seed is None else request.seed
-        require(is_int(seed) and 0 <= seed < MAX_SEED, f"seed={seed!r} is no int from 0 to 2**63 - 1.")
+        told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
+        require(is_int(seed) and 0 <= seed < MAX_SEED, told)
         alike = request.logits_processor is None
         entry = Entry(index, ids, start, seed, request.seed is not None, ours, alike, stopping, stateful)
         frequencies_that_change(self.model, entry.longest)
-        table = position_table(self.model)  # the last token is not fed
-        told = f"{len(ids)} tokens and {entry.limit} new ones are beyond the {table} positions of the target."
-        require(table is None or entry.longest - 1 <= table, told)
-        told = f"{len(ids)} tokens and {entry.limit} new ones are more than max_batch_tokens={self.max_batch_tokens}."
-        require(self.fits([entry]), told)
+        check_positions(self.model, len(start), entry.limit)
+        if self.model.config.is_encoder_decoder:
+            check_encoder_positions(self.model, len(ids))
+        told = f"the prompt has {len(ids)} tokens and may get {entry.limit} new ones, more than there is room for: "
+        told += f"max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
+        require(self.fits([entry]), f"{told}raise it, lower max_new_tokens, or shorten the prompt.")
         return entry
+
+    def _generated(
+        self, ids: torch.Tensor, options: dict[str, Any]
+    ) -> tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]:
+        """As `prepared`, for ids [1, L] without pads."""
+        if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
+            options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
+        return prepared(self.model, ids, torch.ones_like(ids), options)
 
     def _token_ids(self, given: Any) -> torch.Tensor:
         """A prompt as [L] int64 where the model is.
@@ -205,10 +224,12 @@ class Waiting:
         """
         try:
             ids = torch.as_tensor(given)
-            ok = ids.ndim == 1 and len(ids) > 0 and not ids.is_floating_point() and ids.dtype != torch.bool
+            is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
+            ok = is_integer and ids.ndim == 1 and len(ids) > 0 and not ids.is_meta
         except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
             ok = False
-        require(ok, f"input_ids={brief(given)} is no list of token ids; give at least one int.")
+        told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
+        require(ok, told)
         unknown_token(self.model, ids)
         return ids.to(self.model.device, torch.int64)
 

@@ -62,13 +62,15 @@ class GroupedAttention:
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
             )
         folded = torch.nn.functional.scaled_dot_product_attention(
-            query.reshape(rows, -1, group * count, query.shape[3]),
+            query if group == 1 else query.reshape(rows, -1, group * count, query.shape[3]),
             key,
             value,
             attn_mask=self._tiled(attention_mask, group, query.dtype),
             dropout_p=dropout,
             scale=scaling,
         )
+        if group == 1:
+            return folded.transpose(1, 2).contiguous(), None
         output = folded.unflatten(2, (group, count)).permute(0, 3, 1, 2, 4)  # [R, q, H, n, D']
         return output.flatten(2, 3).contiguous(), None
 

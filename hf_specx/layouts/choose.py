@@ -60,7 +60,7 @@ def attention_without_layout(model: PreTrainedModel, able: list[str]) -> str | N
     config = model.config.get_text_config(decoder=True)
     return (
         f"model type {config.model_type!r} is exact with a mask by position only, which "
-        f"attn_implementation={config._attn_implementation!r} cannot take; load it with 'sdpa'."
+        f"attn_implementation={config._attn_implementation!r} cannot take; load it with attn_implementation='sdpa'."
     )
 
 

@@ -20,6 +20,7 @@ from hf_specx.common.errors import refusal
 
 from .decoder import Decoder
 from .forward_outputs import EXTRAS
+from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
 from .regions import regions_of
@@ -108,7 +109,8 @@ def has_compiler(device_type: str) -> bool:
 
 
 class CompiledDecoder(RaggedDecoder):
-    """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`.
+    """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`, on a CPU
+    by the weights that compiled forwards have prepacked.
 
     Each of the R decoding rows has a row in the buffers, whose number is a power of two. The others are idle: token 0
     is fed into their first slots, and what comes of it is not used. Once half are idle, the rows move to smaller
@@ -219,8 +221,13 @@ class CompiledDecoder(RaggedDecoder):
             buffer[:, :, count:] = buffer[:, :, :-count].clone()
             buffer[:, :, :count] = 0
 
+    def _first(self) -> torch.Tensor:
+        with PackedLinear(self.regions.prepacked):
+            return super()._first()
+
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        super().admit(batch, rows)
+        with PackedLinear(self.regions.prepacked):
+            super().admit(batch, rows)
         self._note_rows()
 
     def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:

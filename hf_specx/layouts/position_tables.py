@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.patching import Overriding, patch_attribute
+
+
+SIZES = {  # fields of a config, the first that it has
+    "encoder": ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings"),
+    "decoder": ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len"),
+}
 
 
 class PositionTables:
@@ -67,9 +74,11 @@ def by_column(
     return vectors.view(rows, count, -1)
 
 
-def position_table(model: PreTrainedModel) -> int | None:
-    """How many positions a learned table has; None where positions are computed."""
-    config = model.config.get_text_config(decoder=True)
-    if hasattr(config, "rope_parameters"):
+def position_table(model: PreTrainedModel, encoder: bool = False) -> int | None:
+    """How many positions the table of a decoder or an encoder has; None where positions are computed."""
+    part = "encoder" if encoder else "decoder"
+    whole = getattr(model.get_encoder(), "config", model.config) if encoder else model.config  # of two models, its own
+    config = whole.get_text_config(**{part: True})
+    if hasattr(config, "rope_parameters") or config.model_type in ANY_POSITION:
         return None
-    return getattr(config, "max_target_positions", None) or getattr(config, "max_position_embeddings", None)
+    return next((size for name in SIZES[part] if (size := getattr(config, name, None))), None)

@@ -1,5 +1,7 @@
 """Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights stored in the order its kernels read them.
 
+The prompts of such a call, which are not compiled, are read by the same weights.
+
 With few rows a product with a weight in its usual order is far slower than reading the weight from memory: those of a
 target step take two to five times as long in float32, where BLAS is made for other processors, and twice in bfloat16.
 """
@@ -13,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import linear as dense_linear
+from torch.overrides import TorchFunctionMode
 
 from hf_specx.common.patching import OVERRIDES, Overriding
 
@@ -37,7 +40,7 @@ class Pack(NamedTuple):
 class Prepacked:
     """The linear weights of one model in oneDNN's order, which take as much memory as the weights themselves.
 
-    Each is made when a compiled forward first multiplies by it.
+    Each is made when a forward first multiplies by it.
     """
 
     def __init__(self) -> None:
@@ -67,9 +70,35 @@ class Prepacked:
         return Overriding({linear: self})
 
 
+class PackedLinear(TorchFunctionMode):
+    """A context in which forwards that are not compiled multiply by prepacked weights, in this thread alone."""
+
+    def __init__(self, prepacked: Prepacked):
+        super().__init__()
+        self.prepacked = prepacked
+        self.usable = has_kernels() and not torch.is_autocast_enabled("cpu")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is dense_linear and self.usable and not kwargs and self._fits(*args[:2]):
+            return multiplied(self.prepacked, *args)
+        return func(*args, **kwargs or {})
+
+    @staticmethod
+    def _fits(input: torch.Tensor, weight: torch.Tensor) -> bool:
+        """As `use_prepacked` decides for the parameters of a trace."""
+        plain = type(weight) is torch.nn.Parameter and type(input) is torch.Tensor
+        return plain and input.dtype == weight.dtype and not torch.is_autocast_enabled("cpu")
+
+
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
-    prepacked: Prepacked | None = OVERRIDES.get().get(linear)
+    return multiplied(OVERRIDES.get().get(linear), input, weight, bias)
+
+
+def multiplied(
+    prepacked: Prepacked | None, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same, by the weight in oneDNN's order if there is one."""
     packed = None if prepacked is None else prepacked.of(weight)
     if packed is None:
         return dense_linear(input, weight, bias)

@@ -45,7 +45,7 @@ class RaggedDecoder(Decoder):
         positions = self._positions(batch, emitted, longest + ahead)
         if positions is not None and "position_ids" in self.parameters:
             given["position_ids"] = positions.to(self.device)
-        mask = self._mask(batch, slots, extent)
+        mask = self._mask(batch, slots, extent, even)
         with contextlib.nullcontext() if mask is None else grouped_queries():
             output = self.model(
                 input_ids=tokens.to(self.device),
@@ -96,13 +96,15 @@ class RaggedDecoder(Decoder):
         """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
         self.cache.take(fresh.cache, indices, start, end)
 
-    def _mask(self, batch: Batch, slots: torch.Tensor, extent: int) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """None if one token of each row sees all that the cache holds."""
-        if self.holes is None and not any(self.padding):
+    def _mask(
+        self, batch: Batch, slots: torch.Tensor, extent: int, even: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
+        if self.holes is None and not any(self.padding[row] for row in batch.rows):
+            if even and slots.shape[1] == 1 and self.masks.only_causal:
+                return None
             if batch.together is None:
                 return self.masks(slots, None, extent)
-            if slots.shape[1] == 1 and self.masks.only_causal:
-                return None
             return self.masks.expand(self.masks(slots, None, extent), len(batch.rows))
         pads = self.pads[batch.index].to(self.device)
         return self.masks(slots, pads, extent, self._holes(batch, extent))

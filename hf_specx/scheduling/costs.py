@@ -13,10 +13,9 @@ from .measuring import Measuring, between_ends, on_grid, on_line
 
 
 MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
-SHARE = 0.05  # of the time of calls that may go into timing forwards
+SHARE = 0.05  # of the time of rounds with candidates that may go into timing forwards
 RECENT = 15  # at most so many last rounds of a size count; their median is used
-ENOUGH = 3  # rounds of a size that must have been seen before they are used in the same call, and
-ENOUGH_TO_KEEP = 5  # in later ones
+ENOUGH, ENOUGH_TO_KEEP = 3, 5  # rounds of a size to be seen before they are used in the same call, and in later ones
 
 
 class Costs:
@@ -27,10 +26,9 @@ class Costs:
     Attributes:
         table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
         assumed: batch sizes whose row is told by the models' sizes (see `prior`), and not measured yet.
-        allowance: seconds that measuring may take at the start of the next call: `SHARE` of those of earlier calls,
-            less what it took so far.
-        alpha: acceptance in the calls so far, by verification: the chance that a candidate is kept whose predecessors
-            were.
+        allowance: seconds that measuring may take at the start of the next call: `SHARE` of those of earlier rounds
+            with candidates, less what it took so far.
+        alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         clock: gives seconds; time is read nowhere else.
         measured: rows of earlier tables, by batch size; `measure_once` takes one over instead of measuring it again.
@@ -68,6 +66,10 @@ class Costs:
         made = Costs(None, dict(self.alpha), rounds, self.clock)
         made.table, made.assumed = self.table, self.assumed  # also where they are still empty
         return made
+
+    def allow(self, seconds: float, rounds: int, plain_steps: int) -> None:
+        """A call is over: measuring pays where rounds have candidates, so plain steps add nothing to the allowance."""
+        self.allowance += SHARE * seconds * rounds / max(1, rounds + plain_steps)
 
     def remember(self, verification: str, alpha: float, judged: float) -> None:
         """Add the acceptance of a call.

@@ -31,7 +31,7 @@ STATEFUL = (
 NEW_TOKENS = 24
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize(("model_type", "mode", "rows"), all_pairs(STATEFUL, MODES, [1, 4]))
 def test_equals_stock(model_type: str, mode: str, rows: int):
     target = zoo.build("causal", model_type)
@@ -58,7 +58,7 @@ def decoder(model_type: str) -> tuple[LockstepDecoder, Batch]:
 
 
 def emit(batch: Batch, tokens: torch.Tensor) -> None:
-    batch.emit(tokens, torch.full((len(tokens),), tokens.shape[1]), [tokens.shape[1]] * len(tokens))
+    batch.emit(tokens, [tokens.shape[1]] * len(tokens))
 
 
 def logits_in_steps(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +97,7 @@ def test_where_they_do_not_the_target_is_refused(model_type: str):
     assert layouts_of(model, drafts=True) == ["lockstep"]
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", sorted(INEXACT))
 def test_as_a_draft_any_of_them_serves(model_type: str, mode: str):

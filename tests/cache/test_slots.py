@@ -196,7 +196,7 @@ def test_a_cache_that_forgot_tokens_is_refused():
     assert has_columns(past)
     written(past, [[float(n) for n in range(9)]])
     assert not has_columns(past)
-    with pytest.raises(ValueError, match="does not have the keys of all its tokens"):
+    with pytest.raises(ValueError, match="without the keys of all its tokens"):
         with_slots(past)
 
 
@@ -204,7 +204,7 @@ def test_a_cache_with_an_empty_layer_is_refused():
     past = DynamicCache()
     written(past, [[1, 2]], 0)
     past.layers.append(type(past.layers[0])())
-    with pytest.raises(ValueError, match="does not have the keys of all its tokens"):
+    with pytest.raises(ValueError, match="without the keys of all its tokens"):
         with_slots(past)
 
 

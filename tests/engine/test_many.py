@@ -164,7 +164,10 @@ def test_a_bounded_cache():
     asked = [Request([1] * length, 10) for length in (4, 4, 20, 4, 60, 4)]
     found = completed(strategy, target, asked, batch_size=4, max_batch_tokens=60, **GREEDY)
     assert found[4].finish_reason == "refused"
-    assert "request 4: 60 tokens and 10 new ones are more than max_batch_tokens=60" in found[4].error
+    assert (
+        "request 4: the prompt has 60 tokens and may get 10 new ones, more than there is room for: max_batch_tokens=60"
+        in found[4].error
+    )
     expected = [alone(target, request, **GREEDY) for request in asked]
     assert all(found[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
     assert max(seen) <= 60
@@ -217,13 +220,14 @@ def test_a_short_prompt_beside_a_draft_that_rested():
 @pytest.mark.parametrize(
     ("asked", "options", "told"),
     [
-        ([[]], {}, "input_ids=.* is no list of token ids"),
+        ([[]], {}, r"input_ids=\[\] is no prompt; give a list of token ids"),
         ([Request([1], seed=-1)], {}, "seed=-1"),
         ([Request([1], max_new_tokens=200)], {}, "position"),
-        ([[1.5]], {}, "no list of token ids"),
-        ([None], {}, "input_ids=None is no list of token ids"),
-        (["a b"], {}, "input_ids='a b' is no list of token ids"),
-        ([{"input_ids": [1]}], {}, "no list of token ids"),
+        ([[1.5]], {}, r"input_ids=\[1.5\] is no prompt; give"),
+        ([None], {}, "input_ids=None is no prompt; give"),
+        (["a b"], {}, "input_ids='a b' is no prompt; give"),
+        ([{"input_ids": [1]}], {}, "is no prompt; give"),
+        ([torch.ones(3, dtype=torch.int64, device="meta")], {}, "device='meta'.* is no prompt; give"),
         ([[1, VOCAB_SIZE]], {}, f"the token id {VOCAB_SIZE}"),
         ([[-1]], {}, "the token id -1"),
         ([Request([1], max_new_tokens="3")], {}, "max_new_tokens='3' is no number"),
@@ -249,10 +253,46 @@ def test_requests_that_cannot_be_served(asked: list, options: dict, told: str, b
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
         ({"num_return_sequences": 2}, "num_return_sequences= belongs"),
+        ({"foo": 2}, "unknown argument 'foo'; generate_many takes those of generate, and SpeculativeDecoding"),
+        ({"max_new_token": 2}, "unknown argument 'max_new_token'; did you mean 'max_new_tokens'"),
+        ({"do_sample": True, "temperature": -1.0}, "temperature"),
     ],
 )
 def test_arguments_that_are_refused(options: dict, told: str):
     target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2))
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
-        list(SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY | options))
+        strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
     assert not forwards.ids
+
+
+@pytest.mark.parametrize(
+    ("requests", "told"),
+    [
+        (7, "requests is an int; give a list of prompts, each a list of token ids"),
+        ("a text", "requests is a str; give"),
+        ({"input_ids": [[1, 2]]}, "requests is a dict; give"),
+        ([1, 2], "requests is a single prompt; give a list of prompts"),
+        (torch.ones(3, dtype=torch.int64), "requests is a single prompt; give a list of prompts"),
+    ],
+)
+def test_prompts_that_are_no_list(requests: object, told: str):
+    """Said before anything is iterated over."""
+    target = tiny()
+    with pytest.raises(ValueError, match=told):
+        SpeculativeDecoding(near(target, 0.2)).generate_many(target, requests)
+
+
+def test_an_error_of_the_input_loses_nothing_that_was_taken():
+    target, asked, found = tiny(), requests(9), {}
+
+    def broken():
+        yield from asked
+        raise KeyError("mine")
+
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    with pytest.raises(KeyError, match="mine"):
+        found.update(
+            (done.index, done.tokens) for done in strategy.generate_many(target, broken(), batch_size=4, **GREEDY)
+        )
+    assert found == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked)}

@@ -14,6 +14,7 @@ from test_many import GREEDY, SAMPLED, alone, completed
 from test_many_whole import Raising
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from tiny_tokenizer import tiny_tokenizer
+from transformers import GenerationConfig
 from wrong_rules import GreedyDraft
 
 from hf_specx import Request, SpeculativeDecoding
@@ -61,6 +62,20 @@ def check(number: int, batch_sizes: Sequence[int], options: dict) -> None:
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
 def test_thirty_requests(options: dict):
     check(30, (3, 8), options)
+
+
+def test_stop_strings_of_a_config():
+    """As if they had been given to the call: its options are tried at once, when no tokenizer is bound to them yet."""
+    target, asked, tokenizer = tiny(vocab_size=280), made(3), tiny_tokenizer()
+    config = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=24, stop_strings=list("aeiou"))
+    asked = [Request(request.input_ids, request.max_new_tokens) for request in asked]
+    expected = [alone(target, request, generation_config=config, tokenizer=tokenizer) for request in asked]
+    assert any(len(tokens) < request.max_new_tokens for tokens, request in zip(expected, asked, strict=True))
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, tokenizer=tokenizer)
+    with Forwards(target) as forwards:
+        found = completed(strategy, target, asked, generation_config=config)
+    assert [found[place].tokens for place in range(3)] == expected
+    assert len(forwards.ids) < sum(map(len, expected))
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """`generate_many` where rows cannot be filled again, and where requests have processors of their own."""
 
+import warnings
+
 import pytest
 import torch
 import zoo
@@ -162,3 +164,12 @@ def test_grammars_share_a_batch(of_call: bool, options: dict):
     assert [found[index].tokens for index in range(6)] == expected
     assert "one by one" not in strategy.report.layout_reason
     assert strategy.report.accepted > 0
+
+
+def test_a_minimum_below_the_limits_of_requests_warns_of_nothing():
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (done,) = strategy.generate_many(target, [Request([4, 5], 6)], do_sample=False, min_new_tokens=4)
+    assert len(done.tokens) == 6

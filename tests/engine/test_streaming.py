@@ -35,7 +35,7 @@ def started(rows: int = 1) -> tuple[Batch, Stopping]:
 def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) -> Round:
     """Take in tokens [R, n], or as many of each row; the round is one as far as a stream looks at it."""
     counts = [tokens.shape[1]] * len(tokens) if counts is None else counts
-    batch.emit(tokens, torch.tensor(counts), counts)
+    batch.emit(tokens, counts)
     return made_round([0] * len(tokens), [0] * len(tokens), batch=batch)
 
 

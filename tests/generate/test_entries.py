@@ -19,7 +19,11 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx import (
+    Costs,
+    SpeculativeDecoding,
+    generate,
+)
 
 
 class LastToken(LogitsProcessor):
@@ -266,12 +270,3 @@ def test_stop_strings_with_a_strategy_object(world, where: str, monkeypatch: pyt
         monkeypatch.setattr(world.target.generation_config, "stop_strings", ["a"])
     with pytest.raises(ValueError, match="do not work with a strategy object, since transformers drops the tokenizer"):
         world.target.generate(**settings, **given, tokenizer=world.tokenizer, custom_generate=strategy)
-
-
-def test_objects_say_what_they_are(world):
-    kind = type(world.draft).__name__
-    said = f"SpeculativeDecoding({kind}, num_draft_tokens=3, verification=None, layout='auto', compile=False)"
-    assert repr(SpeculativeDecoding(world.draft, num_draft_tokens=3)) == said
-    said = repr(DraftTargetPair(world.target, [SuffixDraft(), world.draft]))
-    assert said.startswith(f"DraftTargetPair(target={type(world.target).__name__}")
-    assert f"draft=SuffixDraft + {kind}" in said

@@ -153,9 +153,9 @@ def positions_off_by_one(self: RaggedDecoder, batch: Batch, emitted: torch.Tenso
     return POSITIONS(self, batch, emitted + 1, *others)
 
 
-def cut_one_late(self: Stopping, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor):
+def cut_one_late(self: Stopping, batch: Batch, tokens: list[list[int]], num_new: list[int]):
     kept, ended = CUT(self, batch, tokens, num_new)
-    return torch.minimum(kept + 1, num_new), ended
+    return [min(number + 1, most) for number, most in zip(kept, num_new, strict=True)], ended
 
 
 def noise_of_another_row(self: StockNoise, batch: Batch, probs: torch.Tensor, ahead: int):

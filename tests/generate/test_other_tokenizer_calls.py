@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from automaton import Automaton
-from other_tokens import draft_of, target_of, texts, tokenizer_of, vocabularies_of
+from other_tokens import draft_of, pair_of, target_of, texts, tokenizer_of, vocabularies_of
 from tiny import Forwards, tiny
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.drafting.other_tokenizer import OwnText
-from hf_specx.measure.inputs import load_bench_pair
 from hf_specx.pair_files.pair_config import CONFIG_NAME
 
 
@@ -231,10 +230,7 @@ def test_little_coverage_goes_by_text():
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    pair = DraftTargetPair(
-        target_of(KIND), draft_of(KIND, OTHER), tokenizer_of(KIND), draft_tokenizer=tokenizer_of(OTHER)
-    )
-    pair.save_pretrained(tmp_path / "pair")
+    pair_of(KIND, OTHER).save_pretrained(tmp_path / "pair")
     return tmp_path / "pair"
 
 
@@ -261,16 +257,6 @@ def test_the_draft_that_a_target_was_saved_with(saved: Path):
     output = generate(model=target, **given, num_draft_tokens=4, verification="coupled", return_dict_in_generate=True)
     assert torch.equal(output.sequences, run())
     assert output.speculation_report.tokenizer_match["match"] == "tokens"
-
-
-def test_the_bench_refuses_what_it_would_measure_wrongly(saved: Path):
-    def load(name: str, dtype: str) -> DraftTargetPair:
-        return DraftTargetPair.from_pretrained(name, dtype=dtype)
-
-    with pytest.raises(
-        ValueError, match="has another tokenizer, which the bench does not know; specx tune times such"
-    ):
-        load_bench_pair(str(saved), "float32", ["the cat"], load)
 
 
 def test_a_pair_whose_draft_tokenizer_was_replaced_is_refused(saved: Path):

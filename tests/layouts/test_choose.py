@@ -110,7 +110,7 @@ def test_flash_attention_has_no_mask_by_position():
 def test_a_type_that_needs_a_mask_by_position_says_so():
     llama = tiny("llama")
     llama.config.model_type, llama.config._attn_implementation = "moshi", "flash_attention_2"
-    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*load it with 'sdpa'"):
+    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*implementation='sdpa'"):
         layouts_of(llama)
 
 
@@ -119,7 +119,7 @@ def test_lockstep_says_once_what_it_costs():
     target.config.model_type = "never_heard_of"
     settings = {"do_sample": False, "max_new_tokens": 20}
     strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
-    with pytest.warns(UserWarning, match="batch minimum"):
+    with pytest.warns(UserWarning, match="as the row that accepted the fewest"):
         output = target.generate(**prompts(4), **settings, custom_generate=strategy)
     assert torch.equal(output, target.generate(**prompts(4), **settings))
     assert strategy.report.layout == "lockstep"

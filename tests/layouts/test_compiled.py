@@ -142,7 +142,7 @@ def test_any_query_length(traced: None):
         decoder, batch = make_decoder("ragged", prompt, compiled=name), make_batch(prompt)
         decoder.read()
         tokens = torch.arange(1, 46).view(3, 15)
-        batch.emit(tokens, torch.tensor([15, 13, 14]), [15, 13, 14])
+        batch.emit(tokens, [15, 13, 14])
         found[name] = decoder.feed(batch, 11, 0, 11)
         assert found[name].shape == (3, 11, 48)
     assert torch.allclose(found[True], found[False], atol=1e-4)

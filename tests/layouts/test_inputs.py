@@ -161,7 +161,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_pairs_of_two_families(name: str, settings: dict):

@@ -11,7 +11,7 @@ from torch.nn.functional import linear as dense_linear
 
 from hf_specx.common.patching import OVERRIDES
 from hf_specx.layouts import prepacked
-from hf_specx.layouts.prepacked import Prepacked, has_kernels, linear, use_prepacked
+from hf_specx.layouts.prepacked import PackedLinear, Prepacked, has_kernels, linear, use_prepacked
 
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
@@ -97,6 +97,17 @@ def test_only_the_models_own_weights_are_packed(monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(forward(x), expected, rtol=0, atol=0)  # none are in use
 
 
+def test_forwards_that_are_not_compiled_use_the_same_weights(monkeypatch: pytest.MonkeyPatch):
+    model, x, shapes = Layers(), torch.randn(2, 3, 8), seen(monkeypatch)
+    with torch.no_grad():
+        expected, own = model(x), Prepacked()
+        for _ in range(2):
+            with PackedLinear(own):
+                torch.testing.assert_close(model(x), expected)
+        assert sorted(shapes) == [(8, 24), (24, 8)]  # not one that is given by name
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)  # none are in use
+
+
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 @pytest.mark.parametrize("hindrance", ["autocast", "autocast inside", "disabled", "another processor"])
 def test_nothing_is_packed_where_it_would_not_do(monkeypatch: pytest.MonkeyPatch, hindrance: str):
@@ -108,6 +119,8 @@ def test_nothing_is_packed_where_it_would_not_do(monkeypatch: pytest.MonkeyPatch
     allowed = torch.backends.mkldnn.flags(hindrance != "disabled", allow_tf32=False)
     with torch.no_grad(), allowed, autocast, Prepacked().in_use():
         compiled(model)(x)
+        with PackedLinear(Prepacked()):
+            model(x)
     assert not shapes
 
 

@@ -1,9 +1,13 @@
 """When the ragged layout gives a model no mask: where one token a row sees all that the cache holds."""
 
 import pytest
-from tiny import near, prompts, tiny
+import torch
+from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
+from hf_specx.drafting.drafter import Drafter, no_candidates
 
 
 CHUNKED = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 48, "no_rope_layers": [1, 1]}
@@ -50,3 +54,33 @@ def test_rows_that_stay_together_need_none(rows: int):
 )
 def test_others_are_given_one(model_type: str, settings: dict):
     assert steps(model_type, **settings) == ({True}, {True})
+
+
+class Sometimes(Drafter):
+    """In every third round the right tokens for the first row and wrong ones for the second, none in the others."""
+
+    def __init__(self, plain: torch.Tensor):
+        self.plain, self.rounds = plain, 0
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        self.rounds += 1
+        if min(lengths) < 3 or self.rounds % 3:
+            return no_candidates(batch)
+        ends = [batch.width + batch.counts[row] for row in batch.rows]
+        tokens = torch.stack([self.plain[row, end : end + 3] for row, end in zip(batch.rows, ends, strict=True)])
+        tokens[1:] = (tokens[1:] + 1) % VOCAB_SIZE
+        return Draft(tokens, [3] * len(ends))
+
+
+def test_single_steps_of_rows_that_have_drifted_apart():
+    """Without pads, a shorter row must not see what the cache holds beyond its end."""
+    target, inputs = tiny(), prompts(2)
+    inputs["attention_mask"].fill_(1)
+    settings = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": None}
+    plain = target.generate(**inputs, **settings)
+    strategy = SpeculativeDecoding(Sometimes(plain), num_draft_tokens=3, layout="ragged")
+    with Forwards(target) as forwards:
+        assert torch.equal(target.generate(**inputs, **settings, custom_generate=strategy), plain)
+    assert strategy.report.accepted >= 6
+    assert strategy.report.plain_steps >= 6
+    assert len(forwards.ids) < 24

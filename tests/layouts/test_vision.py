@@ -122,7 +122,7 @@ def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
         assert len(forwards.lengths) - 1 == FEWEST
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_the_layout_that_auto_takes_is_exact(model_type: str):
     target = seeing(model_type)

@@ -123,7 +123,7 @@ def test_the_clock_counts_at_once_where_the_text_is_the_same_anyway(mode: str):
     assert len(set(numbers)) > 1
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize(("layout", "expected"), [("ragged", 0.8), ("lockstep", 0.8**4)])
 def test_what_a_call_begins_with(monkeypatch: pytest.MonkeyPatch, layout: str, expected: float):
     """The acceptance of earlier calls, of all rows at once where they advance together; the rows and the room."""

@@ -66,7 +66,7 @@ def known(rows: int = 4) -> Costs:
     return Costs({rows: KNOWN})
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 @pytest.mark.parametrize(("model_type", "layout"), EXACT)
 @pytest.mark.parametrize("numbers", [Forced, Uneven])
@@ -109,7 +109,7 @@ class Spied(SampledCandidateGenerator):
         return draft
 
 
-@pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_draft_knows_the_text_after_an_absence(monkeypatch: pytest.MonkeyPatch, layout: str):
     """The candidates that it had proposed and that were rejected are not taken for text."""

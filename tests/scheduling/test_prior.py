@@ -7,7 +7,7 @@ import torch
 from tiny import near, prompts, tiny
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.scheduling.costs import SHARE, Costs
 from hf_specx.scheduling.measuring import TIMED_ROUNDS
 from hf_specx.scheduling.prior import ACCELERATOR, NOTHING, QUERY_LENGTHS, ForwardSize, assumed_times, size_of
@@ -34,7 +34,19 @@ def test_a_first_call_times_nothing():
     report = strategy.report
     assert len(seen) == report.rounds + report.plain_steps
     assert report.rounds > 0
-    assert strategy.costs.allowance == pytest.approx(SHARE * report.seconds["total"])
+    part = report.rounds / (report.rounds + report.plain_steps)
+    assert strategy.costs.allowance == pytest.approx(SHARE * report.seconds["total"] * part)
+
+
+def test_plain_steps_give_no_time_for_measuring():
+    """On text where nothing repeats a suffix draft costs no forwards but those of plain decoding, in any call."""
+    target = tiny()
+    strategy = SpeculativeDecoding(SuffixDraft(min_match=32))
+    seen = forwards_of(target)
+    for _ in range(3):
+        target.generate(**prompts(2), **SAMPLED, eos_token_id=None, custom_generate=strategy)
+    assert len(seen) == 3 * SAMPLED["max_new_tokens"]
+    assert strategy.costs.allowance == 0
 
 
 def test_what_is_assumed_is_not_reported_as_measured():

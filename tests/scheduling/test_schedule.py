@@ -75,7 +75,7 @@ def test_given_drafting_asks_the_call_then_the_configs():
 def some_batch(rows: int = 3) -> Batch:
     """Each row has emitted one token."""
     batch = Batch(torch.ones(rows, 4, dtype=torch.int64), None, 0)
-    batch.emit(torch.ones(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64), [1] * rows)
+    batch.emit(torch.ones(rows, 1, dtype=torch.int64), [1] * rows)
     return batch
 
 
