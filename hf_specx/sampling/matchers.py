@@ -136,6 +136,7 @@ class OutlinesGuides(Matchers):
     """Guides of outlines-core, for the processor of outlines."""
 
     max_rollback = MOST_BACK
+    strict = True
 
     def ended(self, matcher: Any, token: int) -> bool:
         return matcher.is_finished() and not matcher.accepts_tokens([token])
@@ -181,8 +182,8 @@ class PrefixFunction:
             try:
                 allowed = self.function(row, text)
                 if not len(allowed):
-                    after = f"in row {row} after {len(emitted)} new ones"
-                    raise ValueError(f"prefix_allowed_tokens_fn allows no token {after}")
+                    told = f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones"
+                    raise ValueError(f"{told}; it must return one id or more.")
                 masks[number, allowed] = True
             except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, len(emitted)] = error

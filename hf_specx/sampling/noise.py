@@ -31,6 +31,7 @@ class StockNoise:
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
         self.states: list[torch.Tensor] = []  # states[t]: before the draw of emitted column t
+        self.drawn = -1  # the column that `generator` drew last
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
 
     def begin(self) -> None:
@@ -53,7 +54,9 @@ class StockNoise:
 
     def _draw(self, column: int, like: torch.Tensor) -> torch.Tensor:
         for t in range(min(column, len(self.states) - 1), column + 1):
-            self.generator.set_state(self.states[t])
+            if self.drawn != t - 1 or not t:
+                self.generator.set_state(self.states[t])
+            self.drawn = t
             drawn = like.new_empty(self.rows, like.shape[-1]).exponential_(generator=self.generator)
             if t + 1 == len(self.states):
                 self.states.append(self.generator.get_state())

@@ -16,11 +16,11 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from .prefixes import Prefixes
+from .watermarks import synthid, watermark
 
 
 OnePass = Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]
 FULL = (torch.float32, torch.float64)  # where a number in Python and a tensor's element round alike
-MOST_GREENLISTS = 256  # kept for one call, [V] bool each
 
 
 def repetition(
@@ -243,23 +243,6 @@ def length_penalty(
     return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))
 
 
-def watermark(
-    processor: logits_process.WatermarkLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """A bias is added to the tokens of a list that depends on the last token only ("lefthash")."""
-    if processor.seeding_scheme != "lefthash" or prefixes.shortest < processor.context_width:
-        return None
-    lists: dict[int, torch.Tensor] = prefixes.kept((processor, scores.shape[-1]), dict)
-    tokens = prefixes.last(1)[..., 0].flatten().tolist()
-    if len(lists) + len(tokens) > max(MOST_GREENLISTS, len(tokens)):
-        lists.clear()
-    for token in set(tokens) - lists.keys():
-        text = torch.full((1, processor.context_width), token, dtype=torch.int64, device=scores.device)
-        lists[token] = processor(text, torch.zeros_like(scores[:1, 0]))[0] != 0
-    green = torch.stack([lists[token] for token in tokens]).view_as(scores)
-    return torch.where(green, scores + processor.bias, scores)
-
-
 def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
     """Whether all ids are in the vocabulary."""
     return bool(((ids >= 0) & (ids < vocab_size)).all())
@@ -280,4 +263,5 @@ ONE_PASS: dict[type[LogitsProcessor], OnePass] = {
     logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
     logits_process.ExponentialDecayLengthPenalty: length_penalty,
     logits_process.WatermarkLogitsProcessor: watermark,
+    logits_process.SynthIDTextWatermarkLogitsProcessor: synthid,
 }

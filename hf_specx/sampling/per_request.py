@@ -87,7 +87,7 @@ class RequestStopping(Stopping):
     def __init__(self, own: Sequence[Stopping]):
         first = own[0]
         self.own, self.limits = list(own), [stopping.max_new_tokens for stopping in own]
-        self.stateful, self.eos_token_id = first.stateful, first.eos_token_id
+        self.stateful, self.eos_token_id, self.ends = first.stateful, first.eos_token_id, first.ends
         self.pads_finished_rows, self.stopped_at = True, {}
 
     @property
@@ -104,9 +104,8 @@ class RequestStopping(Stopping):
         self.own[row], self.limits[row] = stopping, stopping.max_new_tokens
         self.stopped_at.pop(row, None)
 
-    def _room(self, batch: Batch) -> torch.Tensor:
-        left = [self.limits[row] - batch.counts[row] for row in batch.rows]
-        return torch.tensor(left, device=batch.ends.device)
+    def limit(self, row: int) -> int:
+        return self.limits[row]
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         for row, number in zip(batch.rows, new, strict=True):

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from transformers.generation import logits_process
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
@@ -253,7 +257,8 @@ class Processors:
             try:
                 allowed = processor._prefix_allowed_tokens_fn(row, text[0])
                 if not len(allowed):
-                    raise ValueError(f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones")
+                    told = f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones"
+                    raise ValueError(f"{told}; it must return one id or more.")
                 alone = logits_process.PrefixConstrainedLogitsProcessor(partial(_answer, allowed), 1)
                 result[index] = alone(text, every[row : row + 1])[0]
             except Exception as error:  # it counts only if this candidate is accepted
@@ -264,6 +269,8 @@ class Processors:
 def can_look_ahead(processor: Processor) -> bool:
     """Whether the result of a processor depends only on the text and scores that it is called with."""
     known = isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS
+    # what it keeps is a function of the text, unless it was called before
+    known = known or (type(processor) is SynthIDTextWatermarkLogitsProcessor and processor.state is None)
     return known or getattr(processor, "stateless", False) is True
 
 

@@ -217,7 +217,9 @@ class TokenMasks(RoundProcessor):
             self._rewind(row, len(text))
         if lost:
             warnings.warn(
-                f"{self.name} is not where the text of row {', '.join(lost)} is; use a new one.", stacklevel=2
+                f"the state of {self.name} is not at the end of the text of row {', '.join(lost)} after this call; "
+                "make a new one for the next call.",
+                stacklevel=2,
             )
 
 

@@ -25,7 +25,7 @@ class Stopping:
         stateful: names of criteria that may count calls or mix rows; they must be called exactly as `generate` does.
         pads_finished_rows: whether there is an end-of-sequence criterion.
         stopped_at: for each row that has stopped, the number of its emitted tokens then.
-        eos_token_id: [E], of all end-of-sequence criteria; None without one.
+        eos_token_id: [E], of all end-of-sequence criteria; None without one. `ends` has the same ids.
         max_new_tokens: the most tokens that a row emits.
     """
 
@@ -51,41 +51,42 @@ class Stopping:
             else:
                 self.stateful.append(type(criterion).__name__)
         self.eos_token_id = torch.cat([e.flatten() for e in ends]) if ends else None
+        self.ends = set() if self.eos_token_id is None else set(self.eos_token_id.tolist())
         self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         # `generate` checks the length after a token, so it always emits one
         self.max_new_tokens = max(min(lengths, default=max_length), width + 1) - width
         self.stopped_at: dict[int, int] = {}
 
-    def cut(self, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
         """Cut each row's new tokens at the maximum length and after its first end token.
 
         Args:
-            sequences: the text so far, without the new tokens.
-            tokens: [R, n] int64, of which the first `num_new` are real.
-            num_new: [R] int64.
+            batch: the text so far, without the new tokens.
+            tokens: [R, n], of which the first `num_new` [R] of each row are new.
 
         Returns:
-            kept [R] int64, how many of them the row emits, and ended [R] bool, whether the last of these ends it.
+            How many of them each row emits, [R], and whether the last of these ends it, [R].
         """
-        room = self._room(batch)
-        kept = torch.minimum(num_new, room)
-        if self.eos_token_id is None:
-            return kept, kept == room
-        hit = torch.isin(tokens, self.eos_token_id.to(tokens.device))
-        first = torch.where(hit.any(-1), hit.int().argmax(-1) + 1, tokens.shape[1] + 1)
-        return torch.minimum(kept, first), (first <= kept) | (kept == room)
+        kept, ended = [], []
+        for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
+            room = self.limit(row) - batch.counts[row]
+            number = min(number, room)
+            end = next((i for i, token in enumerate(new[:number], 1) if token in self.ends), 0)
+            kept.append(end or number)
+            ended.append(end > 0 or number == room)
+        return kept, ended
 
-    def _room(self, batch: Batch) -> torch.Tensor:
-        """How many tokens each decoding row may still emit: [R]."""
-        return self.max_new_tokens + batch.width - batch.ends
+    def limit(self, row: int) -> int:
+        """The most tokens that a row emits."""
+        return self.max_new_tokens
 
-    def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
+    def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         """Note which rows stopped within their new tokens, and cut the rows that leave the batch.
 
         Args:
             batch: the text with the new tokens.
             new: how many tokens each decoding row has just emitted.
-            ended: whether `cut` ended each decoding row, 0 or 1.
+            ended: whether `cut` ended each decoding row.
 
         Returns:
             The rows that leave the batch.

@@ -8,7 +8,7 @@ import zoo
 from all_pairs import all_pairs
 from enumerated import END, NUM_DRAFT_TOKENS, PAD, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
-from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
+from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
@@ -17,7 +17,6 @@ from hf_specx import SpeculativeDecoding
 
 
 NEW_TOKENS = 24
-SYNTHID = SynthIDTextWatermarkingConfig(keys=[3, 1, 4, 1], ngram_len=3, sampling_table_size=32, context_history_size=9)
 
 
 class CallCount(LogitsProcessor):
@@ -90,7 +89,6 @@ class Unsure(StoppingCriteria):
 
 
 PROCESSORS = {
-    "SynthID": lambda: {"watermarking_config": SYNTHID},
     "calls": lambda: {"logits_processor": [CallCount()]},
     "mates": lambda: {"logits_processor": [Mates()]},
     "trail": lambda: {"logits_processor": [Trail()], "repetition_penalty": 1.3},

@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
-from hf_specx.sampling import one_pass
+from hf_specx.sampling import watermarks
 from hf_specx.sampling.one_pass import ONE_PASS
 from hf_specx.sampling.prefixes import Prefixes
 from hf_specx.sampling.processors import Processors
@@ -70,7 +70,7 @@ def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
     batch = Batch(ids * mask, mask if width else None, PAD)
     for _ in range(seed):
         emitted = torch.randint(0, 4, (rows,), generator=generator)
-        batch.emit(torch.randint(1, VOCAB, (rows, 3), generator=generator), emitted, emitted.tolist())
+        batch.emit(torch.randint(1, VOCAB, (rows, 3), generator=generator), emitted.tolist())
     batch.retire([row for row in range(rows) if row % 4 == 3])
     return batch
 
@@ -156,7 +156,7 @@ def test_rejected_candidates_leave_nothing(name: str):
         kept = [(seed + row) % (length + 1) for row, length in zip(batch.rows, draft.lengths, strict=True)]
         tokens = torch.nn.functional.pad(draft.tokens, (0, 1))
         tokens[range(len(kept)), kept] = torch.randint(1, VOCAB, (len(kept),), generator=generator)
-        batch.emit(tokens, torch.tensor(kept) + 1, [number + 1 for number in kept])
+        batch.emit(tokens, [number + 1 for number in kept])
         if seed == 2:
             batch.retire([0])
 
@@ -269,5 +269,5 @@ def test_errors_are_those_of_transformers(name: str):
 
 
 def test_few_lists_of_a_watermark_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(one_pass, "MOST_GREENLISTS", 3)
+    monkeypatch.setattr(watermarks, "MOST_GREENLISTS", 3)
     test_rejected_candidates_leave_nothing("watermark")

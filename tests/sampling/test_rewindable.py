@@ -262,7 +262,10 @@ def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
                 raise KeyboardInterrupt
 
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match="Broken is not where the text"):
+    with (
+        pytest.raises(KeyboardInterrupt),
+        pytest.warns(UserWarning, match="state of Broken is not at the end"),
+    ):
         target.generate(
             **prompts(2), max_new_tokens=NEW, logits_processor=[Broken(VOCAB_SIZE, 11)], custom_generate=strategy
         )

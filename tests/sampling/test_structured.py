@@ -12,7 +12,12 @@ from tiny import Forwards, tiny
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding, sampling
+from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft, Round
+from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.sampling.grammars import MAKERS
+from hf_specx.sampling.rewindable import TokenMasks
 
 
 TEXTS = ["The answer as JSON: ", "Tom wrote", "Here is what the machine said, in short: ", "{}", "Once upon a time"]
@@ -78,6 +83,60 @@ def test_every_grammar(library: str, case: str, rows: int, sampled: bool):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_forced_tokens_alone_make_it_faster(sampled: bool):
     check("xgrammar", "constants", 1, sampled, suffix=True)
+
+
+class Rounds:
+    """Keeps each round."""
+
+    def __init__(self):
+        self.seen: list[Round] = []
+
+    def observe(self, done: Round) -> None:
+        self.seen.append(done)
+
+
+class Half(Drafter):
+    """Sure of what comes, of which every other token is one that no grammar allows."""
+
+    def __init__(self, text: torch.Tensor):
+        self.text = text  # [L]
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        number = min(lengths[0], 2)
+        start = len(batch.row(0))
+        tokens = self.text[None, start : start + number].clone()
+        tokens[:, 1:] = 300
+        return Draft(tokens, [tokens.shape[1]], None, "half", estimate=[[1.0] * tokens.shape[1]])
+
+
+@pytest.mark.filterwarnings("ignore:Error in LLMatcher")
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
+    if not installed(library) or (library == "prefix function" and not installed("outlines")):
+        pytest.skip(f"{library} is not installed")
+    target, rounds, inputs = pair().target, Rounds(), given(1)
+    width, options = inputs["input_ids"].shape[1], {**inputs, "max_new_tokens": 16, "do_sample": False}
+    plain = target.generate(**options, logits_processor=[make(library, "constants", width)])
+    strategy = SpeculativeDecoding([Half(plain[0]), pair().draft], num_draft_tokens=2)
+    strategy.listeners = (rounds,)
+    made = target.generate(**options, logits_processor=[make(library, "constants", width)], custom_generate=strategy)
+    assert made.tolist() == plain.tolist()
+    numbers = [(one.draft.lengths, one.accepted) for one in rounds.seen if one.draft.sources == ["half"]]
+    assert len(numbers) > 4
+    assert all(pair == ([1], [1]) for pair in numbers)
+
+
+def test_a_candidate_that_outlines_excludes_is_not_shown_to_it():
+    """Its guide raises; of a draft that does not know the mask any token may come."""
+    if not installed("outlines"):
+        pytest.skip("outlines is not installed")
+    maker = MAKERS["outlines.backends.outlines_core.OutlinesCoreLogitsProcessor"]
+    masks = TokenMasks(maker(make("outlines", "constants"), 1, vocabulary()), vocabulary())
+    batch = Batch(torch.tensor([[5, 6]]), None, 0)
+    masks.begin(1)
+    draft = batch.take(Draft(torch.tensor([[300, 300]]), [2]))
+    scores = masks(batch, draft, torch.zeros(1, 3, vocabulary()), 0)
+    assert scores[0, 0, 300] == -torch.inf
 
 
 def test_each_row_may_have_a_grammar_of_its_own():
