@@ -50,6 +50,11 @@ LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() 
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: transformers' own cache, cropped
 WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
 BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps
+# Their config has a number of positions, and their positions are computed, or they have none: texts may be longer
+ANY_POSITION = """
+    fsmt inkling2_text inkling_text jamba kimi_linear m2m_100 nemo_speechlm nemotron_h nllb-moe pegasus_x rwkv
+    seamless_m4t seamless_m4t_v2 xglm xlnet zamba
+""".split()  # noqa: SIM905
 ASK_FOR_MASKS = ("big_bird", "gpt2", "megatron-bert", "rembert")  # say so where none is given and a pad is fed
 BY_MASK = ("ragged", "packed")  # layouts that need an attention which takes a 4D mask
 MASKED = ("sdpa", "eager")

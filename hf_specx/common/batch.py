@@ -17,10 +17,10 @@ from .round import Draft, Judgement, Round
 class Stops(Protocol):
     """What ends rows; see `sampling/stopping.py`."""
 
-    def cut(self, batch: "Batch", tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many of tokens [R, n] each row emits, [R], and whether the last of these ends it, [R] bool."""
+    def cut(self, batch: "Batch", tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
+        """How many of its first `num_new` [R] tokens each row emits, and whether the last of these ends it."""
 
-    def update(self, batch: "Batch", new: list[int], ended: list[int]) -> list[int]:
+    def update(self, batch: "Batch", new: list[int], ended: list[bool]) -> list[int]:
         """Note how many tokens each row has just emitted, and which rows ended; returns the rows that leave."""
 
 
@@ -104,7 +104,8 @@ class Batch:
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
-            raise ValueError(f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}.")
+            told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
+            raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
         tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
         self.put(tokens)
         return draft._replace(tokens=tokens)
@@ -148,15 +149,16 @@ class Batch:
         """
         rows, before = self.rows, [self.counts[row] for row in self.rows]
         accepted, next_token, *figures = judgement
-        tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], next_token[:, None])
-        num_new = accepted + 1
+        tokens = next_token[:, None]
+        if draft.tokens.shape[1]:
+            tokens = torch.nn.functional.pad(draft.tokens, (0, 1)).scatter(1, accepted[:, None], tokens)
+        new, accepts, (survival, overlap, undefined) = _as_lists(tokens, accepted, figures)
+        gained = [number + 1 for number in accepts]
         if self.lockstep:
-            num_new = num_new.min().expand_as(num_new)
-        kept, ended = stopping.cut(self, tokens, num_new)
-        decided = torch.stack([accepted, num_new, kept, ended.to(kept.dtype)], 1)
-        (accepts, gained, keeps, ends), (survival, overlap, undefined) = _as_lists(decided, figures)
-        self.emit(tokens, kept, keeps)
-        leaving = stopping.update(self, keeps, ends)
+            gained = [min(gained)] * len(gained)
+        kept, ended = stopping.cut(self, new, gained)
+        self.emit(tokens, kept)
+        leaving = stopping.update(self, kept, ended)
         lengths = draft.lengths
         done = Round(
             batch=self,
@@ -176,14 +178,16 @@ class Batch:
             done.stay = self.retire(leaving)
         return done
 
-    def emit(self, tokens: torch.Tensor, kept: torch.Tensor, kept_list: list[int]) -> None:
-        """Emit the first `kept` [R] of tokens [R, n]; `kept_list` is the same as numbers."""
-        if min(kept_list) < tokens.shape[1]:
+    def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
+        """Emit the first `kept` [R] of tokens [R, n]."""
+        numbers = kept[0] if len(set(kept)) == 1 else self.index.new_tensor(kept)
+        if min(kept) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
-            tokens = tokens.masked_fill(index >= kept[:, None], self.pad_token_id)
+            beyond = index >= (numbers if isinstance(numbers, int) else numbers[:, None])
+            tokens = tokens.masked_fill(beyond, self.pad_token_id)
         self.put(tokens)
-        self.ends = self.ends + kept
-        for row, number in zip(self.rows, kept_list, strict=True):
+        self.ends = self.ends + numbers
+        for row, number in zip(self.rows, kept, strict=True):
             self.counts[row] += number
         self._note_together()
 
@@ -261,9 +265,15 @@ class Batch:
         return text.masked_fill(torch.arange(text.shape[1], device=text.device) >= ends[:, None], self.pad_token_id)
 
 
-def _as_lists(decided: torch.Tensor, figures: list[torch.Tensor]) -> tuple[list[list[int]], list[list[list[float]]]]:
-    """Integers [R, n] column by column, and figures [R, ...] row by row; the round waits for the device only here."""
-    table = torch.cat([decided, *figures], 1).tolist()
-    ends = list(itertools.accumulate(part.shape[1] for part in (decided, *figures)))
-    numbers = [list(map(int, column)) for column in zip(*(row[: ends[0]] for row in table), strict=True)]
-    return numbers, [[row[i:j] for row in table] for i, j in itertools.pairwise(ends)]
+def _as_lists(
+    tokens: torch.Tensor, accepted: torch.Tensor, figures: list[torch.Tensor]
+) -> tuple[list[list[int]], list[int], list[list[list[float]]]]:
+    """Tokens [R, n], accepted [R], and figures [R, ...] row by row; the round waits for the device only here.
+
+    All go in one transfer; ids are exact also as float32, which has 24 bits.
+    """
+    parts = [accepted[:, None], tokens, *figures]
+    table = torch.cat(parts, 1).tolist()
+    ends = list(itertools.accumulate(part.shape[1] for part in parts))
+    new = [list(map(int, row[1 : ends[1]])) for row in table]
+    return new, [int(row[0]) for row in table], [[row[i:j] for row in table] for i, j in itertools.pairwise(ends[1:])]

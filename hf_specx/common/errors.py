@@ -39,6 +39,12 @@ def brief(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def kind(value: Any) -> str:
+    """The type of a value with its article, as messages say it: "an int", "a str"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def similar(name: str, known: Iterable[str]) -> str:
     """A question after the name that was meant, if there is one."""
     near = difflib.get_close_matches(name, list(known), 1, 0.75)

@@ -1,7 +1,8 @@
-"""Wrappers around a model: `torch.compile` and PEFT."""
+"""Wrappers around a model, `torch.compile` and PEFT; how a model is named; and what is none."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 
 
@@ -24,3 +25,26 @@ def unwrapped(model: Any, adapters: bool = False) -> Any:
 def unwrapped_draft(draft: Any) -> Any:
     """The same for what drafts, a model or anything else; of a list each item."""
     return [unwrapped(part, True) for part in draft] if isinstance(draft, list | tuple) else unwrapped(draft, True)
+
+
+def label_of(part: Any) -> str:
+    """What a `repr` says of a model, its class and where it was loaded from, or of another draft."""
+    name = type(part).__name__
+    if isinstance(part, torch.nn.Module):
+        return f"{name} {getattr(part, 'name_or_path', '') or ''}".strip()
+    return name if type(part).__repr__ is object.__repr__ else repr(part)
+
+
+class NoModel:
+    """What holds models and is none: it says so where it is taken for one, as by `pipeline(model=...)`."""
+
+    if not TYPE_CHECKING:  # which would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            told = f"{type(self).__name__} has no attribute {name!r}"
+            if name in ("config", "device", "generation_config", "forward", "eval"):
+                told += (
+                    " and is no model; give the model itself (of a pair its .target), and the strategy (of a pair its "
+                    ".strategy) as custom_generate=, as in pipeline(task, model=model)(text, custom_generate=strategy)"
+                )
+            raise AttributeError(told)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import brief, is_int, require
+from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Notes
@@ -49,11 +49,15 @@ class EarlyExitDraft(Drafter):
 
     def __init__(self, exit_layer: int, head: nn.Module | None = None):
         check_exit_number("exit_layer", exit_layer)
-        told = f"head is a {type(head).__name__}; give a module from hidden states to hidden states, or leave it out."
+        told = f"head is {kind(head)}; give a module from hidden states to hidden states, or leave it out."
         require(head is None or isinstance(head, nn.Module), told)
         self.exit_layer, self.head = int(exit_layer), head
         self.models: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[tuple[str, int]]]]
         self.models = WeakKeyDictionary()  # of targets, and what these held when their first layers were copied
+
+    def __repr__(self) -> str:
+        head = "" if self.head is None else f", head={type(self.head).__name__}"
+        return f"EarlyExitDraft({self.exit_layer}{head})"
 
     def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
         """The drafter of one call with this target."""

@@ -148,6 +148,24 @@ class Given(Growth):
         return found
 
 
+def within_masks(draft: Draft, processors: Processors, batch: Batch) -> Draft:
+    """The candidates of each row before the first that a mask excludes; they are written after the rows' ends."""
+    batch.put(draft.tokens)
+    lengths, going = [0] * len(draft.lengths), [length > 0 for length in draft.lengths]
+    while any(going):
+        ahead = max(lengths)
+        masks = processors.allowed(batch, ahead, going)
+        if masks is None:
+            return draft
+        column = draft.tokens[:, ahead].tolist()
+        allowed = [mask is not None and bool(mask[token]) for mask, token in zip(masks, column, strict=True)]
+        lengths = [length + one for length, one in zip(lengths, allowed, strict=True)]
+        going = [ok and length < most for ok, length, most in zip(allowed, lengths, draft.lengths, strict=True)]
+    known = draft.estimate
+    cut = None if known is None else [chances[:most] for chances, most in zip(known, lengths, strict=True)]
+    return draft._replace(lengths=lengths, tokens=draft.tokens[:, : max(lengths)], estimate=cut)
+
+
 class ForcedDrafter(Drafter):
     """Another drafter without a distribution, whose candidates are joined by those that are forced.
 

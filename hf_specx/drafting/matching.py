@@ -7,6 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import refusal
+from hf_specx.common.tokenizers import same_tokens
 
 from .drafter import Drafter, TokenizerMatch
 from .other_tokenizer import OtherTokenizerDrafter, TextDrafter
@@ -25,13 +26,6 @@ def no_common_tokens(vocabularies: VocabularyMap) -> str | None:
         "tokenizer_match='tokens' needs tokens that both tokenizers have, and of a sample text there are none; use "
         "tokenizer_match='text', or check that each tokenizer belongs to its model."
     )
-
-
-def same_tokens(tokenizer: PreTrainedTokenizerBase | None, draft_tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether each token has the same id in both; also where one of them is not known."""
-    if tokenizer is None or draft_tokenizer is None or tokenizer is draft_tokenizer:
-        return True
-    return tokenizer.get_vocab() == draft_tokenizer.get_vocab()
 
 
 def match_tokenizers(

@@ -20,6 +20,7 @@ from hf_specx.layouts.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
 from .drafter import Drafter, Reading, TokenizerMatch, no_candidates
+from .row_by_row import ROW_BY_ROW, RowByRowDecoder
 from .vocabulary_map import VocabularyMap
 
 
@@ -89,7 +90,7 @@ class OwnText(Decoder):
         vocabularies, to_draft: as for `Translation`.
     """
 
-    def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap, to_draft: list[int]):
+    def __init__(self, inner: Decoder | RowByRowDecoder, own: Batch, vocabularies: VocabularyMap, to_draft: list[int]):
         self.inner, self.own, self.vocabularies, self.to_draft = inner, own, vocabularies, to_draft
         self.translations = [Translation(vocabularies, to_draft) for _ in own.counts]  # of all B rows
 
@@ -121,11 +122,14 @@ class OwnText(Decoder):
         if longest := max(numbers):
             device = self.own.ids.device
             tokens = torch.tensor([row + [0] * (longest - len(row)) for row in new], device=device)
-            self.own.emit(tokens, torch.tensor(numbers, device=device), numbers)
+            self.own.emit(tokens, numbers)
 
     def keep(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
-        self.translations[row].keep(count)
+        translation = self.translations[row]
+        translation.keep(count)
+        if isinstance(self.inner, RowByRowDecoder):
+            self.inner.settle(row, translation.states[-1][0])
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         self.inner.leave(rows, stay)
@@ -140,6 +144,7 @@ class OwnText(Decoder):
         for row, prompt in zip(rows, prompts, strict=True):
             self.own.replace(row, torch.tensor(prompt, device=self.own.ids.device))
             self.translations[row] = Translation(self.vocabularies, self.to_draft)
+        assert isinstance(self.inner, Decoder)  # prompts come in other places in the ragged layout only
         self.inner.admit(self.own, rows)
 
     def rehearse(self, batch: Batch, count: int) -> None:
@@ -173,9 +178,12 @@ def own_text(model: PreTrainedModel, reading: Reading, vocabularies: VocabularyM
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
     given = {"input_ids": ids.to(batch.ids), "attention_mask": mask.to(batch.ids)}
+    own = Batch(given["input_ids"], given["attention_mask"], 0)
+    if reading.layout == ROW_BY_ROW:
+        return OwnText(RowByRowDecoder(model, own), own, vocabularies, to_draft)
     # one token of the target may be several of the draft's, so there is no limit on these
     inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
-    return OwnText(inner, Batch(given["input_ids"], given["attention_mask"], 0), vocabularies, to_draft)
+    return OwnText(inner, own, vocabularies, to_draft)
 
 
 class TextDrafter(Drafter):

@@ -15,6 +15,7 @@ from hf_specx.scheduling.draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA,
 from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
 from .drafter import Drafter, Reading
+from .forced import within_masks
 from .suffix import ASSUMED
 
 
@@ -74,7 +75,7 @@ class SeveralDrafts(Drafter):
             lengths: [R], of the model's at most; others have the same limits only where the user gave a number.
         """
         limits = self._limits(batch, lengths)
-        drafts = [part.propose(batch, limits) for part in self.others]
+        drafts = [within_masks(part.propose(batch, limits), self.processors, batch) for part in self.others]
         found = [self._chances(batch, number, draft) for number, draft in enumerate(drafts)]
         hopes = [[sum(chances) for chances in of_rows] for of_rows in found]
         best = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]

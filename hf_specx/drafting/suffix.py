@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import require
+from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
 from hf_specx.scheduling.costs import RoundTimes
@@ -60,7 +60,7 @@ class SuffixDraft(Drafter):
         check_number("max_candidates", max_candidates, 1)
         check_number("min_match", min_match, 1)
         if not isinstance(pool, SuffixPool | None):
-            raise ValueError(f"pool is a {type(pool).__name__}; give a SuffixPool, or leave it out.")
+            raise ValueError(f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
         self.max_candidates: int = max_candidates
         check_number("max_match", max_match, 1)
         told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
@@ -69,6 +69,10 @@ class SuffixDraft(Drafter):
         self.min_match = min(min_match, DEPTH)
         self.acceptance = Acceptance()
         self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        told = [f"{name}={value}" for name, value in self.options.items()]
+        return f"SuffixDraft({', '.join(told if self.pool is None else [*told, f'pool={self.pool!r}'])})"
 
     @property
     def options(self) -> dict[str, int]:
@@ -135,20 +139,22 @@ class SuffixCall:
         self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
         self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
         if self.apart:
-            self.rows = [Rows({row: texts[row]}, copy.deepcopy(draft.acceptance)) for row in texts]
+            self.rows = [self._alone(row, text) for row, text in texts.items()]
         else:
             earlier = () if draft.pool is None else draft.pool.indices
-            self.rows = [Rows(texts, draft.acceptance, earlier)] * len(texts)
+            self.rows = [Rows(texts, draft.acceptance, earlier, draft.min_match)] * len(texts)
 
     def find(self, batch: Batch, lengths: list[int]) -> list[Match]:
         """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
         draft, rows = self.draft, batch.rows
         found = [
-            self.rows[row].find(row, draft.min_match, min(length, draft.max_candidates), draft.max_match)
+            self.rows[row].find(row, min(length, draft.max_candidates), draft.max_match)
             for row, length in zip(rows, lengths, strict=True)
         ]
         for row, one in zip(rows, found, strict=True):
             self.rows[row].proposed[row] = one
+        if not any(one.tokens for one in found):
+            return found
         if self.apart:
             found = [self._cut([one], [1.0])[0] for one in found]
         else:
@@ -201,9 +207,13 @@ class SuffixCall:
         texts = {row: self._text(batch, row) for row in rows}
         if self.apart:
             for row, text in texts.items():
-                self.rows[row] = Rows({row: text}, copy.deepcopy(self.draft.acceptance))
+                self.rows[row] = self._alone(row, text)
         else:
             self.rows[0].replace(texts)
+
+    def _alone(self, row: int, text: array) -> Rows:
+        """A row that is looked for in itself alone."""
+        return Rows({row: text}, copy.deepcopy(self.draft.acceptance), (), self.draft.min_match)
 
     def _known(self, row: int) -> list[int]:
         return [token for token in self.rows[row].texts[row] if token >= 0]

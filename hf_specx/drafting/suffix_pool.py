@@ -1,7 +1,5 @@
 """Texts of earlier calls, in which a suffix draft looks for what follows."""
 
-import hashlib
-import json
 import os
 import threading
 from array import array
@@ -10,19 +8,18 @@ from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.errors import is_int, require
+from hf_specx.common.tokenizers import vocabulary_of
 
 from .suffix_index import SuffixIndex
 
 
 MERGED = 4  # an index that is at most so many times as large as the one after it is merged with it
 FREED = 8  # where the pool is full, the oldest texts leave until one part in so many is free
-DIGESTS: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, str]] = WeakKeyDictionary()
 FORMAT = "hf_specx.SuffixPool 1"
 
 
@@ -41,7 +38,7 @@ class SuffixPool:
     Attributes:
         indices: tuple of `SuffixIndex`, the oldest texts first; replaced as a whole, never changed.
 
-        vocabulary: of the tokenizer, by `vocabulary_digest`; None while that is not known.
+        vocabulary: of the tokenizer, by `vocabulary_of`; None while that is not known.
 
     Raises:
         ValueError: if a number is not an int of 1 or more.
@@ -57,10 +54,13 @@ class SuffixPool:
         if vocab_size is not None:
             check_number("vocab_size", vocab_size, 1)
         self.max_tokens, self.vocab_size = max_tokens, vocab_size
-        self.vocabulary = None if tokenizer is None else vocabulary_digest(tokenizer)
+        self.vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
         self.indices: tuple[SuffixIndex, ...] = ()
         self._added, self._largest_id = 0, -1
         self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"SuffixPool({len(self)} of at most {self.max_tokens} tokens, {len(self.texts)} texts)"
 
     def __len__(self) -> int:
         """Tokens that it holds."""
@@ -95,7 +95,7 @@ class SuffixPool:
         Raises:
             ValueError: if the texts are those of another vocabulary.
         """
-        vocabulary = None if tokenizer is None else vocabulary_digest(tokenizer)
+        vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
         with self._lock:
             told = "the pool's texts are of another tokenizer than the target's; use a SuffixPool of its own for each."
             require(None in (vocabulary, self.vocabulary) or vocabulary == self.vocabulary, told)
@@ -136,7 +136,8 @@ class SuffixPool:
         except OSError:
             raise
         except Exception as error:  # whatever torch and a damaged file bring about
-            raise ValueError(f"{os.fspath(path)} is no file of SuffixPool.save; give one that is.") from error
+            told = f"{os.fspath(path)} was not written by SuffixPool.save, or is damaged; give another file."
+            raise ValueError(told) from error
         return pool
 
     def _check_ids(self, texts: list[array]) -> None:
@@ -148,16 +149,6 @@ class SuffixPool:
                     f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
                     "target's own tokenizer."
                 )
-
-
-def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of all tokens of a tokenizer and their ids; found anew only where tokens were added to it."""
-    known, digest = DIGESTS.get(tokenizer, (-1, ""))
-    size = len(tokenizer if hasattr(tokenizer, "__len__") else tokenizer.get_vocab())  # the second takes longer
-    if size != known:
-        digest = hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
-        DIGESTS[tokenizer] = size, digest
-    return digest
 
 
 def check_number(name: str, number: Any, least: int) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, SuffixIndex
+from .suffix_index import DEPTH, OFFSET, OFFSET_BITS, FollowedRuns, SuffixIndex
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -38,25 +38,37 @@ class Rows:
         texts: token ids by row, which grow; -1 for one that is not of the vocabulary.
         acceptance: of candidates by the length of their match.
         earlier: indices of other texts.
+        min_match: tokens that must match at least.
 
     Attributes:
         proposed: by row what `find` has found for the round that is going on, also where less of it is judged.
     """
 
-    def __init__(self, texts: dict[int, array], acceptance: "Acceptance", earlier: Sequence[SuffixIndex] = ()):
-        self.texts, self.acceptance, self.earlier = texts, acceptance, earlier
-        self.sorted, self.fresh = SuffixIndex(texts), SuffixIndex(texts, indexed=False)
+    def __init__(
+        self,
+        texts: dict[int, array],
+        acceptance: "Acceptance",
+        earlier: Sequence[SuffixIndex] = (),
+        min_match: int = 2,
+    ):
+        self.texts, self.acceptance, self.earlier, self.min_match = texts, acceptance, earlier, min_match
         self.proposed: dict[int, Match] = {}
+        self._sort()
 
-    def find(self, row: int, min_match: int, most: int, max_match: int = DEPTH) -> Match:
+    def _sort(self) -> None:
+        """Index all texts anew."""
+        self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+        self.followed = FollowedRuns(self.texts, self.min_match)
+
+    def find(self, row: int, most: int, max_match: int = DEPTH) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
-        if not most:
+        if not most or not (self.earlier or self.followed.has(self.texts[row])):
             return Match([], [], 0)
         suffix = self.texts[row][: -max_match - 1 : -1]
         indices = (self.fresh, self.sorted, *self.earlier)
         matches = [index.longest(suffix) for index in indices]
         length = max(length for length, _ in matches)
-        if length < min_match:
+        if length < self.min_match:
             return Match([], [], 0)
         rate = self.acceptance.rate(length)
         most = min(most, int(math.log(UNLIKELY) / math.log(min(rate, 0.999))) if rate > UNLIKELY else 0)
@@ -86,16 +98,17 @@ class Rows:
         text = self.texts[row]
         for token in tokens:
             text.append(token)
+            self.followed.add(text)
             self.fresh.insert(row, len(text) - 1)
         if len(self.fresh.order) > max(FRESH, len(self.sorted.order) // GROWTH):
-            self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+            self._sort()
 
     def replace(self, texts: dict[int, array]) -> None:
         """Other texts have the places of rows; all are indexed anew."""
         self.texts |= texts
         for row in texts:
             self.proposed.pop(row, None)
-        self.sorted, self.fresh = SuffixIndex(self.texts), SuffixIndex(self.texts, indexed=False)
+        self._sort()
 
 
 class Acceptance:

@@ -15,8 +15,7 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
-from hf_specx.drafting.matching import same_tokens
-from hf_specx.drafting.suffix_pool import vocabulary_digest
+from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
@@ -93,7 +92,7 @@ def tokenizer_facts(
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
     method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_digest(tokenizer))
+    return TokenizerFacts(method, len(tokenizer.get_vocab()), special, vocabulary_of(tokenizer).digest)
 
 
 def draft_tokenizer_facts(

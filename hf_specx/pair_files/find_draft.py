@@ -14,6 +14,7 @@ from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.scheduling.costs import Costs
 from hf_specx.validation.entry import check_draft_found
 
+from .exit_head import get_head, with_head
 from .facts import COMMIT, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
@@ -108,6 +109,7 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     warn_of_another_target(config, target)
     weightless = config.weightless_draft()
     if weightless is not None:
+        weightless = with_head(weightless, get_head(pair, config, **hub), target)
         return Found(weightless, *_recommended(config, target))
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):

@@ -67,9 +67,15 @@ class SuffixOptions:
 
 @dataclass
 class EarlyExitOptions:
-    """Options of an `EarlyExitDraft`; see there."""
+    """Options of an `EarlyExitDraft`; see there.
+
+    Attributes:
+        exit_layer: how many layers draft.
+        head: whether the pair has a head of its own for them, see `exit_head`. Files of other pairs do not say.
+    """
 
     exit_layer: int
+    head: bool = False
 
 
 @dataclass
@@ -218,18 +224,22 @@ class PairConfig:
         """The config as JSON; equal configs give the same text."""
         rare = (*WEIGHTLESS, "draft_tokenizer")
         values = {name: value for name, value in asdict(self).items() if name not in rare or value}
+        if self.early_exit is not None and not self.early_exit.head:
+            del values["early_exit"]["head"]
         return json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def weightless_draft(self) -> WeightlessDraft | None:
-        """A new draft with the options in `suffix` or `early_exit`; None if the draft is a model."""
+        """A new draft with the options in `suffix` or `early_exit`, as yet without a head; None if it is a model."""
         if self.suffix is not None:
             return SuffixDraft(**asdict(self.suffix))
-        return None if self.early_exit is None else EarlyExitDraft(**asdict(self.early_exit))
+        return None if self.early_exit is None else EarlyExitDraft(self.early_exit.exit_layer)
 
     def set_draft(self, draft: WeightlessDraft | None) -> None:
         """Have the options of this draft in place of a draft model, or of neither kind."""
         self.suffix = SuffixOptions(**draft.options) if isinstance(draft, SuffixDraft) else None
-        self.early_exit = EarlyExitOptions(draft.exit_layer) if isinstance(draft, EarlyExitDraft) else None
+        self.early_exit = None
+        if isinstance(draft, EarlyExitDraft):
+            self.early_exit = EarlyExitOptions(draft.exit_layer, draft.head is not None)
         if draft is not None:
             self.draft = ModelSource()
 

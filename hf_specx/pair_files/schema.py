@@ -129,8 +129,9 @@ def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     """Whether a value of a config is of one of these types, and any text in it is plain."""
     types = tuple(get_origin(option) or option for option in options)
     widened = (*types, int) if float in types else types
+    is_bool = isinstance(value, bool) and bool not in types
     too_large = isinstance(value, int) and abs(value) >= MAX_INTEGER
-    known = Any in options or (isinstance(value, widened) and not isinstance(value, bool) and not too_large)
+    known = Any in options or (isinstance(value, widened) and not (is_bool or too_large))
     names = " or ".join(str(t) if isinstance(t, GenericAlias) else getattr(t, "__name__", str(t)) for t in options)
     require(known, f"{where} is {brief(value)}, not {names.replace('NoneType', 'null')}; {ANEW}.")
     text_with_control_characters(value, where)

@@ -156,6 +156,13 @@ def check_weights(folder: Path) -> None:
     layers_without_weights(folder, len(_all_tensors(paths)))
 
 
+def check_file(path: Path) -> None:
+    """Whether a file of weights that is no model's is there and whole."""
+    weights_missing(path.parent, [path.name])
+    weights_with_strange_header([path])
+    weights_cut_off([path])
+
+
 def check_size(folder: Path, needed: int) -> None:
     """Whether a model of so many parameters can be what the weights are of; before it takes memory."""
     tensors = _all_tensors([folder / name for name in shards(folder)])

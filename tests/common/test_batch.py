@@ -22,7 +22,7 @@ def test_emit_keeps_some_and_pads_the_rest():
     batch = two_rows()
     batch.put(torch.tensor([[4, 4], [6, 6]]))
     assert batch.last(2, ahead=2).tolist() == [[4, 4], [6, 6]]
-    batch.emit(torch.tensor([[4, 7, 8], [6, 7, 8]]), torch.tensor([1, 3]), [1, 3])
+    batch.emit(torch.tensor([[4, 7, 8], [6, 7, 8]]), [1, 3])
     assert batch.counts == [1, 3]
     assert batch.output(3).tolist() == [[9, 9, 5, 4, 9, 9], [1, 2, 3, 6, 7, 8]]
     assert batch.last(2).tolist() == [[5, 4], [7, 8]]
@@ -32,7 +32,7 @@ def test_rows_leave_and_the_others_keep_their_numbers():
     batch = two_rows()
     assert batch.retire([]) is None
     assert batch.retire([0]).tolist() == [1]
-    batch.emit(torch.tensor([[7]]), torch.tensor([1]), [1])
+    batch.emit(torch.tensor([[7]]), [1])
     assert batch.rows == [1]
     assert batch.counts == [0, 1]
     batch.truncate(1, 0)
@@ -50,7 +50,7 @@ def test_all_rows_can_be_taken_as_decoding_again():
 def test_room_grows_without_losing_text():
     batch = two_rows()
     for i in range(40):
-        batch.emit(torch.full((2, 1), i), torch.ones(2, dtype=torch.int64), [1, 1])
+        batch.emit(torch.full((2, 1), i), [1, 1])
     assert batch.output(40)[1, 3:].tolist() == list(range(40))
 
 

@@ -128,7 +128,7 @@ def test_what_cannot_exit_early_is_refused_before_any_forward():
         finally:
             handle.remove()
         assert not seen
-    with pytest.raises(ValueError, match="head is a int; give a module from hidden states to hidden states"):
+    with pytest.raises(ValueError, match="head is an int; give a module from hidden states to hidden states"):
         EarlyExitDraft(1, head=3)
 
 

@@ -17,7 +17,7 @@ MODEL_TYPES = ("llama", "gpt2", "mistral")
 GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
 NEW_TOKENS = 40
-pytestmark = pytest.mark.filterwarnings("ignore:all rows advance by the batch minimum")
+pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
 @cache
@@ -186,7 +186,7 @@ def test_two_calls_at_once_with_one_draft():
         ({"min_match": "2"}, "min_match='2' is not an int"),
         ({"max_match": 0}, "max_match=0 is not an int of 1 or more"),
         ({"min_match": 5, "max_match": 3}, "max_match=3 is less than min_match=5; give at least as much"),
-        ({"pool": 5}, "pool is a int; give a SuffixPool, or leave it out"),
+        ({"pool": 5}, "pool is an int; give a SuffixPool, or leave it out"),
     ],
 )
 def test_bad_options(options: dict, message: str):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specx.drafting.suffix_index import DEPTH, OFFSET_BITS, SAMPLE, SuffixIndex
+from hf_specx.drafting.suffix_index import DEPTH, OFFSET_BITS, SAMPLE, FollowedRuns, SuffixIndex
 from hf_specx.drafting.suffix_rows import Acceptance, Rows, _most_frequent
 
 
@@ -80,7 +80,7 @@ def test_rows_find_what_followed_most_often(lists: list, data):
             rows.observe(number, text[offset : offset + 1])
     row = data.draw(st.sampled_from(sorted(texts)))
     expected = twin(texts, texts[row])
-    found = rows.find(row, 2, 1)
+    found = rows.find(row, 1)
     length = max(expected.values(), default=0)
     assert found.length == (length if length >= 2 else 0)
     if found.length and len(expected) <= SAMPLE:
@@ -90,7 +90,7 @@ def test_rows_find_what_followed_most_often(lists: list, data):
 
 def test_a_text_that_runs_into_its_own_end_goes_round():
     rows = Rows({0: array("i", [1, 2, 3] * 5)}, Acceptance())
-    assert rows.find(0, 2, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
+    assert rows.find(0, 7).tokens == [1, 2, 3, 1, 2, 3, 1]
 
 
 def test_all_is_sorted_anew_when_much_is_new(monkeypatch: pytest.MonkeyPatch):
@@ -101,7 +101,7 @@ def test_all_is_sorted_anew_when_much_is_new(monkeypatch: pytest.MonkeyPatch):
         assert len(rows.fresh.order) <= 10
     assert len(rows.sorted.order) + len(rows.fresh.order) == 19 + 31
     rows.observe(0, [70, 71, 72])
-    assert rows.find(0, 2, 3).tokens == [73, 74, 75]
+    assert rows.find(0, 3).tokens == [73, 74, 75]
 
 
 def test_the_number_follows_length_and_acceptance():
@@ -127,7 +127,27 @@ def test_of_several_continuations_the_most_frequent_one():
 
 def test_no_more_tokens_are_compared_than_asked_for():
     """After the last 3 tokens stands 9; after the last one alone mostly 7."""
-    rows = Rows({0: array("i", [1, 2, 3, 9, 3, 7, 3, 7, 3, 7, 1, 2, 3])}, Acceptance())
-    assert rows.find(0, 1, 1).tokens == [9]
-    assert rows.find(0, 1, 1, max_match=1).tokens == [7]
-    assert rows.find(0, 1, 1, max_match=1).length == 1
+    rows = Rows({0: array("i", [1, 2, 3, 9, 3, 7, 3, 7, 3, 7, 1, 2, 3])}, Acceptance(), min_match=1)
+    assert rows.find(0, 1).tokens == [9]
+    assert rows.find(0, 1, max_match=1).tokens == [7]
+    assert rows.find(0, 1, max_match=1).length == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(few_texts, st.integers(1, 4), st.lists(st.integers(0, 3), max_size=6))
+def test_what_is_followed_is_never_denied(lists: list, length: int, more: list):
+    """Runs are found that were there from the start, and that were made by a text that grows."""
+    texts = {0: array("i", [7, 8, 9]), **as_texts(lists)}
+    followed = FollowedRuns(texts, length)
+    for token in more:
+        texts[0].append(token)
+        followed.add(texts[0])
+    for text in texts.values():
+        assert all(followed.has(text[:end]) for end in range(length, len(text)))
+        assert not followed.has(text[: length - 1])
+
+
+def test_most_of_what_has_nothing_after_it_is_denied():
+    followed = FollowedRuns({0: array("i", range(5000))}, 2)
+    denied = [not followed.has(array("i", [first, first + 2])) for first in range(5000)]
+    assert sum(denied) > 0.9 * len(denied)

@@ -103,7 +103,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path, content):
     else:
         known = {"format": "hf_specx.SuffixPool 1"}
         torch.save(known | content if isinstance(content, dict) else content, tmp_path / "pool")
-    with pytest.raises(ValueError, match=r"pool is no file of SuffixPool\.save"):
+    with pytest.raises(ValueError, match=r"pool was not written by SuffixPool\.save"):
         SuffixPool.load(tmp_path / "pool")
     with pytest.raises(FileNotFoundError):
         SuffixPool.load(tmp_path / "none")

@@ -212,7 +212,7 @@ def test_vocabularies_that_differ_without_a_tokenizer_to_tell_why(tmp_path: Path
     pair = padded_pair()
     pair.tokenizer = None
     write_repository(pair, tmp_path / "pair")
-    with pytest.raises(ValueError, match="the target has 288 tokens and the draft 280"):
+    with pytest.raises(ValueError, match="the target scores 288 tokens and the draft 280"):
         by_string(pair.target, tmp_path / "pair")
 
 
