@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,9 +79,11 @@ def check_space(folder: Path, weights: int, itemsize: int) -> None:
         itemsize: bytes of a weight that is saved in the end.
 
     Raises:
-        ValueError: there is not.
+        ValueError: there is not, or nothing can be written there.
     """
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
+    told = f"{folder}: nothing can be written in {near}; name another folder for texts and checkpoints."
+    require(near.is_dir() and os.access(near, os.W_OK), told)
     needed, free = weights * (CHECKPOINTS_KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
     unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
     told = f"{folder} needs about {needed / unit:.1f} {name} for checkpoints and the draft, and {free / unit:.1f} "

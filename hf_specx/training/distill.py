@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
 from hf_specx.common.errors import require
@@ -33,11 +34,15 @@ from .first_draft import merged, trainable_copy
 from .held_out import alpha, estimate, measure_alpha
 from .progress import EVALUATED, Bar, Tell
 from .prompts import HELD_OUT_SHARE, GivenPrompts
+from .reading import Reader
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .run import TrainingRun
 from .start import TrainingStart, check_start
 from .texts import Phases, Writer, fingerprint_of
+
+
+SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
 
 
 def distill(
@@ -62,10 +67,11 @@ def distill(
 
     Args:
         target: a decoder-only model in evaluation mode, where it is, in its own precision.
-        draft: a smaller model with the same tokens, or "layers:N" to start from the target's first N layers.
+        draft: a smaller model, or "layers:N" to start from the target's first N layers.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
-        draft_tokenizer: the draft's own, to be compared token by token; without it only sizes are compared.
+        draft_tokenizer: the draft's own, to be compared token by token; without it only sizes are compared. A draft
+            with another tokenizer is trained to propose the tokens that both have.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
         progress: called with a `TrainingProgress` as work is done; None shows a bar on stderr.
@@ -80,10 +86,21 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
+    from .trainer import check_training  # takes a second to import
+
     recipe = TrainingRecipe.of(options)
+    _check_launch()
+    check_training(recipe)
     start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)
     with _working(start, recipe, folder, progress) as (run, where):
-        return _result(_train(run, start, where, list(callbacks)), run, start, tokenizer, command)
+        return _result(_train(run, start, where, list(callbacks)), run, start, command)
+
+
+def _check_launch() -> None:
+    """Refuse sharding before transformers sees it: without DeepSpeed its arguments leave half a setting behind."""
+    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
+    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
+    require(not sharded, told + "device, so launch without that.")
 
 
 @contextmanager
@@ -100,7 +117,7 @@ def _working(
         prepare_folder(where, recipe, start)
         shown = progress if progress is not None else stack.enter_context(Bar())
         tell = shown if processes().is_main_process else lambda _: None
-        yield TrainingRun(start.target, recipe, tell, start.layers is not None), where
+        yield TrainingRun(start.target, recipe, tell, Reader(start.vocabularies), start.layers is not None), where
 
 
 class _Made(NamedTuple):
@@ -115,16 +132,16 @@ class _Made(NamedTuple):
 
 def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list[TrainerCallback]) -> _Made:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
-    from .trainer import DistillationTrainer, alphas_of, training_arguments  # takes a second to import
+    from .trainer import DistillationTrainer, alphas_of, training_arguments
 
     recipe, rows, first, split = run.recipe, run.recipe.batch_size, start.draft, start.split
     trained = trainable_copy(first, recipe.lora, recipe.seed)
-    writer = Writer(run.target, trained, recipe, folder / TEXTS)
+    writer = Writer(run.target, trained, recipe, folder / TEXTS, start.tokenizers)
     run.costs = writer.costs(split.training[0])
     run.validation = writer.write("validation", split.validation, run.writing)
     test = writer.write("test", split.test, run.writing)
-    before = measure_alpha(run.target, first, test, recipe, rows)
-    run.start = alpha(measure_alpha(run.target, first, run.validation, recipe, rows))
+    before = measure_alpha(run.target, first, test, recipe, rows, run.reader)
+    run.start = alpha(measure_alpha(run.target, first, run.validation, recipe, rows, run.reader))
     checkpoint = last_checkpoint(folder)
     alphas = [] if checkpoint is None else alphas_of(state_of(checkpoint))
     for value in (run.start, *alphas):
@@ -140,16 +157,14 @@ def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list
     if max(alphas) <= run.start:
         return _Made(first, before, before, [run.start, *alphas], 0)
     made = merged(trainer.plain_draft(), first)
-    after = measure_alpha(run.target, made, test, recipe, rows)
+    after = measure_alpha(run.target, made, test, recipe, rows, run.reader)
     return _Made(made, before, after, [run.start, *alphas], int(trainer.state.best_global_step or 0))
 
 
-def _result(
-    made: _Made, run: TrainingRun, start: TrainingStart, tokenizer: PreTrainedTokenizerBase | None, command: str
-) -> Distilled:
+def _result(made: _Made, run: TrainingRun, start: TrainingStart, command: str) -> Distilled:
     """The pair, and α before and after; the card says how it came about."""
     config = PairConfig(model_facts(start.target), replace(model_facts(made.draft), name=None, subfolder="draft"))
-    pair = DraftTargetPair(start.target, made.draft, tokenizer, config)
+    pair = DraftTargetPair(start.target, made.draft, start.tokenizers[0], config, start.tokenizers[1])
     figures = estimate(made.before), estimate(made.after), estimate(made.after, made.before)
     result = Distilled(pair, *figures, made.alphas, made.steps, run.recipe, start.split)
     config.notes = card_notes(result, start.in_words, command)
@@ -162,9 +177,16 @@ def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -
         check_space(folder, start.draft.num_parameters(), start.draft.dtype.itemsize)
         discard_broken(folder)
         parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
-        prompts = hashlib.sha256(json.dumps(start.split).encode()).hexdigest()
-        check_same_training(folder, recipe.to_dict(), parts | {"prompts": prompts})
+        parts["prompts"] = hashed(start.split)
+        if start.vocabularies is not None:
+            parts["draft's tokenizer"] = hashed(start.vocabularies.to_target)
+        check_same_training(folder, recipe.to_dict(), parts)
     processes().wait_for_everyone()
+
+
+def hashed(values: Any) -> str:
+    """A hash of plain values."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 def hidden_size(model: PreTrainedModel) -> int:

@@ -24,12 +24,24 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     return logits.softmax(-1)
 
 
-def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+def losses_of(
+    recipe: TrainingRecipe,
+    target_logits: torch.Tensor,
+    draft_logits: torch.Tensor,
+    common: torch.Tensor | None = None,
+) -> torch.Tensor:
     """The loss at each position, [N], of logits [N, V].
 
     The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
-    beyond the width of the other model are padding.
+    beyond the width of the other model are padding. Where only the `common` tokens [C] can be proposed, both are
+    restricted to these, and the loss counts as much as the target has on them: nothing else can be accepted.
     """
+    if common is not None:
+        common = common.to(draft_logits.device)
+        p = token_probs(recipe, target_logits)[:, common]
+        log_q = (draft_logits[:, common] / recipe.temperature).log_softmax(-1)
+        total = p.sum(-1)
+        return total * LOSSES[recipe.loss](p / total.clamp_min(torch.finfo(p.dtype).tiny)[:, None], log_q)
     width = min(target_logits.shape[-1], draft_logits.shape[-1])
     log_q = (draft_logits / recipe.temperature).log_softmax(-1)
     return LOSSES[recipe.loss](token_probs(recipe, target_logits)[:, :width], log_q[:, :width])

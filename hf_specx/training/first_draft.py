@@ -33,12 +33,15 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
             setattr(text, name, value[:count])  # such as layer_types
     text.num_hidden_layers = count
     given = f"'{LAYERS_PREFIX}{count}'"
-    told = f"{given}: a {type(target).__name__} of {count} layers is not the first {count} of this one; give a draft "
-    told += "model instead."
+    told = f"{given}: a {type(target).__name__} with as many layers of its own does not give what the target's first "
+    told += "ones give; name a draft model instead."
     try:
         draft: Any = type(target)(config).to(dtype=target.dtype, device=target.device)  # type: ignore[call-arg]
         draft.load_state_dict(layers.state_dict())
-    except (RuntimeError, ValueError, TypeError) as error:
+        own = dict(draft.named_buffers())
+        for name, buffer in layers.named_buffers():
+            own[name].data = buffer.clone()  # such as rotary frequencies: not in the state, nor in the weights' dtype
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{told} {error}") from error
     draft.generation_config = copy.deepcopy(target.generation_config)
     ids = torch.arange(PROBE, device=target.device)[None] % text.vocab_size
@@ -55,14 +58,18 @@ def trainable_copy(draft: PreTrainedModel, lora: int | None, seed: int) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ValueError(f"lora={lora} needs peft: pip install 'hf_specx[train]'.") from error
+        raise ValueError(f"lora={lora} needs peft, which is not installed: pip install peft.") from error
     torch.manual_seed(seed)
     config = LoraConfig(r=lora, lora_alpha=LORA_ALPHA * lora, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(made, config)
 
 
 def merged(draft: Any, like: PreTrainedModel) -> PreTrainedModel:
-    """The trained draft as a plain model, where the one that it was copied from is, and in its precision."""
+    """The trained draft as a plain model, where the one that it was copied from is, and in its precision.
+
+    Buffers that are in no state, as rotary frequencies, keep theirs.
+    """
     plain = draft.merge_and_unload() if hasattr(draft, "merge_and_unload") else draft
-    assert isinstance(plain, PreTrainedModel)
-    return plain.to(like.device, like.dtype).requires_grad_(True).eval()  # type: ignore[arg-type]
+    made = copy.deepcopy(like)
+    made.load_state_dict(plain.state_dict())
+    return made.eval()

@@ -11,8 +11,9 @@ from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS, expected_tokens
 
 from .distributions import overlap
+from .reading import Reader, logits_where_written
 from .recipe import TrainingRecipe
-from .texts import Text, collate
+from .texts import Text
 
 
 RESAMPLES = 2000
@@ -30,16 +31,14 @@ class Estimate(NamedTuple):
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def logits_where_written(model: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits [N, V] in float32 at the N positions of a batch whose next token was written by the target."""
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
-    return logits[(batch["labels"][:, 1:] != -100).to(logits.device)].float()
-
-
 @torch.no_grad()
 def measure_alpha(
-    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Text], recipe: TrainingRecipe, rows: int
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    texts: Sequence[Text],
+    recipe: TrainingRecipe,
+    rows: int,
+    reader: Reader | None = None,
 ) -> torch.Tensor:
     """α of each text: [T, 2] float64, the sum of Σₓ min(p, q) over its new tokens, and their number.
 
@@ -48,13 +47,14 @@ def measure_alpha(
         texts: written by the target.
         recipe: how text is sampled.
         rows: texts in a forward.
+        reader: of the draft; None if it has the target's tokens.
     """
-    found = []
+    found, reader = [], reader or Reader()
     for start in range(0, len(texts), rows):
         part = texts[start : start + rows]
-        batch = collate(part)
+        batch = reader.collate(part, everywhere=True)
         of_target = logits_where_written(target, execution_device(target), batch)
-        of_draft = logits_where_written(draft, execution_device(draft), batch)
+        of_draft = reader.draft_logits(draft, execution_device(draft), batch, rows)
         shares = overlap(recipe, of_target.to(of_draft.device), of_draft).double().cpu()
         found += [(float(each.sum()), len(each)) for each in shares.split([len(text.new) for text in part])]
     return torch.tensor(found, dtype=torch.float64)

@@ -46,16 +46,15 @@ def encode_prompts(prompts: GivenPrompts, tokenizer: PreTrainedTokenizerBase | N
     return found
 
 
-def check_lengths(prompts: list[list[int]], models: Sequence[PreTrainedModel], max_new_tokens: int, name: str) -> None:
-    """Whether all models can read the prompts with what is written after them."""
-    for model in models:
-        limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-        for number, ids in enumerate(prompts, 1):
-            told = f"prompt {number} of {name} has {len(ids)} tokens, and with {max_new_tokens} new ones it is beyond "
-            told += f"the {limit} positions of {type(model).__name__}; shorten it, or lower max_new_tokens."
-            require(limit is None or len(ids) + max_new_tokens <= limit, told)
-            told = f"prompt {number} of {name} has the id {max(ids)}, and {type(model).__name__} has "
-            require(max(ids) < vocabulary(model), f"{told}{vocabulary(model)} tokens; it is of another tokenizer.")
+def check_lengths(prompts: list[list[int]], model: PreTrainedModel, max_new_tokens: int, name: str) -> None:
+    """Whether a model can read the prompts, in its own tokens, with what is written after them."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for number, ids in enumerate(prompts, 1):
+        told = f"prompt {number} of {name} has {len(ids)} tokens, and with {max_new_tokens} new ones it is beyond "
+        told += f"the {limit} positions of {type(model).__name__}; shorten it, or lower max_new_tokens."
+        require(limit is None or len(ids) + max_new_tokens <= limit, told)
+        told = f"prompt {number} of {name} has the id {max(ids)}, and {type(model).__name__} has "
+        require(max(ids) < vocabulary(model), f"{told}{vocabulary(model)} tokens; it is of another tokenizer.")
 
 
 def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -> Split:

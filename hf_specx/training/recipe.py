@@ -22,7 +22,7 @@ class TrainingRecipe:
     """How a draft is trained; every option of `distill` by its name.
 
     Attributes:
-        loss: one of `LOSS_NAMES`; `scripts/distill_losses.py` compares them.
+        loss: one of `LOSS_NAMES`; "jsd" is the best in the table of this room's README.
         do_sample, temperature, top_p, top_k: how text will be generated with the pair. The target writes with them,
             and the draft learns its distribution after them; with `do_sample=False` that is its argmax.
         max_new_tokens: the longest text that the target writes after a prompt.
@@ -44,7 +44,7 @@ class TrainingRecipe:
         ValueError: an option is unknown, out of range, or contradicts another.
     """
 
-    loss: str = "forward_kl"
+    loss: str = "jsd"
     do_sample: bool = True
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,8 +78,8 @@ class TrainingRecipe:
         counts = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
         for name in counts:
             value = getattr(self, name)
-            require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more.")
-        require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more.")
+            require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give one.")
+        require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more; give one.")
         told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
         require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
         rate = self.learning_rate
@@ -87,16 +87,21 @@ class TrainingRecipe:
         require(possible, f"learning_rate={rate} is no number above 0.")
         truncated = self.top_p < 1 or self.top_k > 0 or not self.do_sample
         told = "loss='reverse_kl' is infinite where the target's distribution has zeros, as top_p, top_k and "
-        told += "do_sample=False leave it; choose another loss, such as 'forward_kl'."
+        told += "do_sample=False leave it; choose another loss, such as 'jsd'."
         require(self.loss != "reverse_kl" or not truncated, told)
         self._check_training()
 
     def _check_training(self) -> None:
+        told = f"training={brief(self.training)} is no dict of arguments of transformers' TrainingArguments."
+        require(isinstance(self.training, dict), told)
+        steps = self.training.get("gradient_accumulation_steps", 1)
+        told = f"training={{'gradient_accumulation_steps': {brief(steps)}}} is not an int of 1 or more."
+        require(is_int(steps) and steps >= 1, told)
         for name in self.training:
             told = f"training={{{name!r}: ...}} is set by distill, by its own options."
             require(name not in SET_BY_DISTILL, told)
-            told = f"training={{{name!r}: ...}}: the draft is trained whole on each device; leave it out, and lower "
-            told += "batch_size or use lora if memory is short."
+            told = f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
+            told += "with it; leave it out, and lower batch_size or use lora if memory is short."
             require(name not in OF_SHARDS, told)
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specx.common.tokenizers import same_tokens
 from hf_specx.hub.markdown import fence, row
 from hf_specx.measure.checks import check_runs
 from hf_specx.pairs.pair import DraftTargetPair
@@ -103,11 +104,13 @@ def _training(result: Distilled, prompts: int, phases: int) -> str:
     drawn = ", ".join(f"{name} {value}" for name, value in options.items()) if recipe.do_sample else "no sampling"
     adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
     doc = (LOSSES[recipe.loss].__doc__ or "").splitlines()[0].removesuffix(": [N].")
+    same = same_tokens(result.pair.tokenizer, result.pair.draft_tokenizer)
+    learned = "" if same else " It has another tokenizer, and learned to propose the tokens that both have."
     taken = (
         f"The weights are those after {result.steps:,} steps." if result.steps else "No phase was better than that."
     )
     return (
         f"It was trained{adapters} on texts that the target wrote after {prompts:,} prompts ({drawn}), "
         f"{recipe.texts_per_phase} of at most {recipe.max_new_tokens} tokens in each of {phases} phases, each used "
-        f"{recipe.passes} times on average, with the loss `{recipe.loss}`: {doc}. {taken}"
+        f"{recipe.passes} times on average, with the loss `{recipe.loss}`: {doc}.{learned} {taken}"
     )

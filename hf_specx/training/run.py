@@ -10,6 +10,7 @@ from hf_specx.scheduling.costs import Costs
 
 from .held_out import predicted_speedup
 from .progress import Tell, TrainingProgress
+from .reading import Reader
 from .recipe import TrainingRecipe
 from .texts import Text
 
@@ -22,6 +23,7 @@ class TrainingRun:
         target: in evaluation mode.
         recipe: how the draft is trained.
         listener: is told how far the training is.
+        reader: of the draft.
         from_layers: whether the draft started as layers of the target.
         validation: texts after held-out prompts, by which training stops.
         start: α on these before training.
@@ -32,6 +34,7 @@ class TrainingRun:
     target: PreTrainedModel
     recipe: TrainingRecipe
     listener: Tell
+    reader: Reader = field(default_factory=Reader)
     from_layers: bool = False
     validation: Sequence[Text] = ()
     start: float = 0.0

@@ -40,7 +40,7 @@ def measure_pair(
     study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=recipe.seed, command=command)
     own, trained = pair.models
     target = Loaded(own, pair.tokenizer, model_facts(own))
-    draft = LoadedDraft(trained, pair.tokenizer, model_facts(trained))
+    draft = LoadedDraft(trained, pair.draft_tokenizer, model_facts(trained))
     inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in runs] for rows in batches}
     total = study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
     measure_draft(target, draft, inputs, study, pair.config, lambda: advance(total))

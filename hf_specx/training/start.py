@@ -2,16 +2,21 @@
 
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import brief, require
+from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.matching import ENOUGH_COMMON
+from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
 from hf_specx.hub.markdown import code
-from hf_specx.validation.models import check_pair, check_target
+from hf_specx.validation.models import check_own_text, check_pair, check_target
 
 from .first_draft import draft_of_first_layers
 from .prompts import GivenPrompts, Split, check_lengths, encode_prompts, split_prompts
 from .recipe import TrainingRecipe, first_layers_wanted
+from .texts import Tokenizers
 
 
 class TrainingStart(NamedTuple):
@@ -21,13 +26,17 @@ class TrainingStart(NamedTuple):
         target: as it was given.
         draft: the same, or a copy of the target's first layers.
         layers: how many of these; None for a draft that was given.
-        split: prompts as token ids.
+        split: prompts as the target's token ids.
+        tokenizers: of both.
+        vocabularies: what their tokens mean; None if they are the same.
     """
 
     target: PreTrainedModel
     draft: PreTrainedModel
     layers: int | None
     split: Split
+    tokenizers: Tokenizers
+    vocabularies: VocabularyMap | None
 
     @property
     def in_words(self) -> str:
@@ -42,7 +51,7 @@ def check_start(
     draft: Any,
     prompts: GivenPrompts,
     held_out: float | GivenPrompts,
-    tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None],
+    tokenizers: Tokenizers,
     recipe: TrainingRecipe,
 ) -> TrainingStart:
     """Check models and prompts.
@@ -62,12 +71,38 @@ def check_start(
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
     own = unwrapped(draft) if layers is None else draft_of_first_layers(target, layers)
-    check_pair(target, own, tokenizers[0], tokenizers[1] if layers is None else tokenizers[0])
+    tokenizers = tokenizers if layers is None else (tokenizers[0], tokenizers[0])
+    vocabularies = match_vocabularies(target, own, tokenizers)
 
     def encoded(given: GivenPrompts, name: str) -> list[list[int]]:
         found = encode_prompts(given, tokenizers[0], name)
-        check_lengths(found, [target, own], recipe.max_new_tokens, name)
+        check_lengths(found, target, recipe.max_new_tokens, name)
+        read = found if vocabularies is None else [vocabularies.prompt(ids) for ids in found]
+        check_lengths(read, own, recipe.max_new_tokens, name)
         return found
 
     apart = held_out if isinstance(held_out, float | int) else encoded(held_out, "held_out")
-    return TrainingStart(target, own, layers, split_prompts(encoded(prompts, "prompts"), apart))
+    split = split_prompts(encoded(prompts, "prompts"), apart)
+    return TrainingStart(target, own, layers, split, tokenizers, vocabularies)
+
+
+def match_vocabularies(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizers: Tokenizers
+) -> VocabularyMap | None:
+    """Check that the draft's tokens are the target's, or return what they mean.
+
+    Raises:
+        ValueError: they are others, and too few of them are in both.
+    """
+    own, other = tokenizers
+    if same_tokens(own, other):
+        check_pair(target, draft, own, other)
+        return None
+    assert own is not None
+    assert other is not None
+    check_own_text(target, draft, own, other, 1)
+    found = vocabulary_map(own, other, (vocabulary(target), vocabulary(draft)))
+    told = f"of the tokens of a sample text {found.coverage:.0%} are in both tokenizers, and a draft is trained to "
+    told += f"propose these; train one with at least {ENOUGH_COMMON:.0%} of them, or from 'layers:N'."
+    require(found.coverage >= ENOUGH_COMMON, told)
+    return found

@@ -6,10 +6,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.engine.requests import Request
@@ -21,6 +21,7 @@ from .recipe import TrainingRecipe
 
 
 ROWS = 16  # texts that are written at once
+Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
 SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
 
 
@@ -43,15 +44,24 @@ class Writer:
         recipe: how text is sampled.
         folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
             same target, prompts, sampling and seed.
+        tokenizers: of the target and of the draft, as `SpeculativeDecoding` takes them.
 
     Attributes:
         speed: new tokens a second of the last `write`; None if its texts were there already.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, recipe: TrainingRecipe, folder: Path):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: PreTrainedModel,
+        recipe: TrainingRecipe,
+        folder: Path,
+        tokenizers: Tokenizers = (None, None),
+    ):
         self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
         self.of_target = fingerprint_of(target)
-        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None)
+        how: dict[str, Any] = {"tokenizer": tokenizers[0], "draft_tokenizer": tokenizers[1]}
+        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None, **how)
         self.speed: float | None = None
 
     def costs(self, prompt: list[int]) -> Costs:
@@ -167,15 +177,3 @@ class Phases(torch.utils.data.Dataset[Text]):
             generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
             found.append(self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])])
         return found
-
-
-def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
-    """A batch, padded on the right with 0: ids, mask, and labels [B, L] int64, -100 at the prompt and the pads."""
-    width = max(len(text.prompt) + len(text.new) for text in texts)
-    ids = torch.zeros(len(texts), width, dtype=torch.int64)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for row, (prompt, new) in enumerate(texts):
-        end = len(prompt) + len(new)
-        ids[row, :end], mask[row, :end] = torch.tensor(prompt + new), 1
-        labels[row, len(prompt) : end] = ids[row, len(prompt) : end]
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}

@@ -1,5 +1,6 @@
 """transformers' `Trainer` with the loss, the texts and the α of a draft that is trained for a target."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from transformers import (
 )
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import brief
 
 from .checkpoints import mark_complete
 from .distributions import losses_of
-from .held_out import alpha, logits_where_written, measure_alpha
+from .held_out import alpha, measure_alpha
 from .progress import EVALUATED
+from .reading import logits_where_written
 from .recipe import TrainingRecipe
 from .run import TrainingRun
-from .texts import Phases, collate
+from .texts import Phases
 
 
 ALPHA = "eval_alpha"
@@ -57,12 +60,26 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
         "disable_tqdm": True,
         "save_total_limit": 2,
         "bf16": accelerated and torch.cuda.is_bf16_supported(),
+        "use_cpu": not torch.accelerator.is_available(),  # without it bf16 is refused there
         "dataloader_pin_memory": accelerated,
         "ddp_find_unused_parameters": False,
     }
     args = TrainingArguments(**given | recipe.training | own)
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun
     return args
+
+
+def check_training(recipe: TrainingRecipe) -> None:
+    """Check the arguments that go to transformers; nothing is written.
+
+    Raises:
+        ValueError: transformers does not know them, or cannot do what they ask for.
+    """
+    try:
+        training_arguments(recipe, Path(), 1.0, 1)
+    except (TypeError, ValueError, ImportError) as error:
+        told = str(error).removeprefix("TrainingArguments.__init__() ")
+        raise ValueError(f"training={brief(recipe.training)} is refused by TrainingArguments: {told}") from error
 
 
 class DistillationTrainer(Trainer):
@@ -83,7 +100,7 @@ class DistillationTrainer(Trainer):
     ):
         every = [_EachPhase(self), *callbacks]
         super().__init__(
-            draft, args, data_collator=collate, train_dataset=phases, eval_dataset=phases, callbacks=every
+            draft, args, data_collator=run.reader.collate, train_dataset=phases, eval_dataset=phases, callbacks=every
         )
         self.remove_callback(PrinterCallback)  # progress is told by `run`
         self.run, self.target, self.recipe = run, run.target, run.recipe
@@ -103,8 +120,8 @@ class DistillationTrainer(Trainer):
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
         with torch.no_grad():
             of_target = logits_where_written(self.target, execution_device(self.target), inputs)
-        of_draft = logits_where_written(model, inputs["input_ids"].device, inputs)
-        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft)
+        of_draft = self.run.reader.draft_logits(model, inputs["input_ids"].device, inputs)
+        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft, self.run.reader.common)
         count = len(losses) if num_items_in_batch is None else num_items_in_batch
         loss = losses.sum() / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -112,13 +129,17 @@ class DistillationTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """α on the held-out prompts by which training stops; every process takes all of them."""
+        """α on the held-out prompts by which training stops, 0 if the weights have become infinite.
+
+        Every process takes all of them.
+        """
         draft = self.accelerator.unwrap_model(self.model)
         trains = draft.training
         draft.eval()
-        found = alpha(measure_alpha(self.target, draft, self.run.validation, self.recipe, self.recipe.batch_size))
+        rows, reader = self.recipe.batch_size, self.run.reader
+        found = alpha(measure_alpha(self.target, draft, self.run.validation, self.recipe, rows, reader))
         draft.train(trains)
-        metrics = {ALPHA: found}
+        metrics = {ALPHA: 0.0 if math.isnan(found) else found}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

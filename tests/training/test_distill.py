@@ -3,16 +3,19 @@
 import copy
 import json
 import random
+import re
 import shutil
 
 import numpy
 import pytest
 import torch
+from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of
 from safetensors import SafetensorError
 from tiny import tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from training_cases import QUICK, models, same, silent, some_prompts, trained, weights
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 from zoo import build
 
 import hf_specx
@@ -136,10 +139,11 @@ def test_settings_may_change_before_the_first_checkpoint(tmp_path):
     assert same(weights(result.pair.draft), weights(trained(batch_size=4).pair.draft))
 
 
-def test_it_stops_when_alpha_no_longer_rises():
+@pytest.mark.parametrize("learning_rate", [5.0, 1e30], ids=["far off", "infinite"])
+def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
     """A learning rate that destroys the draft: two phases are enough to see that, and the first draft is returned."""
     target, draft = models()
-    result = trained(target=target, draft=draft, learning_rate=5.0, phases=9, patience=2)
+    result = trained(target=target, draft=draft, learning_rate=learning_rate, phases=9, patience=2)
     assert len(result.alphas) == 3
     assert (result.steps, result.pair.draft) == (0, draft)
     assert result.gain == (0, 0, 0)
@@ -226,7 +230,7 @@ WRONG = {
     "prompt 1 of held_out is empty": {"held_out": [[]]},
     "draft='org/model' is no model; load one": {"draft": "org/model"},
     "'layers:x' names no layers": {"draft": "layers:x"},
-    "the target has 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
+    "the target scores 48 tokens and the draft 50": {"draft": tiny(vocab_size=50)},
     "T5ForConditionalGeneration is an encoder-decoder": {"target": "t5"},
 }
 
@@ -241,11 +245,91 @@ def test_what_cannot_work_is_refused_before_anything_runs(tmp_path, told: str):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_draft_with_another_tokenizer():
-    own, other = tiny_tokenizer(), tiny_tokenizer(["some other words"])
-    given = {"target": tiny(vocab_size=280), "draft": tiny(vocab_size=280), "prompts": list(TEXTS) * 9}
-    with pytest.raises(ValueError, match="the two tokenizers differ, for instance in"):
-        trained(**given, tokenizer=own, draft_tokenizer=other)
+KIND, OTHER = "byte-level", "byte-level, other merges"
+
+
+def other_tokenizer(kind: str = OTHER, **options):
+    """A short training of a draft whose tokens are not the target's."""
+    given = {"target": target_of(KIND), "draft": draft_of(KIND, kind, noise=1.0), "tokenizer": tokenizer_of(KIND)}
+    given |= {"draft_tokenizer": tokenizer_of(kind), "prompts": [f"{text} {n}" for text in PROMPTS for n in range(8)]}
+    return trained(**given | options)
+
+
+def test_a_draft_with_another_tokenizer(tmp_path):
+    """It learns what it proposes where text is generated, and α is that of generating, as in the test above."""
+    result = other_tokenizer(max_new_tokens=32, held_out=0.5)
+    assert result.gain.low > 0.01
+    options = {
+        "verification": "token",
+        "tokenizer": result.pair.tokenizer,
+        "draft_tokenizer": result.pair.draft_tokenizer,
+    }
+    strategy = hf_specx.SpeculativeDecoding(result.pair.draft, num_draft_tokens=1, **options)
+    requests = [hf_specx.Request(ids, seed=number) for number, ids in enumerate(result.split.test * 4)]
+    list(strategy.generate_many(result.pair.target, requests, do_sample=True, top_k=0, max_new_tokens=32))
+    assert strategy.report.alpha == pytest.approx(result.after.value, abs=0.03)
+    result.pair.save_pretrained(tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    assert loaded.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
+    assert "learned to propose the tokens that both have" in loaded.config.notes
+
+
+def test_an_interrupted_training_with_another_tokenizer(tmp_path):
+    undisturbed = other_tokenizer(phases=2)
+    with pytest.raises(KeyboardInterrupt):
+        other_tokenizer(phases=2, folder=tmp_path, callbacks=[Interrupt(6)])
+    assert same(weights(other_tokenizer(phases=2, folder=tmp_path).pair.draft), weights(undisturbed.pair.draft))
+    with pytest.raises(ValueError, match=r"other settings \(another draft; another draft's tokenizer\)"):
+        other_tokenizer("byte fallback", phases=2, folder=tmp_path)
+
+
+def test_tokenizers_with_too_little_in_common(monkeypatch):
+    monkeypatch.setattr("hf_specx.training.start.ENOUGH_COMMON", 0.8)
+    told = "of the tokens of a sample text 75% are in both tokenizers, .* train one with at least 80% of them"
+    with pytest.raises(ValueError, match=told):
+        other_tokenizer("unigram")
+
+
+ARGUMENTS = {
+    "training={'nonsense': 1} is refused by TrainingArguments: got an unexpected keyword argument": {"nonsense": 1},
+    "is refused by TrainingArguments: x is not a valid OptimizerNames": {"optim": "x"},
+    "training=3 is no dict": 3,
+    "{'gradient_accumulation_steps': 0} is not an int of 1 or more": {"gradient_accumulation_steps": 0},
+}
+
+
+@pytest.mark.parametrize("told", ARGUMENTS)
+def test_arguments_that_transformers_does_not_take(tmp_path, told: str):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        trained(folder=tmp_path / "new", progress=pytest.fail, training=ARGUMENTS[told])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "new", "/proc/new"):
+        with pytest.raises(
+            ValueError, match="nothing can be written in .*; name another folder|needs about .* are free"
+        ):
+            trained(folder=folder, progress=pytest.fail)
+
+
+def test_mixed_precision():
+    """Which is rounding: nearly the same weights, also where the draft is in the precision that it is trained in."""
+    result, mixed = trained(phases=1), trained(phases=1, training={"bf16": True})
+    assert mixed.after.value == pytest.approx(result.after.value, abs=0.01)
+    assert mixed.gain.low > 0
+    assert not same(weights(mixed.pair.draft), weights(result.pair.draft))
+    assert mixed.pair.draft.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_a_launch_that_shards_models(monkeypatch, name: str):
+    """Refused before transformers makes its arguments, which change what every later model is loaded by."""
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(ValueError, match="accelerate launch was told to shard models"):
+        trained(progress=pytest.fail)
+    assert not is_deepspeed_zero3_enabled()
 
 
 def test_a_disk_without_room(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import near, tiny
 from training_cases import QUICK, models, same, silent, some_prompts, weights
+from transformers import LlamaForCausalLM
 
 from hf_specx import DraftTargetPair, EarlyExitDraft
 from hf_specx.training.distill import distill
@@ -31,6 +32,20 @@ def test_first_layers_as_a_model_of_its_own(model_type: str, tmp_path):
         next(draft.parameters()).add_(1)
     assert same(weights(target), before)
     assert target.config.to_dict() == config
+
+
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "loaded"])
+def test_first_layers_in_bfloat16(tmp_path, moved: bool):
+    """A model that is loaded in bfloat16 keeps its rotary frequencies in float32, one that is moved does not."""
+    tiny(initializer_range=0.3).save_pretrained(tmp_path)
+    target = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32 if moved else torch.bfloat16)
+    target = target.to(torch.bfloat16) if moved else target
+    ids = torch.arange(1, 48)[None].repeat(1, 2)
+    draft = draft_of_first_layers(target, 1)
+    wanted = EarlyExitDraft(1).first_layers(target)(ids).logits
+    torch.testing.assert_close(draft(ids).logits, wanted, atol=0, rtol=0)
+    back = merged(trainable_copy(draft, None, 0), draft)
+    torch.testing.assert_close(back(ids).logits, wanted, atol=0, rtol=0)
 
 
 def test_what_names_layers():

@@ -6,8 +6,9 @@ from tiny import tiny
 
 from hf_specx.training.distributions import losses_of, overlap, token_probs
 from hf_specx.training.held_out import logits_where_written
+from hf_specx.training.reading import collate
 from hf_specx.training.recipe import TrainingRecipe
-from hf_specx.training.texts import Text, collate
+from hf_specx.training.texts import Text
 
 
 SAMPLED = ({}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 1.4, "top_p": 0.8, "top_k": 12})
@@ -80,7 +81,9 @@ WRONG = {
     "learning_rate=0.0 is no number above 0": {"learning_rate": 0.0},
     "loss='reverse_kl' is infinite where": {"loss": "reverse_kl", "top_p": 0.9},
     "'max_steps'.*is set by distill": {"training": {"max_steps": 5}},
-    "'fsdp'.*the draft is trained whole on each device": {"training": {"fsdp": "full_shard"}},
+    "'fsdp'.*the draft is whole on each device, since every process writes texts": {
+        "training": {"fsdp": "full_shard"}
+    },
     "phasez= is no option of distill; did you mean 'phases'": {"phasez": 3},
 }
 

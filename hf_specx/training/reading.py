@@ -1,0 +1,142 @@
+"""Texts as batches, and what both models say where the target wrote: also a draft with tokens of its own."""
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_specx.drafting.other_tokenizer import Translation
+from hf_specx.drafting.vocabulary_map import VocabularyMap
+
+from .texts import Text
+
+
+Asked = tuple[int, int] | None  # a row of the draft's tokens and a position in it, whose logits are for a token
+
+
+def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
+    """A batch, padded on the right with 0: ids, mask, and labels [B, L] int64, -100 at the prompt and the pads."""
+    ids, mask = padded([text.prompt + text.new for text in texts])
+    labels = torch.full_like(ids, -100)
+    for row, (prompt, new) in enumerate(texts):
+        labels[row, len(prompt) : len(prompt) + len(new)] = torch.tensor(new)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def logits_where_written(model: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [N, V] in float32 at the N positions of a batch whose next token was written by the target."""
+    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    return logits[(batch["labels"][:, 1:] != -100).to(logits.device)].float()
+
+
+class Reader:
+    """How a draft reads what the target wrote: in the target's tokens, or in its own.
+
+    A draft with another tokenizer reads a text as when text is generated, by `Translation`: after a token that it does
+    not have, the bytes since the last boundary are written in its tokens, and anew when more follow. So one row of its
+    tokens has all that it reads at boundaries, and much of the rest; where it reads something else, that is a row of
+    its own.
+
+    Args:
+        vocabularies: what the tokens of both mean; None if they are the same.
+
+    Attributes:
+        common: ids of the target [C] that the draft can propose; None for all.
+    """
+
+    def __init__(self, vocabularies: VocabularyMap | None = None):
+        self.vocabularies = vocabularies
+        self.common: torch.Tensor | None = None
+        if vocabularies is not None:
+            self.common = torch.tensor(sorted(set(vocabularies.to_target) - {-1}))
+
+    def collate(self, texts: Sequence[Text], everywhere: bool = False) -> dict[str, torch.Tensor]:
+        """A batch for the target, by `collate`, and what the draft reads of it.
+
+        Args:
+            texts: B of them.
+            everywhere: whether a draft with another tokenizer is asked for every token that the target wrote; else
+                what it reads is a part of the whole text in its tokens, and other labels are -100.
+
+        Returns:
+            As `collate`; with another tokenizer also `draft_input_ids` and `draft_attention_mask` [R, M], and
+            `draft_positions` [N, 2], row and position of each label in turn. Without `everywhere` R is B.
+        """
+        batch = collate(texts)
+        if self.vocabularies is None:
+            return batch
+        rows, others, positions = [], list[list[int]](), list[tuple[int, int]]()
+        for row, text in enumerate(texts):
+            (whole, *opened), asked = own_tokens(text, self.vocabularies, everywhere)
+            for number, place in enumerate(asked, len(text.prompt)):
+                if place is None:
+                    batch["labels"][row, number] = -100
+                else:
+                    index = row if place[0] == 0 else len(texts) + len(others) + place[0] - 1
+                    positions.append((index, place[1]))
+            rows.append(whole)
+            others += opened
+        ids, mask = padded(rows + others)
+        own = {"draft_input_ids": ids, "draft_attention_mask": mask, "draft_positions": torch.tensor(positions)}
+        return batch | own
+
+    def draft_logits(
+        self, draft: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor], rows: int | None = None
+    ) -> torch.Tensor:
+        """The draft's logits [N, V] in float32 by the target's ids, for each label of a batch in turn.
+
+        Args:
+            draft: in whichever mode.
+            device: of its inputs.
+            batch: of `collate`.
+            rows: of its own tokens in a forward; None for all at once.
+        """
+        if self.vocabularies is None:
+            return logits_where_written(draft, device, batch)
+        ids, mask, positions = (
+            batch[f"draft_{name}"].to(device) for name in ("input_ids", "attention_mask", "positions")
+        )
+        found, order, rows = [], [], rows or len(ids)
+        for start in range(0, len(ids), rows):
+            part = slice(start, start + rows)
+            logits = draft(input_ids=ids[part], attention_mask=mask[part], use_cache=False).logits
+            here = ((positions[:, 0] >= start) & (positions[:, 0] < start + rows)).nonzero()[:, 0]
+            row, position = (positions[here] - positions.new_tensor([start, 0])).T
+            found.append(self.vocabularies.logits(logits[row, position]))
+            order.append(here)
+        return torch.cat(found)[torch.cat(order).argsort()]
+
+
+def own_tokens(text: Text, vocabularies: VocabularyMap, everywhere: bool) -> tuple[list[list[int]], list[Asked]]:
+    """A text in the tokens of a draft, and where that is asked for each new token of the target.
+
+    Args:
+        text: of the target.
+        vocabularies: what the tokens mean.
+        everywhere: also where what the draft reads is written anew later.
+
+    Returns:
+        Rows of the draft's tokens: the whole text, and one for each position that is asked for and is not in it. For
+        each new token the row and the position; None where it is not asked for.
+    """
+    prompt, translation = vocabularies.prompt(text.prompt), Translation(vocabularies, vocabularies.to_draft)
+    reads = []
+    for token in text.new:
+        reads.append(prompt + translation.ids)
+        translation.extend([token])
+    rows, asked = [prompt + translation.ids], list[Asked]()
+    for read in reads:
+        inside = rows[0][: len(read)] == read
+        if not inside and everywhere:
+            rows.append(read)
+        known = inside or everywhere
+        asked.append((0 if inside else len(rows) - 1, len(read) - 1) if known else None)
+    return rows, asked
+
+
+def padded(rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask [R, L] int64, padded on the right with 0."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    return ids, mask
