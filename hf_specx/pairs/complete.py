@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any, overload
 
-from hf_specx.common.errors import require
+from hf_specx.common.errors import brief, require
 
 from .completions import EMPTY, Completer, Pair
 from .fingerprint import arguments_of
@@ -119,5 +119,5 @@ def _to_file(work: Completer, texts: Iterable[str], file: ResultsFile) -> Path:
 def _check_texts(texts: Any) -> None:
     """Whether texts are several, and strings as far as they are at hand."""
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
-    told = f"texts={str(texts)[:40]!r} is not a list of strings; put a single prompt into a list."
+    told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
     require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)

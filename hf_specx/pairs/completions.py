@@ -167,7 +167,7 @@ def _check(pair: Pair, batch_size: Any, seed: Any, options: dict[str, Any]) -> N
     """Whether prompts can be completed, before anything runs."""
     told = f"batch_size={batch_size} is no number of rows; give 1 or more."
     require(is_int(batch_size) and batch_size >= 1, told)
-    told = f"seed={seed} is not in the range of generators; give an int from 0, well below 2**63."
+    told = f"seed={seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
     require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
     for name in OF_ONE_CALL:
         told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."

@@ -52,7 +52,13 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
 
 def _of_draft(draft: Any) -> Any:
     """A model's weights are told apart on their own; other drafts have settings, such as a number of layers."""
-    return type(draft).__name__ if isinstance(draft, torch.nn.Module) else plain_value(draft)
+    if isinstance(draft, torch.nn.Module):
+        return type(draft).__name__
+    head = getattr(draft, "head", None)  # of an early exit
+    if head is None:
+        return plain_value(draft)
+    numbers = {name: weight.flatten()[:NUMBERS].tolist() for name, weight in head.state_dict().items()}
+    return plain_value(draft) | {"head": numbers}
 
 
 def plain_value(value: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
+from hf_specx.pair_files.exit_head import get_head, with_head
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
@@ -81,22 +82,22 @@ def load_pair(
     """
     own = _own(kwargs, draft_kwargs or {})
     hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    trust = {"trust_remote_code": trust_remote_code}
+    trust, sizes = {"trust_remote_code": trust_remote_code}, {"max_memory": max_memory, "cache_tokens": cache_tokens}
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
-    room = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype} | trust
     pair, config = get_pair(name_or_path, revision, **hub)
-    weightless = _weightless(config, draft)
+    weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
     checks = trust | {"use_safetensors": use_safetensors}
     found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
         config.forget()
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
-    maps = _plan(found, own, device_map, draft_device_map, **room)
+    maps = _plan(found, own, device_map, draft_device_map, **sizes, dtype=dtype, **trust)
     models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
     warn_of_another_target(config, models["target"])
+    own_draft = models["draft"] if weightless is None else with_head(weightless, head, models["target"])
     sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
-    return LoadedPair(models["target"], weightless or models["draft"], *tokenizers, config, sources)
+    return LoadedPair(models["target"], own_draft, *tokenizers, config, sources)
 
 
 def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware
-from hf_specx.common.wrappers import unwrapped, unwrapped_draft
+from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
@@ -25,7 +25,7 @@ from .loading import LoadedPair, load_pair
 PairDraft = PreTrainedModel | WeightlessDraft | list[PreTrainedModel | WeightlessDraft]
 
 
-class DraftTargetPair:
+class DraftTargetPair(NoModel):
     """A target model and a draft model for it.
 
     Args:
@@ -72,7 +72,7 @@ class DraftTargetPair:
     def __repr__(self) -> str:
         """Both models, and where they were loaded from."""
         drafts = self.draft if isinstance(self.draft, list) else [self.draft]
-        named = [f"{type(x).__name__} {getattr(x, 'name_or_path', '') or ''}".strip() for x in (self.target, *drafts)]
+        named = list(map(label_of, (self.target, *drafts)))
         return f"DraftTargetPair(target={named[0]}, draft={' + '.join(named[1:])})"
 
     @property
@@ -179,7 +179,7 @@ class DraftTargetPair:
         """
         model_class, device = type(self.target), execution_device(self.target)
         with ending(kwargs.get("streamer")) as reached:
-            check_pair_call(kwargs)
+            check_pair_call(kwargs | {"inputs": inputs})
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             strategy = self.strategy_for(kwargs)

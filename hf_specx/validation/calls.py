@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StaticCache
 
 from hf_specx.common.architectures import WITHOUT_ATTENTIONS
-from hf_specx.common.errors import refusal, require
+from hf_specx.common.errors import kind, refusal, require
 
 
 NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
@@ -29,8 +29,8 @@ def other_mode(config: GenerationConfig) -> str | None:
         value = getattr(config, name, None)
         if value is not None and value is not False:
             return (
-                f"{name}={value!r} selects {mode}; for greedy decoding or sampling leave it out, also of "
-                "model.generation_config."
+                f"{name}={value!r} selects {mode}, which is not supported; for greedy decoding or sampling leave it "
+                "out, also of model.generation_config."
             )
     return None
 
@@ -40,7 +40,7 @@ def beam_search(config: GenerationConfig) -> str | None:
     for name in ("num_beams", "num_beam_groups"):
         value = getattr(config, name, None)
         if value not in (None, 1):
-            return f"{name}={value} is beam search; set {name}=1 for greedy decoding or sampling."
+            return f"{name}={value} is beam search, which is not supported; set {name}=1 for greedy text or sampling."
     return None
 
 
@@ -48,7 +48,7 @@ def beam_search(config: GenerationConfig) -> str | None:
 def static_past(past: Any) -> str | None:
     if not isinstance(past, StaticCache):
         return None
-    return f"past_key_values is a {type(past).__name__}, from which nothing can be taken back; pass a DynamicCache."
+    return f"past_key_values is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
 
 
 @refusal
@@ -92,7 +92,7 @@ def check_call(
     static_past(model_kwargs.get("past_key_values"))
     require(
         streamer is None or rows == 1 or (hasattr(streamer, "put_row") and hasattr(streamer, "end_row")),
-        f"a {type(streamer).__name__} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave "
+        f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave "
         "the streamer out.",
     )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-from hf_specx.common.errors import require, similar
+from hf_specx.common.errors import kind, require, similar
 
 
 WITHHELD = {  # what transformers takes from a call and does not pass on to a strategy object, and the remedy
@@ -22,14 +22,20 @@ WITHHELD = {  # what transformers takes from a call and does not pass on to a st
 }
 
 
+NOT_THE_CLASS = (
+    "custom_generate is a class; make a strategy of it first, as in custom_generate=SpeculativeDecoding(draft_model)."
+)
+
+
 def check_entry(model: Any, custom_generate: Any) -> None:
     """Whether a target can be called at all, and by the method that was given with it, if one was."""
-    given = f"model is a {type(model).__name__}"
+    given = f"model is {kind(model)}"
     require(hasattr(model, "can_generate"), f"{given}; give the target itself, as from_pretrained loads it.")
     require(
         model.can_generate(),
         f"{given}, which scores no next token; load it with AutoModelForCausalLM or another class that can generate.",
     )
+    require(not isinstance(custom_generate, type), NOT_THE_CLASS)
     require(
         not isinstance(custom_generate, Path),
         f"custom_generate={custom_generate!r} is a Path, which transformers ignores; pass it as a str.",
@@ -47,40 +53,54 @@ def check_arguments(inputs: Any, model: Any, kwargs: dict[str, Any], options: Co
     for name, value in {"inputs": inputs, "input_ids": kwargs.get("input_ids")}.items():
         require(
             value is None or isinstance(value, torch.Tensor),
-            f"{name} is a {type(value).__name__}; pass a tensor of token ids, as in "
+            f"{name} is {kind(value)}; pass a tensor of token ids, as in "
             "generate(**tokenizer(texts, return_tensors='pt', padding=True), ...).",
         )
-        told = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
-        require(value is None or value.device.type != "meta", told)
+    check_values({"inputs": inputs} | kwargs)
     config = kwargs.get("generation_config")
     require(
         config is None or isinstance(config, GenerationConfig),
-        f"generation_config is a {type(config).__name__}; pass GenerationConfig(...), or its fields as arguments.",
+        f"generation_config is {kind(config)}; pass GenerationConfig(...), or its fields as arguments.",
     )
     for name in ("logits_processor", "stopping_criteria"):
         functions = kwargs.get(name)
-        kind = type(functions).__name__
         known = functions is None or isinstance(functions, list | tuple)
-        require(known, f"{name} is a {kind}; pass a list of such objects, [{kind}(...)].")
+        told = f"{name} is {kind(functions)}; pass a list of such objects, [{type(functions).__name__}(...)]."
+        require(known, told)
     require(
         kwargs.get("cache_implementation") != "paged",
         "cache_implementation='paged' turns generate into continuous batching, which takes no strategy; leave it out, "
         "or call generate_batch without a draft.",
     )
-    callables = GenerationMixin.generate, type(model).generate, model.forward
-    taken = vars(GenerationConfig()).keys() | {x for f in callables for x in inspect.signature(f).parameters}
-    for name in sorted(kwargs.keys() - set(options) - taken):
+    for name in sorted(kwargs.keys() - set(options) - known_arguments(model)):
         question = similar(name, options)
         require(not question, f"unknown argument {name!r}; {question.strip()}")
 
 
+def known_arguments(model: Any) -> set[str]:
+    """Names of what `generate` takes for a model: its own arguments, fields of a config, inputs of the model."""
+    callables = [GenerationMixin.generate, type(model).generate, model.forward, model.prepare_inputs_for_generation]
+    if model.config.is_encoder_decoder:
+        callables += [part.forward for part in (model.get_encoder(), model.get_decoder()) if part is not None]
+    taken = {name for function in callables for name in inspect.signature(function).parameters}
+    return taken | vars(GenerationConfig()).keys()
+
+
+def check_values(given: dict[str, Any]) -> None:
+    """Check that the tensors among the arguments of a call have values."""
+    for name, value in given.items():
+        told = f"{name} is on the meta device, which has shapes and no values; make it on the device of the model."
+        require(not isinstance(value, torch.Tensor) or value.device.type != "meta", told)
+
+
 def check_pair_call(kwargs: dict[str, Any]) -> None:
-    """Check that a call of a pair does not ask for something that the pair brings itself."""
+    """Check that a call of a pair does not ask for something that the pair brings itself, and can be read."""
     for name in ("custom_generate", "draft_model", "assistant_model", "model"):
         require(
             kwargs.get(name) is None,
             f"{name}= has no place in the call of a pair, which has its own; use hf_specx.generate for that.",
         )
+    check_values(kwargs)
 
 
 def check_draft_found(published: str | None, reason: str | None) -> None:
@@ -136,10 +156,11 @@ def check_withheld(frame: FrameType | None) -> None:
         raise
 
 
-def check_stop_strings_arrive(frame: FrameType | None) -> None:
-    """Refuse stop strings with a strategy object, when transformers asks for its signature.
+def check_unprepared(frame: FrameType | None) -> None:
+    """Refuse what transformers fails on in puzzling words, when it asks for the signature of a strategy object.
 
-    It has dropped the tokenizer by then, and would say next that the tokenizer is missing, even where it was given.
+    Tensors without values it cannot prepare. Of stop strings it has dropped the tokenizer by then, and would say next
+    that the tokenizer is missing, even where it was given.
 
     Args:
         frame: of whoever asks; only `GenerationMixin._extract_generation_mode_kwargs` is looked at.
@@ -149,11 +170,10 @@ def check_stop_strings_arrive(frame: FrameType | None) -> None:
     if frame is None or frame.f_back is None:
         return
     model, given = frame.f_locals.get("self"), frame.f_back.f_locals.get("generation_config")
+    kwargs = frame.f_locals.get("kwargs", {})
+    check_values({"inputs": frame.f_back.f_locals.get("inputs")} | kwargs)
     configs = given, getattr(model, "generation_config", None)
-    asked = [
-        frame.f_locals.get("kwargs", {}).get("stop_strings"),
-        *(getattr(x, "stop_strings", None) for x in configs),
-    ]
+    asked = [kwargs.get("stop_strings"), *(getattr(x, "stop_strings", None) for x in configs)]
     strings = next((each for each in asked if each is not None), None)
     require(
         strings is None,
@@ -172,5 +192,5 @@ class AskedSignature:
     def __get__(self, strategy: Any, kind: type | None = None) -> inspect.Signature:
         if strategy is None:
             raise AttributeError("__signature__")  # of the class it is that of its constructor
-        check_stop_strings_arrive(sys._getframe(1))
+        check_unprepared(sys._getframe(1))
         return inspect.signature(strategy.__call__)

@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specx.common.errors import refusal, require
+from hf_specx.layouts.position_tables import position_table
 
 
 WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, but see what it hides
@@ -95,7 +96,7 @@ def holes_in_the_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> 
     if model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all():
         return None
     kind = type(model).__name__
-    return f"{name} has zeros between tokens of a row, which {kind} does not heed; pad its rows on the left only."
+    return f"{name} has zeros between tokens of a row, which {kind} ignores; pad its rows on the left only."
 
 
 @refusal
@@ -147,6 +148,37 @@ def check_inputs(
     positions = None if decodes else model_kwargs.get("position_ids")
     if positions is not None:
         positions_for_other_tokens(positions, len(input_ids), max(widths) - held)
+
+
+def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
+    """Check that a table of positions, if the model has one, is long enough; plain `generate` fails beyond its end.
+
+    Args:
+        model: the target.
+        prompt_tokens: positions of the prompt, of its longest row; for an encoder-decoder of what its decoder reads.
+        new_tokens: the most that may follow; the last one of them is not fed.
+    """
+    table = position_table(model)
+    if table is None or prompt_tokens + new_tokens - 1 <= table:
+        return
+    room = table + 1 - prompt_tokens
+    less = f"set max_new_tokens={room} or less, or shorten the prompt"
+    require(
+        False,
+        f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a "
+        f"table of {table} positions, beyond which plain generate fails; "
+        f"{less if room > 0 else f'shorten the prompt to {table} tokens or fewer'}.",
+    )
+
+
+def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
+    """Check that the encoder of a model has a position for each token of a prompt."""
+    table = position_table(model, encoder=True)
+    require(
+        table is None or prompt_tokens <= table,
+        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
+        "positions; shorten the prompt.",
+    )
 
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:

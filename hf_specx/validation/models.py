@@ -8,6 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import ENCODERS, vocabulary
 from hf_specx.common.errors import refusal
+from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+
+from .vocabularies import compare_vocabularies
 
 
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
@@ -126,10 +129,9 @@ def _has_own_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> bool:
 def tokens_of_another_meaning(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> str | None:
-    different = tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items()
-    if not different:
+    if same_tokens(tokenizer, draft_tokenizer):
         return None
-    token, number = min(different)
+    token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
     return (
         f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
         "target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that it is given as a model."
@@ -142,8 +144,8 @@ def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel)
     if sizes[0] == sizes[1]:
         return None
     return (
-        f"the target has {sizes[0]} tokens and the draft {sizes[1]}; pass tokenizer= and draft_tokenizer=, by which "
-        "they are compared, and matched where they differ by more than padding."
+        f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; pass tokenizer= and draft_tokenizer= to "
+        "SpeculativeDecoding, which then compares them, and matches their tokens where they differ."
     )
 
 
@@ -168,19 +170,10 @@ def own_text_without_ids(draft: PreTrainedModel, width: int) -> str | None:
 
 
 @refusal
-def own_text_in_lockstep(draft: PreTrainedModel, able: list[str]) -> str | None:
-    if able:
-        return None
-    return (
-        f"the draft {type(draft).__name__} takes rows of equally many tokens only, and with another tokenizer than "
-        "the target's they differ; choose a draft with attention in all its layers, or with the target's tokenizer."
-    )
-
-
-@refusal
 def tokenizer_of_another_model(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str | None:
     added, size = tokenizer.added_tokens_decoder, vocabulary(model)
-    beyond = {number: token for token, number in tokenizer.get_vocab().items() if number >= size}
+    ids = tokenizer.get_vocab() if vocabulary_of(tokenizer).largest >= size else {}
+    beyond = {number: token for token, number in ids.items() if number >= size}
     plain = sorted(beyond.keys() - added.keys())
     told = f"the {role}'s tokenizer is not that of {type(model).__name__}:"
     if plain:
@@ -267,3 +260,5 @@ def check_pair(
         tokens_of_another_meaning(tokenizer, draft_tokenizer)
     else:
         vocabularies_of_other_sizes(target, draft)
+    if None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer:
+        compare_vocabularies(target, draft, tokenizer, draft_tokenizer)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
-from hf_specx.common.errors import is_int, one_of, require, similar
+from hf_specx.common.errors import is_int, kind, one_of, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.matching import MATCHES
 from hf_specx.drafting.several import has_forwards
@@ -36,8 +36,8 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
         misplaced: arguments that were given after it without a name, as `generate` gives them to a class.
     """
     told = (
-        "SpeculativeDecoding takes one draft, and its options by name; pass generate an object of it, as in "
-        "custom_generate=SpeculativeDecoding(draft_model), not the class."
+        "SpeculativeDecoding takes one draft (or a list of them), and its options by name. If custom_generate= was "
+        "given this class, give it an object: custom_generate=SpeculativeDecoding(draft_model)."
     )
     require(not misplaced, told)
     check_draft(draft_model)
@@ -53,7 +53,7 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
         value = options[name]
         require(
             value is None or all(hasattr(value, each) for each in needed),
-            f"{name} is a {type(value).__name__} without {' and '.join(needed)}; {remedy}, or leave it out.",
+            f"{name} is {kind(value)} without {' and '.join(needed)}; {remedy}, or leave it out.",
         )
 
 
@@ -74,10 +74,10 @@ def check_draft(draft_model: Any) -> None:
     is_class = isinstance(draft_model, type)
     told = "draft_model is the class {}; give an object of it, as from_pretrained or its constructor makes it."
     require(not is_class, told.format(getattr(draft_model, "__name__", "")))
-    given = f"draft_model is a {type(draft_model).__name__}"
+    given = f"draft_model is {kind(draft_model)}"
     proposes = callable(getattr(draft_model, "propose", None)) and not isinstance(draft_model, type)
     known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)
-    told = "give a model, a CandidateGenerator or a Drafter, as SuffixDraft(), which needs no model."
+    told = "give a model, a CandidateGenerator or Drafter of yours, or a draft without a model, as SuffixDraft()."
     require(known, f"{'draft_model is None' if draft_model is None else given}; {told}")
     require(
         not isinstance(draft_model, PreTrainedModel) or draft_model.can_generate(),

@@ -30,7 +30,8 @@ def seeds_in_lockstep(rows: int, verification: str, layout: str) -> str | None:
         return None
     return (
         f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
-        "rows advance by the batch minimum; use verification='coupled', or another layout if the model takes one."
+        "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or another "
+        "layout if the model takes one."
     )
 
 
@@ -40,8 +41,8 @@ def layout_out_of_order(names: list[str], layout: str) -> str | None:
         return None
     return (
         f"layout={layout!r} lets rows advance on their own, and {', '.join(names)} must be shown each token once, in "
-        "order, of all rows together; use layout='auto' or 'lockstep', or set `stateless = True` on what goes by its "
-        "arguments alone."
+        "order, of all rows together; use layout='auto' or 'lockstep', or set the attribute stateless = True of one "
+        "that keeps no state from call to call."
     )
 
 
@@ -51,8 +52,8 @@ def block_out_of_order(names: list[str], verification: str | None) -> str | None
         return None
     return (
         f"verification='block' looks at all candidates of a round, and {', '.join(names)} must be shown each token "
-        "once, in order; use verification='token' or 'coupled', or set `stateless = True` on what goes by its "
-        "arguments alone."
+        "once, in order; use verification='token' or 'coupled', or set the attribute stateless = True of one that "
+        "keeps no state from call to call."
     )
 
 
@@ -133,7 +134,8 @@ def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
         f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row.",
     )
     wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
-    require(wrong is None, f"the seed {wrong} is not in the range of generators; give ints from 0 to 2**63 - 1.")
+    told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
+    require(wrong is None, told)
     seeds_in_lockstep(rows, verification, layout)
 
 

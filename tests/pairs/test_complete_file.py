@@ -267,7 +267,7 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     refused = [json.loads(line) for line in lines[12:]]
     assert [line["text"] for line in refused] == [None, None]
     assert "is empty" in refused[0]["error"]
-    assert "are more than max_batch_tokens=200" in refused[1]["error"]
+    assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
 
 
 @pytest.mark.parametrize(

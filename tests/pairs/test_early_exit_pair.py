@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import Forwards, prompts, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx import DraftTargetPair, EarlyExitDraft
 from hf_specx.hub.publish import write_repository
+from hf_specx.pair_files.exit_head import HEAD_NAME
 from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 
@@ -112,10 +114,86 @@ def test_more_layers_than_the_target_has(tmp_path: Path):
     assert not forwards.ids
 
 
+def with_trained_head(target: PreTrainedModel, bias: bool = False) -> EarlyExitDraft:
+    """An exit whose head swaps two numbers of the hidden state, so that other tokens are drafted than without it."""
+    width = target.config.hidden_size
+    head = torch.nn.Linear(width, width, bias=bias)
+    with torch.no_grad():
+        head.weight.copy_(torch.eye(width).roll(1, 0))
+    return EarlyExitDraft(1, head=head.eval())
+
+
+def drafts_of(pair: DraftTargetPair) -> torch.Tensor:
+    """What the first layers say after a prompt."""
+    return pair.draft.first_layers(pair.target)(prompts(1)["input_ids"]).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_is_saved_with_its_exit(tmp_path: Path, bias: bool):
+    folder, target = tmp_path / "pair", predicting()
+    saved = DraftTargetPair(target, with_trained_head(target, bias))
+    saved.save_pretrained(folder)
+    assert json.loads((folder / CONFIG_NAME).read_text())["early_exit"] == {"exit_layer": 1, "head": True}
+    pair = DraftTargetPair.from_pretrained(folder)
+    assert torch.equal(drafts_of(pair), drafts_of(saved))
+    assert not torch.equal(drafts_of(pair), drafts_of(DraftTargetPair(target, EarlyExitDraft(1))))
+    assert torch.equal(pair.generate(**prompts(3), **GREEDY), plain(target, 3))
+    pair.save_pretrained(tmp_path / "again")
+    for name in (CONFIG_NAME, HEAD_NAME):
+        assert (tmp_path / "again" / name).read_bytes() == (folder / name).read_bytes()
+    half = DraftTargetPair.from_pretrained(folder, dtype=torch.bfloat16)
+    assert half.draft.head.weight.dtype == torch.bfloat16
+
+
+def test_a_head_by_string(tmp_path: Path):
+    """The published code drafts with the head: with one that spoils the candidates, all layers run more often."""
+    target, seen = predicting(), []
+    for name, draft in (("without", EarlyExitDraft(1)), ("with", with_trained_head(target))):
+        folder = tmp_path / name
+        write_repository(DraftTargetPair(target, draft), folder)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        with LastLayer(model) as layer:
+            output = model.generate(**prompts(4), **GREEDY, custom_generate=str(folder), trust_remote_code=True)
+        assert torch.equal(output, plain(target, 4))
+        seen.append(layer.count)
+    assert seen[0] < 12 < seen[1]
+    assert "no weights but those of its head, and serves this target" in (folder / "README.md").read_text()
+
+
+def other_tensors(path: Path, **tensors: torch.Tensor) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (Path.unlink, "has no exit_head.safetensors: weights are missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "exit_head.safetensors has .* bytes, and its header"),
+        (lambda path: path.write_bytes(b"pickle"), "does not begin as safetensors do"),
+        (lambda path: other_tensors(path, weight=torch.zeros(3, 3)), "the head of this target is a weight"),
+        (lambda path: other_tensors(path, bias=torch.zeros(32)), "the head of this target is a weight"),
+        (lambda path: other_tensors(path, weight=torch.zeros(32, 32).long()), "the head of this target is a weight"),
+        (lambda path: path.rename(path.parent.parent / "x") and path.symlink_to(path.parent.parent / "x"), "a link"),
+    ],
+)
+def test_heads_that_are_refused(tmp_path: Path, damage, message: str):
+    target, folder = tiny(), tmp_path / "pair"
+    assert target.config.hidden_size == 32
+    write_repository(DraftTargetPair(target, with_trained_head(target)), folder)
+    damage(folder / HEAD_NAME)
+    with pytest.raises(ValueError, match=message):
+        DraftTargetPair.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with Forwards(model) as forwards, pytest.raises(ValueError, match=message):
+        model.generate(**prompts(1), **GREEDY, custom_generate=str(folder), trust_remote_code=True)
+    assert not forwards.ids
+
+
 @pytest.mark.parametrize(
     ("draft", "options", "message"),
     [
-        (EarlyExitDraft(1, head=torch.nn.Identity()), {}, "the head of an EarlyExitDraft is not saved with a pair"),
+        (EarlyExitDraft(1, head=torch.nn.Identity()), {}, "a square torch.nn.Linear as the head .* is Identity"),
         (
             EarlyExitDraft(1),
             {"draft": "reference"},

@@ -1,8 +1,10 @@
 """Bad input and misuse, put into practice: models of all kinds, and calls with them that should be refused."""
 
 import copy
+import string
 from collections.abc import Callable
 from functools import cache
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -55,6 +57,7 @@ def letters(tokens: str, decoder: bool = True) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
+LETTERS = string.ascii_letters[:48]
 OTHER = {"tokenizer": letters("abcdefg"), "draft_tokenizer": letters("gfe")}
 
 
@@ -157,6 +160,16 @@ def early(**options):
     return get("target").generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, custom_generate=strategy)
 
 
+def of_other_files():
+    """With a draft that was loaded from a folder where another tokenizer lies."""
+    draft = copy.deepcopy(get("draft"))
+    with TemporaryDirectory() as folder:
+        letters(LETTERS[::-1]).save_pretrained(folder)
+        draft.name_or_path = folder
+        strategy = SpeculativeDecoding(draft, num_draft_tokens=2, tokenizer=letters(LETTERS))
+        return get("target").generate(**prompts(2, width=6), max_new_tokens=2, custom_generate=strategy)
+
+
 def function(target: str = "target", **settings):
     """Two rows through the function."""
     given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
@@ -167,7 +180,8 @@ def function(target: str = "target", **settings):
 def of_pair(**settings):
     """Two rows through a pair."""
     pair = DraftTargetPair(get("target"), get("draft"))
-    return pair.generate(**prompts(2, width=6), max_new_tokens=2, do_sample=False, num_draft_tokens=2, **settings)
+    given = prompts(2, width=6) | {"max_new_tokens": 2, "do_sample": False, "num_draft_tokens": 2}
+    return pair.generate(**given | settings)
 
 
 def made(**given):

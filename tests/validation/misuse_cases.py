@@ -26,6 +26,7 @@ from misuse import (
     letters,
     masked,
     negative,
+    of_other_files,
     on_the_oldest,
     only_encoded,
     put,
@@ -103,6 +104,10 @@ CASES = {
     "other_mel_bins": ("the target hears 8 mel bins and the draft 16.*=8", partial(heard, "more bins")),
     "other_encoder_width": ("encoder outputs of width 48.*have 32; choose", partial(heard, "wide whisper")),
     "vocabularies_of_other_sizes": ("48 tokens and the draft 50.*pass", partial(call, draft="other vocabulary")),
+    "files_of_other_tokens": (
+        "have different tokenizers: 48 of 48 ids stand for other tokens, .*; pass tokenizer= and draft_tokenizer=",
+        of_other_files,
+    ),
     "tokens_of_another_meaning": (
         "the two tokenizers differ, for instance in '0' with id 0; choose a draft with the",
         partial(early, tokenizer=Tokens(48), draft_tokenizer=Tokens(48, "zero")),
@@ -127,10 +132,6 @@ CASES = {
         "LlamaForCausalLM has another tokenizer .* cannot read inputs_embeds; pass input_ids",
         lambda: call(OTHER, **embeds()),
     ),
-    "own_text_in_lockstep": (
-        "LlamaForCausalLM takes rows of equally many tokens only.*choose a draft with attention in all its layers",
-        partial(call, OTHER, draft="unknown"),
-    ),
     "tokenizer_of_another_model": (
         "the draft's tokenizer is not that of LlamaForCausalLM: 'W' has id 48, and the model scores 48 tokens; pass",
         partial(call, OTHER | {"draft_tokenizer": letters(string.ascii_letters)}),
@@ -145,15 +146,18 @@ CASES = {
     ),
     "type_that_is_not_exact": ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
     "type_that_is_not_exact, draft": ("'rwkv' cannot be a draft.*choose", partial(call, draft="own cache")),
-    "attention_without_layout": ("by position only.*load it with 'sdpa'", partial(call, target="by mask")),
+    "attention_without_layout": ("by position only.*load it with attn_impl", partial(call, target="by mask")),
     "layout_that_is_not_exact": (
         "layout='padded' has not been shown .*'never_heard_of'.*use 'lockstep' or 'auto'",
         partial(call, {"layout": "padded"}, target="unknown"),
     ),
     "type_of_a_later_version": ("'doge' has been shown .* 99.0 and later, not on", lambda: on_the_oldest("doge")),
     # What a call asks for
-    "beam_search": ("num_beams=3 is beam search; set num_beams=1", partial(call, num_beams=3)),
-    "beam_search, groups": ("num_beam_groups=2 is beam search; set", partial(call, num_beam_groups=2)),
+    "beam_search": ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
+    "beam_search, groups": (
+        "num_beam_groups=2 is beam search, .*; set",
+        partial(call, num_beam_groups=2),
+    ),
     **{
         f"other_mode, {name}": (
             f"^{name}=.* selects .*; for greedy .* leave it out",

@@ -135,11 +135,11 @@ PLAIN = [
     ),
     # Another server
     (
-        "draft is in the subfolder 'small' of 'org/draft', and vLLM loads roots only; save",
+        "draft is in the subfolder 'small' of 'org/draft', where vLLM does not look; save",
         exported(TARGET, ModelSource("org/draft", subfolder="small")),
     ),
     (
-        "of .org/pair., and vLLM loads roots only; download",
+        "of .org/pair., where vLLM does not look; download",
         exported(ModelSource(vocab_size=4), ModelSource(subfolder="draft", vocab_size=4)),
     ),
     (
@@ -159,7 +159,7 @@ PLAIN = [
     ("cache_tokens=-1 is no number of tokens; give", placed(cache_tokens=-1)),
     ("texts='def' is not a list of strings; put", completed("def")),
     ("batch_size=0 is no number of rows; give 1", completed(batch_size=0)),
-    ("seed=-1 is not in the range of gen.*give an int", completed(seed=-1)),
+    ("seed=-1 is outside of what a torch gen.*give an int", completed(seed=-1)),
     ("seeds= belongs to one call of generate; leave", completed(seeds=[1])),
     ("ordered= belongs to strategy.generate_many; leave", completed(ordered=True)),
     ("out='.*/tool_cases.py' is there already, and .*; name another", lambda: check_results_path(Path(__file__))),

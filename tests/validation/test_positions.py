@@ -1,0 +1,139 @@
+"""Texts up to the end of a table of positions, and beyond it, where plain `generate` fails."""
+
+import pytest
+import torch
+import zoo
+from counting import counting
+from tiny import near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
+
+
+TABLE, PROMPT = 128, 11
+FITS = TABLE + 1 - PROMPT  # the last new token is not fed
+
+
+@pytest.fixture(scope="module")
+def learned() -> PreTrainedModel:
+    return tiny("gpt2")
+
+
+@pytest.fixture(scope="module")
+def draft(learned: PreTrainedModel) -> PreTrainedModel:
+    return near(learned, 0.05)
+
+
+def ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict:
+    """All ways to ask for a text: functions of the arguments of `generate`."""
+    given, pair = prompts(2), DraftTargetPair(target, draft)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
+    options = {"model": target, "draft_model": draft, "num_draft_tokens": 4}
+    return {
+        "strategy": lambda **call: target.generate(**given, **call, custom_generate=strategy),
+        "function": lambda **call: generate(**given, **call, **options),
+        "pair": lambda **call: pair.generate(**given, **call, num_draft_tokens=4),
+    }
+
+
+@pytest.mark.parametrize("way", ["strategy", "function", "pair"])
+def test_learned_positions(way: str, learned: PreTrainedModel, draft: PreTrainedModel):
+    """The last text for which there is room is that of plain `generate`; one token more fails there."""
+    call = ways(learned, draft)[way]
+    expected = learned.generate(**prompts(2), max_new_tokens=FITS, do_sample=False)
+    with counting(learned) as forwards:
+        assert torch.equal(call(max_new_tokens=FITS, do_sample=False), expected)
+    assert len(forwards) < FITS / 2
+    with pytest.raises(IndexError):
+        learned.generate(**prompts(2), max_new_tokens=FITS + 1, do_sample=False)
+    told = "the prompt has 11 tokens and may get 119 new ones, and GPT2LMHeadModel has a table of 128 positions, "
+    with counting(learned) as forwards, pytest.raises(ValueError, match=f"{told}.*set max_new_tokens=118 or less"):
+        call(max_new_tokens=FITS + 1, do_sample=False)
+    assert not forwards
+
+
+def test_a_prompt_beyond_the_positions(learned: PreTrainedModel, draft: PreTrainedModel):
+    given = torch.ones(1, TABLE + 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the prompt has 129 tokens.*shorten the prompt to 128 tokens or fewer"):
+        generate(given, model=learned, draft_model=draft, max_new_tokens=1)
+
+
+def test_pads_have_no_positions(learned: PreTrainedModel, draft: PreTrainedModel):
+    """So rows that were padded to more columns than there are positions are no reason to refuse."""
+    given = {name: torch.nn.functional.pad(each, (TABLE, 0)) for name, each in prompts(2).items()}
+    settings, strategy = {"max_new_tokens": 20, "do_sample": False}, SpeculativeDecoding(draft, num_draft_tokens=4)
+    expected = learned.generate(**given, **settings)
+    assert torch.equal(learned.generate(**given, **settings, custom_generate=strategy), expected)
+
+
+def test_requests(learned: PreTrainedModel, draft: PreTrainedModel):
+    """Of many, those that cannot be served are refused, with what would help; the others get their texts."""
+    strategy, ids = SpeculativeDecoding(draft, num_draft_tokens=4), prompts(1)["input_ids"][0].tolist()
+    requests = [ids, [*ids, 1], [1] * (TABLE + 1)]
+    done = list(strategy.generate_many(learned, requests, ordered=True, max_new_tokens=FITS, do_sample=False))
+    expected = learned.generate(torch.tensor([ids]), max_new_tokens=FITS, do_sample=False)[0, PROMPT:]
+    assert [each.finish_reason for each in done] == ["length", "refused", "refused"]
+    assert done[0].tokens == expected.tolist()
+    assert "request 1: the prompt has 12 tokens and may get 118 new ones" in done[1].error
+    assert "set max_new_tokens=117 or less" in done[1].error
+    assert "shorten the prompt to 128 tokens or fewer" in done[2].error
+
+
+@pytest.mark.parametrize("model_type", ["llama", "xglm", "bloom"])
+def test_computed_positions(model_type: str):
+    """They have no end, also where the config names one, and the text beyond it is that of plain `generate`."""
+    target = tiny() if model_type == "llama" else zoo.build("causal", model_type)
+    given, settings = prompts(2), {"max_new_tokens": FITS + 9, "min_new_tokens": FITS + 9, "do_sample": False}
+    expected = target.generate(**given, **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4)
+    with counting(target) as forwards:
+        text = target.generate(**given, **settings, custom_generate=strategy)
+    assert torch.equal(text, expected)
+    assert len(forwards) < FITS + 9
+
+
+def test_a_table_that_grows():
+    """FSMT's are sines, of which it computes more where a text needs them, of its encoder and of its decoder."""
+    target = zoo.build("seq2seq", "fsmt")
+    for table in (target.get_encoder().embed_positions, target.get_decoder().embed_positions):
+        table.make_weight(TABLE, table.embedding_dim, table.padding_idx)  # the zoo made them random
+    given, settings = torch.arange(TABLE + 9)[None] % 60 + 4, {"max_new_tokens": TABLE + 9, "do_sample": False}
+    expected = target.generate(given, **settings)
+    strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=4)
+    with counting(target) as forwards:
+        assert torch.equal(target.generate(given, **settings, custom_generate=strategy), expected)
+    assert len(forwards) < TABLE
+    (done,) = strategy.generate_many(target, [given[0]], **settings)
+    assert done.tokens == expected[0, 1:].tolist()
+
+
+@pytest.mark.parametrize("model_type", ["rwkv", "xlnet"])
+def test_another_reason_is_not_hidden(model_type: str):
+    """The config of each has a number under a name of a table, and neither has one."""
+    target = zoo.build("causal", model_type)
+    with pytest.raises(ValueError, match=f"model type '{model_type}' cannot be a target"):
+        generate(**prompts(2), model=target, draft_model=SuffixDraft(), max_new_tokens=2 * TABLE)
+
+
+def test_an_encoder_with_a_config_of_its_own():
+    """A request that it has no positions for is refused, and the others get their texts."""
+    target, strategy = zoo.build("seq2seq", "encoder-decoder"), SpeculativeDecoding(SuffixDraft())
+    short, long = torch.arange(9) + 4, torch.arange(TABLE + 1) % 60 + 4
+    done = list(strategy.generate_many(target, [long, short], ordered=True, max_new_tokens=4, do_sample=False))
+    assert "encoder of EncoderDecoderModel has a table of 128 positions" in str(done[0].error)
+    assert done[1].tokens == target.generate(short[None], max_new_tokens=4, do_sample=False)[0, 1:].tolist()
+
+
+@pytest.mark.parametrize(("prompt", "new"), [(100, 60), (10, 128)])
+def test_an_encoder_has_its_own_positions(prompt: int, new: int):
+    """What it reads does not take those of the text that a decoder writes."""
+    target = zoo.build("seq2seq", "bart")
+    ids = torch.arange(prompt) % 60 + 4
+    settings = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    expected = target.generate(ids[None], **settings)[0, 1:]
+    strategy = SpeculativeDecoding(SuffixDraft())
+    (done,) = strategy.generate_many(target, [ids], **settings)
+    assert done.tokens == expected.tolist()
+    (done,) = strategy.generate_many(target, [torch.arange(129) % 60 + 4], **settings)
+    told = "prompt has 129 tokens, and the encoder of BartForConditionalGeneration has a table of 128 positions; short"
+    assert told in str(done.error)
