@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -13,9 +12,9 @@ from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_
 from hf_specx.measure.checks import check_out, check_plots, check_runs
 from hf_specx.measure.points import Claim, claims
 from hf_specx.measure.recipes import PREFIX, check_grafted
-from hf_specx.measure.ways import PLAIN_NAME, way
+from hf_specx.measure.ways import in_words, way
 
-from .console import errors_in_one_line, figure, imports, progress
+from .console import Output, errors_in_one_line, figure, imports, print_figures, progress
 from .options import (
     LARGEST_SEED,
     Chat,
@@ -33,28 +32,22 @@ from .options import (
     read_prompts,
     typed,
 )
+from .prompts import check_messages
 
 
 GRID_FILE = Path("specx-bench.json")
-COLUMNS = (
-    "contender",
-    "tokens/s",
-    "times plain",
-    "in a turn",
-    "α",
-    "tokens a round",
-    "ms a round",
-    "over forwards",
-    "limit",
-    "Theorem 3.8",
-)
-BENCH_LEGEND = (
-    "medians over turns; times plain: tokens/s over those of plain; in a turn: the least and the largest such ratio "
-    "within one turn; α: the chance that a candidate is accepted; tokens and ms a round: of a row; over forwards: a "
-    "round over its bare forwards; limit: the speed-up if there were nothing but forwards, each timed on its own, so "
-    "that noise may put it below what was measured; Theorem 3.8: the same if a target step over all candidates cost "
-    "as much as one over a token"
-)
+COLUMNS = {  # with what is in them
+    "contender": "",
+    "tokens/s": "all rows together, the median over turns",
+    "times plain": "tokens/s over those of plain",
+    "within turns": "the least and the largest of these ratios within one turn",
+    "accepted": "α, the chance that a candidate is accepted",
+    "tokens a round": "of each row",
+    "time over forwards": "a round's time over that of its forwards alone",
+    "limit": "times plain, if both took nothing but their forwards",
+    "Theorem 3.8": "the same, if a forward over all candidates took as long as one over a token",
+}
+ABOVE = "*"  # what was measured is above the limit
 SYNTHETIC = "grafted pairs are synthetic: random weights whose acceptance was set"
 HELP_PAIR = f"Id or folder of a pair; or {PREFIX}30M and the like."
 HELP_OUT = f"File of results, taken up where it ended; of a grid {GRID_FILE}."
@@ -92,7 +85,8 @@ def bench(
     Without options it takes one or two minutes, on the pair in the package. A grid says which claims of the project
     hold on this machine.
     """
-    with errors_in_one_line():
+    kept = out or (GRID_FILE if grid or full or only else None)
+    with errors_in_one_line(kept):
         sizes = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "repeats": repeats}
         how = {"temperature": temperature, "top_p": top_p, "dtype": dtype, "seed": seed}
         given = {name: value for name, value in (sizes | how).items() if value not in (None, [])}
@@ -104,7 +98,8 @@ def bench(
         check_out(out)
         check_plots(plots)
         prompts = [] if file is None else read_prompts([], file, "")
-        made = measure(cells, named, prompts, chat, out or (GRID_FILE if grid or full or only else None), full)
+        check_messages(prompts, chat)
+        made = measure(cells, named, prompts, chat, kept, full)
         show_cells(made)
         if grid or full or only:
             show_claims(claims(made))
@@ -131,7 +126,7 @@ def show_plots(made: list[dict[str, Any]], folder: Path) -> None:
     from hf_specx.measure.plots import plot
 
     for path in plot(made, folder):
-        Console().print(Text(f"wrote {path}"), soft_wrap=True)
+        Output().print(Text(f"wrote {path}"), soft_wrap=True)
 
 
 def choose_cells(
@@ -179,7 +174,7 @@ def check_grid(grid: bool, full: bool, only: list[str], given: list[str]) -> Non
 
 def show_cells(made: list[dict[str, Any]]) -> None:
     """Print a table for each cell."""
-    console = Console()
+    console = Output()
     for measured in made:
         known = dict(measured["cell"], contenders=tuple(measured["cell"]["contenders"]))
         console.print(Text(f"\n{Cell(**known)}", "bold"), soft_wrap=True)
@@ -189,39 +184,41 @@ def show_cells(made: list[dict[str, Any]]) -> None:
             for name, noted in measured["contenders"].items():
                 console.print(Text(f"{name}: {_probe(noted)}"), soft_wrap=True)
         else:
-            console.print(contenders_table(measured["contenders"]))
+            print_figures(console, list(COLUMNS), rows_of(measured["contenders"]))
             for name, noted in measured["contenders"].items():
                 if "unavailable" in noted:
-                    console.print(Text(f"{name} is not available: {noted['unavailable']}", "yellow"), soft_wrap=True)
-    console.print(Text(BENCH_LEGEND, "dim"))
+                    console.print(Text(f"{name} did not run: {noted['unavailable']}", "yellow"), soft_wrap=True)
+                if "above_limit" in noted:
+                    console.print(Text(f"{ABOVE} {name}: {noted['above_limit']}"), soft_wrap=True)
+    console.print(Text(f"\n{legend_of(made)}", "dim"), soft_wrap=True)
     if any(measured.get("pair", {}).get("synthetic") for measured in made):
         console.print(Text(SYNTHETIC, "dim"))
 
 
-def contenders_table(contenders: dict[str, Any]) -> Table:
-    """One row for each contender that ran."""
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for heading in COLUMNS:
-        named = heading == COLUMNS[0]
-        table.add_column(heading, justify="left" if named else "right", no_wrap=named)
-    plain = contenders.get(PLAIN_NAME, {}).get("tokens_per_second")
+def legend_of(made: list[dict[str, Any]]) -> str:
+    """What contenders and columns mean, a line for each."""
+    names = dict.fromkeys(name for measured in made for name in measured["contenders"])
+    meanings = {name: in_words(name) for name in names} | {head: said for head, said in COLUMNS.items() if said}
+    return "\n".join(f"{name}: {said}" for name, said in meanings.items())
+
+
+def rows_of(contenders: dict[str, Any]) -> list[tuple[str, ...]]:
+    """One for each contender, as `COLUMNS` says; those that could not run have no figures."""
+    rows: list[tuple[str, ...]] = []
     for name, noted in contenders.items():
-        if "tokens_per_second" not in noted:
-            continue
-        speedup, round_time = noted.get("speedup"), noted.get("seconds_per_round", {}).get("median")
+        rate, speedup = noted.get("tokens_per_second"), noted.get("speedup")
         cells = (
-            f"{noted['tokens_per_second']['median']:.0f}",
-            figure(None if plain is None else noted["tokens_per_second"]["median"] / plain["median"]),
+            "-" if rate is None else f"{rate['median']:.0f}",
+            figure(noted.get("times_plain")),
             "-" if speedup is None else f"{speedup['min']:.2f}-{speedup['max']:.2f}",
             figure(noted.get("alpha")),
             figure(noted.get("tokens_per_round")),
-            "-" if round_time is None else f"{1000 * round_time:.1f}",
             figure(noted.get("round_over_bare")),
-            figure(noted.get("forward_limited_speedup")),
+            figure(noted.get("forward_limited_speedup")) + (ABOVE if "above_limit" in noted else ""),
             figure(noted.get("expected_speedup")),
         )
-        table.add_row(name, *cells)
-    return table
+        rows.append((name, *cells))
+    return rows
 
 
 def show_claims(found: list[Claim]) -> None:
@@ -230,8 +227,8 @@ def show_claims(found: list[Claim]) -> None:
     outcomes = {True: Text("holds", "green"), False: Text("fails", "red"), None: Text("not told", "yellow")}
     for each in found:
         table.add_row(str(each.point), each.what, each.wanted, figure(each.found), outcomes[each.holds], each.note)
-    Console().print(Text("\nWhat it must show", "bold"))
-    Console().print(table)
+    Output().print(Text("\nWhat it must show", "bold"))
+    Output().print(table)
 
 
 def _probe(noted: dict[str, Any]) -> str:

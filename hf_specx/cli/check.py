@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
-from hf_specx.equivalence.settings import CHECKED, Settings
+from hf_specx.equivalence.settings import CHECKED, Settings, check_packages
 from hf_specx.measure.checks import check_out
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
-from .console import errors_in_one_line, imports, progress
+from .console import Output, errors_in_one_line, imports, progress
 from .options import (
     LARGEST_SEED,
     Chat,
@@ -38,7 +37,9 @@ from .options import (
     Trust,
     hub_options,
     read_prompts,
+    typed,
 )
+from .prompts import check_messages
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
@@ -77,14 +78,16 @@ def check(
 
     Prompts come from --file, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
     """
-    with errors_in_one_line():
+    with errors_in_one_line(kept=resume):
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
+        check_packages()
         check_out(out)
         check_out(resume)
         check_can_write(report)
         how = temperature, top_p, top_k, tuple(verification or CHECKED)
         settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
         given = None if file is None else read_prompts([], file, "with --file")
+        check_messages(given or [], chat)
         result = run_named(named, settings, given, chat, resume, timed=report is not None)
         show_result(result)
         for path, write in ((out, result.save), (report, partial(write_report, result))):
@@ -120,7 +123,9 @@ def run_named(
     subject = subject_of(loaded, prompts or loaded.prompts, settings)
     steps = settings.steps(len(subject.prompts), timed=timed)
     with progress("plain and speculative, and both compared", steps) as advance:
-        return run_check(subject, advance, resume, timed=timed)
+        result = run_check(subject, advance, resume, timed=timed)
+    result.pair, result.command = named.name, typed()
+    return result
 
 
 def keep(path: Path, write: Callable[[Path], Path], result: CheckResult) -> None:
@@ -130,7 +135,7 @@ def keep(path: Path, write: Callable[[Path], Path], result: CheckResult) -> None
         OSError: it could not be written.
     """
     try:
-        Console().print(Text(f"wrote {write(path)}"), soft_wrap=True)
+        Output().print(Text(f"wrote {write(path)}"), soft_wrap=True)
     except OSError:
         typer.echo(json.dumps(result.to_dict()))
         raise
@@ -138,7 +143,7 @@ def keep(path: Path, write: Callable[[Path], Path], result: CheckResult) -> None
 
 def show_result(result: CheckResult) -> None:
     """Print the results of all tests, the verdict, and the smallest deviations that would have been found."""
-    console = Console()
+    console = Output()
     console.print(lines_table(result))
     console.print(Text(CHECK_LEGEND, "dim"))
     console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
@@ -148,8 +153,8 @@ def show_result(result: CheckResult) -> None:
 def lines_table(result: CheckResult) -> Table:
     """A row for each test."""
     table = Table(show_edge=False)
-    for heading in ("what", "verdict", "figure", "threshold", "seen"):
-        number = heading in ("figure", "threshold")
+    for heading in ("what", "verdict", "figure", "at most", "seen"):
+        number = heading in ("figure", "at most")
         table.add_column(heading, justify="right" if number else "left", no_wrap=number, overflow="fold")
     for line in result.lines:
         figure = "-" if line.figure is None else f"{line.figure:.3g}"

@@ -103,5 +103,6 @@ def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDe
 def legend() -> Text:
     """One line that explains the styles."""
     accepted, recovered, bonus, forced = STYLES.items()
-    drafted = Text.assemble(accepted, ": drafted; ", forced, ": the only token allowed; ")
-    return Text.assemble(drafted, recovered, ": the target's, after a rejection; ", bonus, ": the target's, else")
+    drafted = Text.assemble(accepted, ": a candidate that was kept; ", forced, ": the only token allowed; ")
+    of_target = Text.assemble(recovered, ": the target's, in place of a rejected candidate; ", bonus, ": the target's")
+    return drafted.append_text(of_target).append(" after all candidates, or without any")

@@ -26,7 +26,26 @@ from .tune import tune
 WRONG_USAGE: Any = typer.BadParameter.__mro__[2]  # typer does not name the base of these errors, which is click's
 
 
-class Commands(typer.core.TyperGroup):
+class BareFlags:
+    """Options that take no value are shown without a type in the help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(BareFlags, typer.core.TyperCommand):
+    """One of them."""
+
+
+class Group(BareFlags, typer.core.TyperGroup):
+    """Some of them, which have a name in common."""
+
+
+class Commands(Group):
     """All commands; a wrong usage ends with one line on stderr and code 2."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
@@ -44,11 +63,11 @@ class Commands(typer.core.TyperGroup):
 
 
 app = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_show_locals=False)
-export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
+export = typer.Typer(cls=Group, help="Serve a pair with another program, for more than one process can do.")
 
 for command in (generate, bench, tune, distill, check, card, publish):
-    app.command()(command)
-export.command()(vllm)
+    app.command(cls=Command)(command)
+export.command(cls=Command)(vllm)
 app.add_typer(export, name="export")
 
 

@@ -5,12 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
-
 from hf_specx.measure.store import provenance
 
-from .console import INTERRUPTED
+from .console import Output
 from .loading import texts_of
 from .prompts import FilePrompts, Prompts
 
@@ -40,19 +37,12 @@ def write_texts(
 
     Returns:
         The document of --json.
-
-    Raises:
-        typer.Exit: after Ctrl-C.
     """
-    console, texts = Console(stderr=True), PromptTexts(prompts, session, chat)
+    console, texts = Output(stderr=True), PromptTexts(prompts, session, chat)
     options = {"batch_size": batch_size, "seed": session.seed} | session.arguments
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", UserWarning)
-            session.pair.complete(texts, out=out, **options)
-    except KeyboardInterrupt as error:
-        console.print(f"interrupted; the same command goes on with {out}", soft_wrap=True, markup=False)
-        raise typer.Exit(INTERRUPTED) from error
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        session.pair.complete(texts, out=out, **options)
     for warning in said:
         console.print(f"warning: {warning.message}", style="yellow", soft_wrap=True, markup=False)
     session.console.print(f"{len(texts)} texts are in {out}", soft_wrap=True, markup=False)

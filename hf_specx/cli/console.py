@@ -5,13 +5,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 from rich.text import Text
 
 
@@ -26,13 +28,41 @@ OPTIONS = {  # argument to option
     "lora=": "--lora ",
 }
 WRONG, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 and the number of the signal
-SECONDS = 10.0  # between lines of progress where there is no terminal
+SECONDS = 10.0  # between lines of progress
+
+
+class Output(Console):
+    """What commands print on; a reader that has closed the pipe raises, instead of ending with code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
 
 
 def figure(value: Any) -> str:
     """A number, or the median of a `spread`, with two decimals; "-" where it is not known."""
     value = value["median"] if isinstance(value, dict) else value
     return "-" if value is None else f"{value:.2f}"
+
+
+def print_figures(
+    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], with_head: bool = True
+) -> None:
+    """Print a table of short texts, of which none is cut: where a terminal is too narrow for them, lines are longer.
+
+    Args:
+        console: where.
+        headings: of the columns; they may wrap between words.
+        rows: as many texts each. The first column is on the left, the others on the right.
+        with_head: whether the headings are shown.
+    """
+    widths = [max(map(len, (*heading.split(), *column))) for heading, *column in zip(headings, *rows, strict=True)]
+    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, show_header=with_head)
+    for heading, width in zip(headings, widths, strict=True):
+        table.add_column(heading, justify="right" if table.columns else "left", width=width)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    table.width = sum(widths) + len(widths) - 1
+    console.print(table, crop=False)
 
 
 @contextmanager
@@ -58,7 +88,7 @@ def imports() -> Iterator[None]:
 def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
     """Progress on stderr: a bar on a terminal, else a line about every ten seconds.
 
-    It is drawn between steps only, since a thread that draws would slow down what is timed.
+    The bar is drawn between steps only, since a thread that draws would slow down what is timed.
 
     Args:
         text: what is being done.
@@ -67,9 +97,11 @@ def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
     Returns:
         A context with a function to be called after each step.
     """
-    console = Console(stderr=True)
+    console = Output(stderr=True)
     if not console.is_terminal:
-        yield ProgressLines(text, steps).advance
+        done: list[None] = []
+        with lines_now_and_then(lambda: f"{text}: {len(done)} of {steps}"):
+            yield lambda: done.append(None)
         return
     with Progress(console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(text, total=steps)
@@ -77,28 +109,27 @@ def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
         yield lambda: bar.update(task, advance=1, refresh=True)
 
 
-class ProgressLines:
-    """Progress as plain lines, now and then.
+@contextmanager
+def lines_now_and_then(line: Callable[[], str]) -> Iterator[None]:
+    """Every ten seconds, until the work ends, print a line on stderr, and how long it has taken so far.
 
     Args:
-        text: what is being done.
-        steps: how many there are.
+        line: says what is being done.
     """
+    started, ended = time.monotonic(), threading.Event()
 
-    def __init__(self, text: str, steps: int):
-        self.text, self.steps, self.done = text, steps, 0
-        self.started = self.shown = time.monotonic()
+    def say() -> None:
+        while not ended.wait(SECONDS):
+            with suppress(OSError):  # nobody reads it
+                print(f"{line()}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
-    def advance(self) -> None:
-        """One step more."""
-        self.done += 1
-        if time.monotonic() - self.shown >= SECONDS:
-            self.show()
-
-    def show(self) -> None:
-        """Print how far it is."""
-        self.shown = time.monotonic()
-        print(f"{self.text}: {self.done} of {self.steps}, {self.shown - self.started:.0f} s", file=sys.stderr)
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def error_line(error: object) -> str:
@@ -111,23 +142,32 @@ def error_line(error: object) -> str:
 
 def say_error(message: str) -> None:
     """One red line on stderr."""
-    Console(stderr=True).print(Text(f"error: {message}", "red"), soft_wrap=True)
+    Output(stderr=True).print(Text(f"error: {message}", "red"), soft_wrap=True)
+
+
+def drop_output() -> None:
+    """What is left to write goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line(kept: Path | None = None) -> Iterator[None]:
     """For errors that a user can correct: print one red line on stderr, and exit with code 2.
 
     Ctrl-C ends with code 130, and a reader of the output that has closed it with 141, as in other programs.
+
+    Args:
+        kept: what an interrupted command goes on with when it is typed again, if it can.
     """
     try:
         yield
     except BrokenPipeError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left to write goes nowhere
+        drop_output()
         raise typer.Exit(PIPE_CLOSED) from error
     except (ValueError, OSError) as error:
         say_error(error_line(error))
         raise typer.Exit(WRONG) from error
     except KeyboardInterrupt as error:
-        Console(stderr=True).print("interrupted")
+        said = "interrupted" if kept is None else f"interrupted; the same command goes on with {kept}"
+        Output(stderr=True).print(Text(said), soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from error

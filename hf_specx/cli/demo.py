@@ -7,6 +7,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.common.errors import require
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.hub.known_pairs import is_embedded
 from hf_specx.measure.contenders import Contender
 from hf_specx.measure.inputs import Inputs
 from hf_specx.measure.timer import Timer, Timing
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 
 DEMO_BATCHES = (1, 8)
+EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
 SPECULATIVE = "speculative"
 WORDS = {
     PLAIN_NAME: "plain generate",
@@ -33,7 +36,9 @@ NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx
 def demo_batches(prompts: list[str], name: str) -> list[list[str]]:
     """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
     require(bool(prompts), f"--demo: {name!r} has no prompts of its own; give some as arguments.")
-    return [list(itertools.islice(itertools.cycle(prompts), size)) for size in DEMO_BATCHES]
+    first = EMBEDDED_FIRST if is_embedded(name) else 0
+    rows = [*prompts[first:], *prompts[:first]]
+    return [list(itertools.islice(itertools.cycle(rows), size)) for size in DEMO_BATCHES]
 
 
 def show_demo(session: "Session") -> list[dict[str, Any]]:
@@ -55,7 +60,7 @@ def show_demo(session: "Session") -> list[dict[str, Any]]:
     for way, words in WORDS.items():
         table.add_row(words, *(cell_of(timing, way) for timing in timings))
     console.print(table)
-    gains = [speedup_of(timing, SPECULATIVE) for timing in timings]
+    gains = [timing[SPECULATIVE].times(timing[PLAIN_NAME]) for timing in timings]
     said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
     summary = (
         f"\nHere speculative sampling was {said} as fast as plain generate (medians of {session.repeats} turns), "
@@ -82,20 +87,16 @@ def time_ways(session: "Session", inputs: Inputs) -> dict[str, Timing]:
         PLAIN_NAME: Contender(PLAIN_NAME, target),
         SPECULATIVE: Contender(SPECULATIVE, target, strategy=pair.strategy),
     }
-    if rows == 1 and draft is not None:
+    if rows == 1 and draft is not None and same_tokens(pair.tokenizer, pair.draft_tokenizer):
         ways[STOCK_NAME] = Contender(STOCK_NAME, target, draft)
     with progress(f"batch {rows}, all ways in turns", len(ways) * (1 + session.repeats)) as advance:
         seeds = range(session.seed, session.seed + session.repeats)
         return Timer(ways.__getitem__, [inputs], session.arguments, seeds, advance).time(tuple(ways))
 
 
-def speedup_of(timings: dict[str, Timing], way: str) -> float:
-    """How many times as fast as plain `generate`, by the tokens per second of both, which are medians over turns."""
-    return timings[way].tokens_per_second / timings[PLAIN_NAME].tokens_per_second
-
-
 def cell_of(timings: dict[str, Timing], way: str) -> str:
     """Tokens per second, and the speed compared with plain `generate`."""
     if way not in timings:
-        return "takes one row alone"
-    return f"{timings[way].tokens_per_second:.0f} tokens/s, {speedup_of(timings, way):.2f} times"
+        return "does not take it"
+    times = timings[way].times(timings[PLAIN_NAME])
+    return f"{timings[way].tokens_per_second:.0f} tokens/s, {times:.2f} times"

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from hf_specx.hub.folders import check_folder
+from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
-from .console import INTERRUPTED, errors_in_one_line, imports, progress
+from .console import Output, errors_in_one_line, imports, lines_now_and_then, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -40,6 +39,7 @@ from .options import (
     sampling_options,
     typed,
 )
+from .prompts import check_messages
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
@@ -87,19 +87,19 @@ def distill(
 
     Prompts come from --file or standard input; sample as you will generate. Interrupted, the same command goes on.
     """
-    with errors_in_one_line():
+    folder = folder or out.with_name(f"{out.name}.training")
+    with errors_in_one_line(kept=folder):
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         options |= {"loss": loss, "phases": phases, "texts_per_phase": texts, "passes": passes, "patience": patience}
         options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
         check_given(target, draft, dtype, options, out, overwrite)
-        prompts = read_prompts([], file, "with --file, or on standard input")
-        options |= {"held_out": held_out, "folder": (folder := folder or out.with_name(f"{out.name}.training"))}
+        check_writable(folder.absolute(), folder)
+        check_messages(prompts := read_prompts([], file, "with --file, or on standard input"), chat)
+        options |= {"held_out": held_out, "folder": folder}
         loading = {"dtype": dtype, "hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
-        names = (target, revision), (draft, draft_revision)
-        with goes_on(folder):
-            result = train(*names, prompts, chat, loading, device, options)
-            if result is not None:
-                keep_pair(result, out, inside, overwrite, not no_measure, as_json, folder)
+        result = train((target, revision), (draft, draft_revision), prompts, chat, loading, device, options)
+        if result is not None:
+            keep_pair(result, out, inside, overwrite, not no_measure, as_json, folder)
 
 
 def check_given(target: str, draft: str, dtype: str, options: dict[str, Any], out: Path, overwrite: bool) -> None:
@@ -142,9 +142,10 @@ def train(
 
         from .loading import device_map, texts_of
     study = Study(device_map=device_map(device), **loading)
-    loaded, own = load(*target, study, study.device_map), None
-    if first_layers_wanted(draft[0]) is None:
-        own = load(*draft, study, {"": last_device(loaded.model)})
+    with lines_now_and_then(lambda: f"loading {target[0]} and {draft[0]}"):
+        loaded, own = load(*target, study, study.device_map), None
+        if first_layers_wanted(draft[0]) is None:
+            own = load(*draft, study, {"": last_device(loaded.model)})
     with shown_progress() as tell:
         result = train_draft(
             loaded.model,
@@ -168,7 +169,7 @@ def keep_pair(
 
     from .loading import saved_as
 
-    console, source = Console(stderr=as_json), result.pair.sources["target"]
+    console, source = Output(stderr=as_json), result.pair.sources["target"]
     console.print(Text(str(result)), soft_wrap=True)
     if measured:
         time_pair(result)
@@ -195,24 +196,16 @@ def time_pair(result: "Distilled") -> None:
 
 
 @contextmanager
-def goes_on(folder: Path) -> Iterator[None]:
-    """After Ctrl-C say how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        told = f"interrupted; the same command goes on with {folder}"
-        Console(stderr=True).print(told, soft_wrap=True, markup=False, highlight=False)
-        raise typer.Exit(INTERRUPTED) from error
-
-
-@contextmanager
 def shown_progress() -> "Iterator[Tell]":
-    """A line on stderr for each phase, and a bar if that is a terminal."""
+    """A line on stderr for each phase; between them a bar if that is a terminal, else lines now and then."""
     from hf_specx.training import progress as training_progress
 
-    console = Console(stderr=True)
+    console = Output(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    doing = ["preparing"]
+    with ExitStack() as stack:
+        bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        stack.enter_context(bars if console.is_terminal else lines_now_and_then(lambda: doing[0]))
         task = bars.add_task("", total=None)
 
         def tell(now: training_progress.TrainingProgress) -> None:
@@ -220,6 +213,7 @@ def shown_progress() -> "Iterator[Tell]":
                 print(now, file=sys.stderr)
                 return
             what = f"phase {now.phase}, {now.doing}" if now.phase else now.doing
+            doing[0] = f"{what}: {now.done} of {now.total}" if now.total else what
             bars.update(task, description=what, completed=now.done, total=now.total or None)
 
         yield tell

@@ -1,5 +1,6 @@
 """`specx generate`: text coloured by origin, a report, and the speed compared with plain `generate`."""
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_specx.common.errors import require
+from hf_specx.hub.folders import check_writable
 from hf_specx.pairs.results_file import check_results_path
 
 from .console import errors_in_one_line, imports
@@ -32,7 +34,7 @@ from .options import (
     sampling_options,
     strategy_options,
 )
-from .prompts import given_prompts
+from .prompts import check_messages, given_prompts
 
 
 TIMED_TURNS = 5
@@ -43,7 +45,7 @@ HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. 
 PairOption = Annotated[str | None, typer.Option("--pair", help="Id or folder of a pair; else the one in the package.")]
 HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
 Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default=False)]
-HELP_SEED = "Of all random numbers; else a new one. With --out prompt i has this one + i, and it is 0 if not given."
+HELP_SEED = "Of all random numbers; else a new one, with --demo and --out 0. With --out prompt i has this one + i."
 Seed = Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)]
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
 HELP_TEXTS_OUT = (
@@ -88,19 +90,20 @@ def generate(
 
     Prompts come from the arguments, --file, --demo, or else standard input. Models: a pair, or --target and --draft.
     """
-    with errors_in_one_line():
+    with errors_in_one_line(kept=out):
         timed = checked_repeats(repeats, compare or demo)
         temperature = DEMO_TEMPERATURE if demo and not greedy and temperature == 1 else temperature
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         chosen = strategy_options(num_draft_tokens, verification)
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))
         check_writing(out, batch_size, demo or compare)
-        given = given_prompts(prompts or [], file, WAYS, demo)
+        check_json_schema(json_schema)
+        check_messages(given := given_prompts(prompts or [], file, WAYS, demo), chat)
         if demo and not as_json:
             typer.echo(HELLO.format(named.name))
         with imports():
             from .session import open_session
-        seed = 0 if out is not None and seed is None else seed
+        seed = 0 if seed is None and (demo or out is not None) else seed
         session = open_session(named, chosen, options, timed, seed, json_schema, as_json)
         found = session.demonstrate() if demo else session.answer(given, chat, out, batch_size or BATCH_SIZE)
         if as_json:
@@ -117,6 +120,23 @@ def check_writing(out: Path | None, batch_size: int | None, timed: bool) -> None
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
     if out is not None:
         check_results_path(out)
+        check_writable(out.absolute().parent, out)
+
+
+def check_json_schema(file: Path | None) -> None:
+    """Check, before models are loaded, that texts can follow a JSON schema.
+
+    Raises:
+        ValueError: xgrammar is not installed, or the file is no JSON.
+    """
+    if file is None:
+        return
+    found = importlib.util.find_spec("xgrammar") is not None
+    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
+    try:
+        json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"--json-schema {file} is no JSON ({error}); give a file with a JSON schema.") from error
 
 
 def checked_repeats(repeats: int | None, timed: bool) -> int:

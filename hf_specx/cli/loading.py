@@ -24,7 +24,9 @@ from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 
+from .console import lines_now_and_then
 from .options import Messages, Named, check_name, is_kind
+from .prompts import check_messages
 
 
 def default_device_map() -> str | None:
@@ -44,7 +46,8 @@ def device_map(device: str | None) -> str | None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
         first = str(error).partition("\n")[0]
-        raise ValueError(f"--device {device} is not here ({first}); take cpu, or leave it out.") from error
+        told = f"--device {device} is not available on this machine ({first}); give cpu, or leave it out."
+        raise ValueError(told) from error
     return device
 
 
@@ -54,8 +57,12 @@ def load_named(named: Named) -> DraftTargetPair:
     Raises:
         ValueError: there is no such pair or model, its files are wrong, or the draft does not fit the target.
     """
-    if named.target is not None:
-        return load_two(named)
+    with lines_now_and_then(lambda: f"loading {named.name}"):
+        return load_two(named) if named.target is not None else load_one(named)
+
+
+def load_one(named: Named) -> DraftTargetPair:
+    """Load a pair by its name, with the draft that is named for it."""
     draft = None if is_kind(named.draft) else named.draft
     other = {} if draft is None else {"draft": draft}
     hub = named.hub or {}
@@ -162,9 +169,8 @@ def texts_of(
     Raises:
         ValueError: prompts are messages without --chat, or there is no chat template.
     """
+    check_messages(prompts, chat)
     if not chat:
-        told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
-        require(all(isinstance(prompt, str) for prompt in prompts), told)
         return [prompt for prompt in prompts if isinstance(prompt, str)]
     template = None if tokenizer is None else tokenizer.chat_template
     require(bool(template), f"--chat: the tokenizer of {name!r} has no chat template; leave --chat out.")

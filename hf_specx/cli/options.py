@@ -168,7 +168,7 @@ def sampling_options(
     require(max_new_tokens >= 1, f"--max-new-tokens {max_new_tokens} generates nothing; give 1 or more.")
     if greedy:
         untouched = (temperature, top_p, top_k) == (1, 1, 0)
-        require(untouched, "--greedy draws nothing; leave --temperature, --top-p and --top-k out.")
+        require(untouched, "--greedy does not sample; leave --temperature, --top-p and --top-k out.")
         return {"do_sample": False, "max_new_tokens": max_new_tokens}
     check_sampling(temperature, top_p, top_k)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k}

@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
 from hf_specx.measure.checks import check_out
 
-from .console import errors_in_one_line, imports
+from .console import errors_in_one_line, imports, lines_now_and_then
 from .options import AsJson, DraftKind, Overwrite, Revision, Token, Trust, check_draft_kind, check_name, hub_options
 
 
@@ -63,7 +61,7 @@ def check_known(name: str, **given: str | None) -> None:
     """Raise a ValueError if no pair can have this name, and for options that mean nothing for a well-known one."""
     check_name(name)
     for option, value in given.items() if is_known(name) else ():
-        told = f"--{option} {value} means nothing for {name!r}, which is known here; leave it out."
+        told = f"--{option} {value} is for pairs of your own, and {name!r} is a well-known one; leave it out."
         require(value is None, told)
 
 
@@ -104,25 +102,23 @@ def publish(
             check_folder(folder, overwrite)
         check_name(pair)
         check_draft_kind(draft)
-        hub = hub_options(revision, token, trust_remote_code)
         with imports():
             from .loading import default_device_map, load_given_pair, with_draft
             from .reading import publish_pair
-        loaded = with_draft(load_given_pair(pair, "auto", default_device_map(), **hub), draft)
         uploading = {"private": private or None, "token": token, "revision": branch}
         options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
-        asked = {"target": reference_target, "draft": reference_draft}
-        done, line = publish_pair(loaded, repo_id, folder, asked, **options)
-        if as_json:
-            typer.echo(json.dumps(done))
-        else:
-            Console().print(Text(line), soft_wrap=True)
+        hub = hub_options(revision, token, trust_remote_code)
+        with lines_now_and_then(lambda: f"publishing {pair}"):
+            given = load_given_pair(pair, "auto", default_device_map(), **hub)
+            asked = {"target": reference_target, "draft": reference_draft}
+            done, line = publish_pair(with_draft(given, draft), repo_id, folder, asked, **options)
+        typer.echo(json.dumps(done) if as_json else line)
 
 
 def check_left_out(goal: str, *given: str | None) -> None:
     """Raise a ValueError for options that are for another way to publish."""
     for option in given:
-        require(option is None, f"{option} is for {goal}, which was not named; leave it out.")
+        require(option is None, f"{option} goes with {goal}, which was not given; leave it out.")
 
 
 def vllm(

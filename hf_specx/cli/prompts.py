@@ -1,6 +1,6 @@
 """The prompts of a file of any size, read one by one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_specx.common.errors import require
@@ -18,6 +18,12 @@ def given_prompts(prompts: list[str], file: Path | None, others: str, demo: bool
     found = FilePrompts(file)
     require(len(found) > 0, f"no prompts; give them {others}.")
     return found
+
+
+def check_messages(prompts: "Iterable[str | Messages]", chat: bool) -> None:
+    """Raise a ValueError, before models are loaded, if prompts are messages and --chat was not given."""
+    told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
+    require(chat or all(isinstance(prompt, str) for prompt in prompts), told)
 
 
 class FilePrompts:

@@ -1,16 +1,15 @@
 """What `specx generate` does for each batch: text coloured by origin, a report, and the speed."""
 
 import copy
-import importlib.util
-import json
+import importlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from hf_specx.common.architectures import vocabulary
@@ -22,7 +21,7 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import OriginStreamer, TokenDecoder, coloured, legend, written_out
 from .complete import write_texts
-from .console import progress
+from .console import Output, lines_now_and_then, progress
 from .demo import show_demo
 from .loading import load_named, texts_of
 from .options import LARGEST_SEED, Named
@@ -78,17 +77,14 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
     """The `logits_processor` argument of `generate` for a JSON schema.
 
     Raises:
-        ValueError: xgrammar is not installed, or cannot read the schema.
+        ValueError: xgrammar cannot read the schema.
     """
-    found = importlib.util.find_spec("xgrammar") is not None
-    require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
     schema = file.read_text()
     try:
-        json.loads(schema)
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--json-schema {file} is no JSON schema that xgrammar can read: {error}") from error
@@ -118,7 +114,7 @@ class Session:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        self.console = Console(quiet=self.quiet)
+        self.console = Output(quiet=self.quiet)
         self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
 
     def answer(
@@ -157,15 +153,17 @@ class Session:
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
-        console = self.console if show else Console(quiet=True)
+        console = self.console if show else Output(quiet=True)
         if len(prompts) == 1:
             console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
         torch.manual_seed(self.seed)
-        try:
-            output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
-        finally:
-            strategy.streamer, strategy.stream_by = None, "token"
+        shown = strategy.streamer is not None and not console.quiet
+        with nullcontext() if shown else lines_now_and_then(lambda: f"generating, batch {len(prompts)}"):
+            try:
+                output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
+            finally:
+                strategy.streamer, strategy.stream_by = None, "token"
         report = strategy.report
         assert report is not None
         new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)

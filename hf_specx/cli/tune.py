@@ -14,7 +14,7 @@ from hf_specx.hub.folders import check_folder
 from hf_specx.measure.checks import check_runs
 from hf_specx.measure.ways import SEVERAL_EXITS, exit_layer_of
 
-from .console import error_line, errors_in_one_line, figure, imports, progress
+from .console import Output, error_line, errors_in_one_line, figure, imports, print_figures, progress
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -47,11 +47,16 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 
 VERDICTS = {"ok": "green", "note": "yellow", "error": "red"}
-MEASURED_TABLE = (
-    ("draft", "batch", "α", "c", "γ", "tokens", "expected", "limited", "measured"),
-    "the acceptance α; c, a draft step over a target step; γ, the recommended number of candidates; tokens a row and "
-    "round; speed-ups: expected by Theorem 3.8, limited by the forwards, and measured",
-)
+TUNE_COLUMNS = {  # with what is in them
+    "batch": "rows at a time",
+    "accepted": "α, the chance that a candidate is accepted",
+    "draft cost": "c, a step of the draft over one of the target",
+    "candidates": "γ, the recommended number in each round",
+    "tokens a round": "of each row",
+    "Theorem 3.8": "times plain, as α, c and γ say",
+    "limit": "times plain, if both took nothing but their forwards",
+    "times plain": "as fast as plain generate, as measured in turns",
+}
 
 
 HELP_DRAFTS = (
@@ -103,13 +108,13 @@ def tune(
         how |= {"options": options, "trust_remote_code": trust_remote_code, "dtype": dtype, "command": typed()}
         how |= {"hub": hub_options(None, token), "keep_prompts": save_prompts, "batches": batch or (1, 8)}
         found = try_all(target, drafts, revision, draft_revision or [], device, prompts=prompts, **how)
-        show_drafts(target, found, console := Console(quiet=as_json))
+        show_drafts(target, found, console := Output(quiet=as_json))
         recommend(found[0], console)
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
-            keep_best(found[0], out, inside, overwrite, Console(stderr=as_json))
+            keep_best(found[0], out, inside, overwrite, Output(stderr=as_json))
 
 
 def try_all(
@@ -184,9 +189,8 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Console) -> No
         if trial.error is not None:
             console.print(Text(f"{trial.name}: {error_line(trial.error)}", VERDICTS["error"]), soft_wrap=True)
     if any(trial.speedup for trial in trials):
-        console.print()
-        console.print(measured_table(trials))
-        console.print(Text(MEASURED_TABLE[1], "dim"))
+        show_measured(trials, console)
+        console.print(Text("\n".join(f"{head}: {said}" for head, said in TUNE_COLUMNS.items()), "dim"), soft_wrap=True)
 
 
 def findings_table(findings: "list[Finding]") -> Table:
@@ -201,18 +205,17 @@ def findings_table(findings: "list[Finding]") -> Table:
     return table
 
 
-def measured_table(trials: "list[DraftTrial]") -> Table:
-    """A row for each draft and batch size, the best draft first."""
-    table = Table(show_edge=False)
-    for heading in MEASURED_TABLE[0]:
-        named = heading == "draft"
-        table.add_column(heading, justify="left" if named else "right", no_wrap=not named, overflow="fold")
-    for trial in trials:
+def show_measured(trials: "list[DraftTrial]", console: Console) -> None:
+    """Print each draft's name, which may be long, and below it a row for each batch size; the best draft first."""
+    measured = [trial for trial in trials if trial.measurements]
+    for trial in measured:
+        console.print(Text(f"\n{trial.name}", "bold"), soft_wrap=True)
+        rows = []
         for m in trial.measurements:
-            ratios = (m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup)
-            cells = (trial.name, m.batch, figure(m.alpha), figure(m.cost_coefficient), m.num_draft_tokens)
-            table.add_row(*(Text(str(cell)) for cell in cells), *map(figure, ratios))
-    return table
+            ratios = m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup
+            known = m.batch, figure(m.alpha), figure(m.cost_coefficient), m.num_draft_tokens, *map(figure, ratios)
+            rows.append(list(map(str, known)))
+        print_figures(console, list(TUNE_COLUMNS), rows, with_head=trial is measured[0])
 
 
 def recommend(best: "DraftTrial", console: Console) -> None:

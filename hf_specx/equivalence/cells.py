@@ -5,6 +5,7 @@ import sys
 from functools import cache, partial
 from typing import Any
 
+import numpy
 import torch
 from transformers import GenerationConfig
 
@@ -166,6 +167,10 @@ def judge_quality(
         seed=settings.seed,
         **({} if too_few(pairs, settings.share) else judge),
     )
+    # as emitted: a text that was decoded and read again may have more tokens than were asked for
+    module = sys.modules[type(metric("text_quality")).__module__]
+    lengths = [numpy.array([len(text) for text in each], dtype=numpy.float64) for each in (ours, plain)]
+    found["length"] = module.compared(*lengths, 1 - CONFIDENCE, settings.seed)
     for name, measured in found.items():
         wider = stretch(settings.share / len(found), pairs if name == "perplexity" else len(ours))
         low, high = (measured["difference"] + wider * (end - measured["difference"]) for end in measured["interval"])

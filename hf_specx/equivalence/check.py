@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from accelerate.utils import tqdm
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
 from hf_specx.measure.timer import Advance
 from hf_specx.pairs.fingerprint import digest_of, weights_digest
@@ -33,12 +34,11 @@ from .cells import (
 from .page import check_can_write, write_report
 from .power import power_of
 from .result import CheckResult, lines_of
-from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, Settings
+from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, Settings, check_packages
 from .speed import measure_speed
 from .texts import Subject, ask_first, generate_texts
 
 
-PACKAGES = ("evaluate", "datasets", "scipy")
 SHOWN = 4  # texts of each way that a result has
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
@@ -88,6 +88,7 @@ def check(
     check_can_write(report)
     subject, path = subject_of(pair, texts, settings), None if path is None else Path(path)
     result = run_check(subject, advance, path, timed=report is not None)
+    result.pair, result.command = name_of(pair), call_in_python(settings, own_prompts=prompts is None)
     if report is not None:
         write_report(result, report)
     return result
@@ -126,8 +127,7 @@ def run_check(
 
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
-    lacking = [name for name in PACKAGES if find_spec(name) is None]
-    require(not lacking, f"a check needs {', '.join(lacking)}: pip install 'hf_specx[quality]'.")
+    check_packages()
     require(
         not pair.target.config.is_encoder_decoder,
         "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself.",
@@ -143,6 +143,24 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
     ask_first(subject)
     return subject
+
+
+def name_of(pair: DraftTargetPair) -> str:
+    """What a pair is called: "embedded", or where its models come from."""
+    names = [model.name_or_path or type(model).__name__ for model in pair.models]
+    if names[0] == str(embedded_folder()):
+        return "embedded"
+    weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
+    return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
+
+
+def call_in_python(settings: Settings, own_prompts: bool) -> str:
+    """The call of `check` that these settings come from; `own_prompts` of the pair need not be named."""
+    usual, options = Settings(), settings.options
+    changed = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "options"}
+    changed = {name: value for name, value in changed.items() if value != getattr(usual, name)} | options
+    arguments = ["pair", *([] if own_prompts else ["prompts"]), *(f"{name}={x!r}" for name, x in changed.items())]
+    return f"hf_specx.check({', '.join(arguments)})"
 
 
 def described(pair: DraftTargetPair) -> dict[str, str]:

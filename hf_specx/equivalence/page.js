@@ -1,5 +1,16 @@
 (() => {
   "use strict";
+  // tables that are wider than the page say so; without scripts all do
+  for (const box of document.querySelectorAll(".scroll")) {
+    const say = () => {
+      const cut = box.scrollWidth > box.clientWidth;
+      box.previousElementSibling.hidden = !cut;
+      box.classList.toggle("cut", cut && box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+    };
+    new ResizeObserver(say).observe(box);
+    box.addEventListener("scroll", say);
+  }
+
   const panel = document.getElementById("panel");
   if (!panel) return;
   const tokens = [...document.querySelectorAll("#tokens .token")];

@@ -15,6 +15,7 @@ from hf_specx.measure.checks import check_out
 
 from .plots import PNG_SIZE, Plot, plots
 from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
+from .settings import LEAST_SAMPLES, RUNS
 
 
 PAGES = (".html", ".htm")
@@ -51,7 +52,7 @@ def check_can_write(path: str | Path | None) -> None:
         writable = os.access(each if each.exists() else each.parent, os.W_OK)
         require(writable, f"the report cannot be written: {each} is not yours to write; name another file.")
     missing = [name for name in REPORT_PACKAGES if find_spec(name) is None]
-    require(not missing, f'a report needs {" and ".join(missing)}: pip install "hf_specx[plots]".')
+    require(not missing, f"a report needs {' and '.join(missing)}: pip install {' '.join(missing)}.")
 
 
 def figures_of(path: Path) -> Path:
@@ -104,12 +105,15 @@ def page(result: CheckResult, drawn: list[Plot]) -> str:
         signs=SIGNS,
         lines=[line_of(line) for line in found["lines"]],
         legend=CHECK_LEGEND,
+        pair=result.pair,
+        command=result.command,
+        headline=headline_of(found["speed"], found["settings"].get("num_draft_tokens")),
         power=found.get("power"),
         plots=[picture(plot) for plot in drawn],
         width=round(PNG_SIZE[0] * 100),
         height=round(PNG_SIZE[1] * 100),
         models={role: found["provenance"].get(role, DASH) for role in ("target", "draft")},
-        settings=as_text(found["settings"]),
+        settings=settings_in_words(result),
         provenance=as_text(found["provenance"]),
         prompts=found["prompts"],
         trace=trace_of(found["trace"], found["prompts"]),
@@ -122,6 +126,55 @@ def page(result: CheckResult, drawn: list[Plot]) -> str:
 def digest(text: str) -> str:
     """What a content security policy calls a script or style of this text by."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def headline_of(speed: dict[str, Any], checked: int | None) -> dict[str, str] | None:
+    """How fast: first with the number of candidates that was checked, as the best of several noisy ones is too high.
+
+    Args:
+        speed: of a result; {} where it was not measured.
+        checked: candidates a round of the check.
+    """
+    if not speed:
+        return None
+    numbers = {each["num_draft_tokens"]: each for each in speed["numbers"]}
+    best = max(numbers.values(), key=lambda each: each["times_plain"])
+    chosen = numbers.get(checked, best)
+    least, most = (chosen["speedup"][name] for name in ("min", "max"))
+    rows = "1 row" if speed["batch"] == 1 else f"{speed['batch']} rows"
+    note = (
+        f"with {chosen['num_draft_tokens']} candidates a round and {speed['verification']} verification, {rows} at a "
+        f"time ({least:.2f} to {most:.2f} in {speed['repeats']} turns); the best of 1 to {max(numbers)} candidates "
+        f"was {best['num_draft_tokens']}, with {best['times_plain']:.2f} times. Speed is measured, and no part of the "
+        "verdict."
+    )
+    return {"times": f"{chosen['times_plain']:.2f}", "note": note}
+
+
+def settings_in_words(result: CheckResult) -> list[tuple[str, str]]:
+    """What a check did, each with its name."""
+    known = result.settings
+    top_k, top_p, samples = known["top_k"], known["top_p"], known["samples"]
+    kept = [f"the {top_k} likeliest tokens"] * (top_k > 0) + [f"top-p {top_p:g}"] * (top_p < 1)
+    texts = f"{RUNS} batches of each size, at the largest at least {LEAST_SAMPLES} texts and one for each prompt"
+    options = ", ".join(f"{name} {value}" for name, value in known["options"].items())
+    return [
+        ("batch sizes", listed(known["batch_sizes"])),
+        ("new tokens", f"at most {known['new_tokens']} in each text"),
+        ("sampling", f"temperature {known['temperature']:g}, {' and '.join(kept) or 'from all tokens'}"),
+        ("verification", listed(known["verifications"])),
+        ("sampled texts", texts if samples is None else f"{samples} for each verification and batch size"),
+        ("candidates", f"{known['num_draft_tokens']} a round"),
+        ("seed", str(known["seed"])),
+        ("false alarms", f"at most {known['level']:g} of checks, which {result.comparisons} tests share"),
+        ("other options", options or "none"),
+    ]
+
+
+def listed(values: list[Any]) -> str:
+    """Values as people write them: "1, 2 and 8"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def line_of(line: dict[str, Any]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def power_of(settings: Settings, cells: dict[str, JudgedCell]) -> list[dict[str,
         if way in settings.in_distribution:
             found += [mean_power(way, sizes, name) for name in STATISTICS_SHOWN]
             found += [draft_power(way, sizes), texts_power(way, cells[way]["two_samples"])]
-            found.append(quality_power(way, cells[way]["quality"]))
+            found.append(quality_power(way, cells[way]["quality"], settings.new_tokens))
         else:
             found.append(tokens_power(way, sizes))
     return found
@@ -90,13 +90,17 @@ def texts_power(way: str, cell: JudgedCell | None) -> dict[str, Any]:
     return {"what": what, "smallest": smallest, "note": note, "values": {"texts": number}}
 
 
-def quality_power(way: str, cell: JudgedCell | None) -> dict[str, Any]:
-    """Of `text_quality`, from its cell; None where there were too few texts."""
+def quality_power(way: str, cell: JudgedCell | None, new_tokens: int) -> dict[str, Any]:
+    """Of `text_quality`, from its cell; None where there were too few texts. No text is longer than `new_tokens`."""
     what = f"{way}: quality compared with plain text"
     if cell is None:
         return {"what": what, "smallest": UNTOLD, "note": "too few texts for this level", "values": {}}
-    values = {name: least_difference(measured["interval"], measured["widened"]) for name, measured in cell.items()}
-    smallest = [f"{name} {FORMS[name].format(value)}" for name, value in values.items()]
+    found = {name: least_difference(measured["interval"], measured["widened"]) for name, measured in cell.items()}
+    values = {name: value or None for name, value in found.items()}  # 0 where no text differs, as of equal lengths
+    told = {name: UNTOLD if value is None else FORMS[name].format(value) for name, value in values.items()}
+    if cell["length"]["reference"] + found["length"] > new_tokens:
+        told["length"] += f" less ({new_tokens} is the most)"
+    smallest = [f"{name} {said}" for name, said in told.items()]
     plain = [f"{name} {FORMS[name].format(measured['reference'])}" for name, measured in cell.items()]
     return {"what": what, "smallest": ", ".join(smallest), "note": f"plain has {', '.join(plain)}", "values": values}
 

@@ -1,6 +1,7 @@
 """What a check has found: a verdict in lines, and all figures that it rests on."""
 
 import json
+import math
 import sys
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,9 +13,12 @@ from .settings import UNITS, Settings
 
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
 CHECK_LEGEND = (
-    "figures: the largest logit gap of a difference in units of rounding, a p-value, or how far the measure that is "
-    "furthest off is from 0 on the way out of its interval; p-values must not be below their threshold, others above"
+    "figure: how far off; larger is worse, and a test fails above its threshold. Of equal tokens it is the largest "
+    "logit gap of a difference in units of rounding; of a distribution and of texts alike it is -log10 of the p-value "
+    "(3 is one in a thousand); of quality it is how far the measure that is furthest off is on the way out of its "
+    "interval, where 1 is the end"
 )
 TOO_FEW = "too few texts for this level; ask for more samples"
 
@@ -25,9 +29,9 @@ class CheckLine(NamedTuple):
     Attributes:
         what: in words.
         verdict: "passed", "failed", or "not told" where too little was generated.
-        figure: what decides: units of rounding, a p-value, or how far the measure that is furthest off is on its way
-            to the end of its interval (1 is there); None where there is none.
-        threshold: figures of units and of quality must not be above it, p-values not below.
+        figure: how far off, larger is worse: units of rounding, -log10 of a p-value, or how far the measure that is
+            furthest off is on its way to the end of its interval (1 is there); None where there is none.
+        threshold: a figure above it fails.
         note: what was seen.
     """
 
@@ -57,6 +61,8 @@ class CheckResult:
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
         power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
             `hf_specx.equivalence.power.power_of`.
+        pair: what the pair is called; "" if that is not known.
+        command: the command, or the call in Python, that made the check; "" if that is not known.
     """
 
     lines: list[CheckLine]
@@ -70,6 +76,8 @@ class CheckResult:
     comparisons: int = 0
     speed: dict[str, Any] = field(default_factory=dict)
     power: list[dict[str, Any]] = field(default_factory=list)
+    pair: str = ""
+    command: str = ""
 
     @property
     def passed(self) -> bool:
@@ -138,9 +146,19 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
 
 
+def unlikely(chance: float) -> float:
+    """A p-value as a figure of which more is worse: -log10 of it."""
+    return 0.0 - math.log10(max(chance, LEAST_CHANCE))  # 0 for 1, and not -0
+
+
+def seen_with(chance: float) -> str:
+    """A p-value for people."""
+    return f"p = {chance:.2g}"
+
+
 def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_distribution`."""
-    note = f"{cell['positions']} tokens, {cell['comparisons']} statistics"
+    note = f"{seen_with(cell['p_value'])}; {cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
         note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
     elif cell["statistics"]:
@@ -148,26 +166,29 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
     if cell.get("on_the_edge"):
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
-    verdict = PASSED if cell["passed"] else FAILED
-    return CheckLine(f"{name}: sampled from the target's distribution", verdict, cell["p_value"], cell["level"], note)
+    verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
+    return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 
 def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_draft`."""
     what = f"{name}: tokens that the draft overrates are as frequent as they should be"
+    threshold = unlikely(cell["level"])
     if cell["p_value"] is None:
-        return CheckLine(what, UNTOLD, None, cell["level"], "it overrates none that could come, or nothing else could")
+        return CheckLine(what, UNTOLD, None, threshold, "it overrates none that could come, or nothing else could")
     note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
-    return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
+    verdict = PASSED if cell["passed"] else FAILED
+    return CheckLine(what, verdict, unlikely(cell["p_value"]), threshold, f"{seen_with(cell['p_value'])}; {note}")
 
 
 def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
     """Of `judge_texts`."""
     what = f"{name}: texts alike those of plain generate"
     if cell is None:
-        return CheckLine(what, UNTOLD, None, share, TOO_FEW)
-    note = f"{cell['comparisons']} permutation tests"
-    return CheckLine(what, PASSED if cell["passed"] else FAILED, cell["p_value"], cell["level"], note)
+        return CheckLine(what, UNTOLD, None, unlikely(share), TOO_FEW)
+    note = f"{seen_with(cell['p_value'])}; {cell['comparisons']} permutation tests"
+    figures = unlikely(cell["p_value"]), unlikely(cell["level"])
+    return CheckLine(what, PASSED if cell["passed"] else FAILED, *figures, note)
 
 
 def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:

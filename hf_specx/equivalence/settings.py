@@ -4,6 +4,7 @@ import json
 import math
 import random
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from hf_specx.common.errors import is_int, require
@@ -12,6 +13,7 @@ from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKEN
 
 
 CHECKED = ("greedy", "coupled", "token", "block")
+PACKAGES = ("evaluate", "datasets", "scipy")
 OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
@@ -20,6 +22,13 @@ TIMED = tuple(range(MAX_DRAFT_TOKENS + 1))  # candidates a round of what is time
 REPEATS = 3  # timed runs of each, after one that warms up
 UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
 TIMED_RUNS = len(TIMED) * (1 + REPEATS)
+
+
+def check_packages() -> None:
+    """Raise a ValueError if something that a check needs is not installed."""
+    lacking = [name for name in PACKAGES if find_spec(name) is None]
+    told = f"a check needs {', '.join(lacking)}: pip install {' '.join(lacking)}, as the extra [quality] does."
+    require(not lacking, told)
 
 
 @dataclass(frozen=True)

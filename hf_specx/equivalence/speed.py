@@ -31,9 +31,9 @@ def measure_speed(subject: Subject, advance: Advance) -> dict[str, Any]:
     Returns:
         Plain values: "verification", "batch", "new_tokens", "repeats"; "alpha" (mean of sum min(p, q) over the judged
         candidates of all runs) and "cost_coefficient"; "plain", tokens per second; and "numbers", for each number:
-        "num_draft_tokens", "tokens_per_second", "speedup" (times plain in the same turn), "tokens_per_round" (mean),
-        "expected" (Theorem 3.8, at that α) and "forward_limited" (by the measured tokens a round). What was measured
-        has its "median", "min" and "max".
+        "num_draft_tokens", "tokens_per_second", "times_plain" (its median over that of plain), "speedup" (times plain
+        in the same turn), "tokens_per_round" (mean), "expected" (Theorem 3.8, at that α) and "forward_limited" (by the
+        measured tokens a round). What was measured turn by turn has its "median", "min" and "max".
     """
     settings, batch = subject.settings, subject.settings.batch_sizes[0]
     way = next(name for name in PREFERRED if name in settings.verifications)
@@ -82,6 +82,7 @@ def number_figures(
     return {
         "num_draft_tokens": number,
         "tokens_per_second": spread(timing.rates),
+        "times_plain": timing.times(plain),
         "speedup": spread(speedups(timing.rates, plain.rates)),
         "tokens_per_round": tokens,
         "expected": expected_speedup(alpha, number, costs.cost_coefficient(batch)),

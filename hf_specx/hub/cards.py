@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
 from hf_specx.pair_files.pair_config import (
     CONFIG_NAME,
+    DraftTokenizer,
     Measurement,
     ModelSource,
     PairConfig,
@@ -141,7 +142,8 @@ def _base_model(card: Card) -> str:
     ]
     kind, draft_without = _weightless(card.config)
     if kind is not None:
-        options = ", ".join(f"{code(name)} {value}" for name, value in vars(getattr(card.config, kind)).items())
+        known = {name: value for name, value in vars(getattr(card.config, kind)).items() if value is not False}
+        options = ", ".join(f"{code(name)} {value}" for name, value in known.items())
         rows = [(name, of_target, "-") for name, of_target, _ in rows]
         rows[0] = (*rows[0][:2], f"none: {code(type(draft_without).__name__)} with {options}")
     return "\n".join(["## Base model\n\n| | target | draft |\n| --- | --- | --- |", *map(row, rows)])
@@ -155,12 +157,16 @@ def _compatibility(card: Card) -> str:
     )
     kind, _ = _weightless(card.config)
     if kind is not None:
-        serves = f"The draft has no weights, and serves {DRAFTING[kind][1]}"
+        has_head = card.config.early_exit is not None and card.config.early_exit.head
+        weights = "no weights but those of its head" if has_head else "no weights"
+        serves = f"The draft has {weights}, and serves {'this target' if has_head else DRAFTING[kind][1]}"
         return f"## Model compatibility\n\nThe model above. {serves}. {needs}"
+    others = "whose tokenizer has the same tokens with the same ids, such as fine-tuned versions of this one"
+    if card.config.draft_tokenizer is not None:
+        others = "with any tokenizer"
     return (
-        "## Model compatibility\n\nThe two models above. The draft also serves other targets whose tokenizer has the "
-        "same tokens with the same ids, such as fine-tuned versions of this one; how much of it they accept is to be "
-        f"measured. {needs}"
+        f"## Model compatibility\n\nThe two models above. The draft also serves other targets {others}; how much of "
+        f"it they accept is to be measured. {needs}"
     )
 
 
@@ -234,7 +240,7 @@ def _figures(m: Measurement) -> str:
 def _checks(config: PairConfig) -> str:
     lines = [
         "## How it was checked, and limits\n",
-        f"- Tokenizers: {_tokenizers(config.tokenizers)}.",
+        f"- Tokenizers: {_tokenizers(config.tokenizers, config.draft_tokenizer)}.",
         "- Beams and other modes of generation, and whatever could not be done exactly, raise a `ValueError`.",
         "- Whether it is faster depends on machine, batch size and text; the report of a call says what to expect.",
         "- In half precision a forward over several tokens rounds differently from one over a single token, so greedy "
@@ -243,7 +249,7 @@ def _checks(config: PairConfig) -> str:
     return "\n".join(lines)
 
 
-def _tokenizers(facts: TokenizerFacts | None) -> str:
+def _tokenizers(facts: TokenizerFacts | None, own: DraftTokenizer | None) -> str:
     if facts is None:
         return NOT_CHECKED
     if facts.method == "one":
@@ -252,6 +258,8 @@ def _tokenizers(facts: TokenizerFacts | None) -> str:
         compared = f"the same {facts.tokens:,} tokens with the same ids in both, compared one by one"
     elif facts.method == "own":
         compared = f"{facts.tokens:,} tokens of the target; the draft has a tokenizer of its own"
+        if own is not None:
+            compared += f" with {own.tokens:,}, among them {own.overlap:.0%} of the target's"
     else:
         compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
     return ", ".join([compared, *(f"{code(role)} {code(token)}" for role, token in facts.special_tokens.items())])

@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.pair_files.exit_head import HEAD_NAME
 from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
@@ -77,11 +80,17 @@ def _check_draft(draft: Any, where: str) -> None:
         told = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
         require(draft.pool is None, told)
     if isinstance(draft, EarlyExitDraft):
-        told = "the head of an EarlyExitDraft is not saved with a pair; use one without it, and keep the head apart."
-        require(draft.head is None, told)
+        _check_head(draft.head)
     if isinstance(draft, WeightlessDraft):
         told = f"draft={where!r} is for models, and {kind} has no files; leave it out."
         require(where != REFERENCE, told)
+
+
+def _check_head(head: Any) -> None:
+    """Whether the head of an early exit can be saved as tensors alone, which run no code when they are loaded."""
+    told = f"a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is {head}"
+    known = head is None or (type(head) is torch.nn.Linear and head.in_features == head.out_features)
+    require(known, f"{told}; use such a head, or keep this one apart.")
 
 
 def _source(pair: Any, role: str, where: str) -> ModelSource | None:
@@ -110,6 +119,9 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
     for role, subfolder in SUBFOLDERS.items():
         source, model = sources[role], getattr(pair, role)
         if isinstance(model, WeightlessDraft):
+            if isinstance(model, EarlyExitDraft) and model.head is not None:
+                tensors = {name: tensor.contiguous() for name, tensor in model.head.state_dict().items()}
+                save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
             continue
         if source is None:
             model.save_pretrained(folder / subfolder)

@@ -81,7 +81,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     told = f"the draft {draft!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
     require(word is None, told)
     require(
-        config.draft.name is not None or not _differ_in_size(config),
+        config.draft.name is not None or config.draft_tokenizer is not None or not _differ_in_size(config),
         f"the target scores {config.target.vocab_size} tokens and the draft {config.draft.vocab_size}; vLLM then "
         "needs the draft's own tokenizer, which a draft inside does not have: save the pair with draft='reference'.",
     )
@@ -98,7 +98,7 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
 def _check_served(model: ModelSource, role: str, name: str, folder: Path | None) -> None:
     """Whether vLLM can load a model of a pair, which is by this name, and in this folder if it is a local one."""
     kind = auto_class_of(model)
-    told = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; stay here."
+    told = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; use transformers."
     require(kind not in (SEQ2SEQ, SPEECH), told)
     inside, repository = model.name is None, model.name or name
     remedy = f"save the pair with its {role} inside, and export that folder"
@@ -106,7 +106,7 @@ def _check_served(model: ModelSource, role: str, name: str, folder: Path | None)
         remedy = f"download it (hf download {shlex.quote(repository)} --local-dir FOLDER) and export FOLDER"
     require(
         not model.subfolder or (inside and folder is not None),
-        f"the {role} is in the subfolder {model.subfolder!r} of {repository!r}, and vLLM loads roots only; {remedy}.",
+        f"the {role} is in the subfolder {model.subfolder!r} of {repository!r}, where vLLM does not look; {remedy}.",
     )
 
 
@@ -147,7 +147,7 @@ def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
 
 def _judging(config: PairConfig) -> dict[str, Any]:
     """How vLLM draws and judges candidates: as this package does, where it can."""
-    if _differ_in_size(config):
+    if _differ_in_tokens(config):
         return {"use_heterogeneous_vocab": True}
     method = "block" if config.verification in (None, "block") else "standard"
     return {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
@@ -158,14 +158,18 @@ def _differ_in_size(config: PairConfig) -> bool:
     return None not in sizes and sizes[0] != sizes[1]
 
 
+def _differ_in_tokens(config: PairConfig) -> bool:
+    return config.draft_tokenizer is not None or _differ_in_size(config)
+
+
 def _remarks(config: PairConfig) -> list[str]:
     remarks = []
     if config.verification == "coupled":
         remarks.append("vLLM has no coupled mode; rejection sampling is used instead.")
-    if _differ_in_size(config):
+    if _differ_in_tokens(config):
         remarks.append(
-            "The models score different numbers of tokens: vLLM then drafts greedily, so acceptance is not what was "
-            "measured here."
+            "The models score different tokens: vLLM then drafts greedily, so acceptance is not what was measured "
+            "here."
         )
     if None in (config.target.vocab_size, config.draft.vocab_size):
         remarks.append("Not checked: both models must score equally many tokens in vLLM; specx tune tells.")

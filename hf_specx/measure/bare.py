@@ -5,6 +5,7 @@ padding and without a mask: a prompt forward of each model, then γ draft steps 
 """
 
 import inspect
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,17 @@ class Bare:
         numbers = [each.drafted for each in whole]
         usual = max(set(numbers), key=numbers.count, default=0)
         return [each for each in whole if each.drafted == usual]
+
+    def mean_round(self, rows: int) -> float:
+        """Mean seconds of the rounds in which all rows took part, whatever they drafted; of all if there are none.
+
+        Each counts as the median of those with as many candidates, since a few slow forwards would decide a mean.
+        """
+        whole = [each for each in self.rounds if each.rows == rows] or self.rounds
+        seconds: dict[int, list[float]] = {}
+        for each in whole:
+            seconds.setdefault(each.drafted, []).append(each.draft + each.target)
+        return sum(statistics.median(own) * len(own) for own in seconds.values()) / len(whole)
 
 
 class BareModel:

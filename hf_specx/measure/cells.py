@@ -18,7 +18,7 @@ SHORT, LONG = 100, 4000  # tokens of context whose rounds are compared
 FIXED = f"block-{GAMMA}"
 VERIFIED = (FIXED, f"token-{GAMMA}", f"coupled-{GAMMA}")
 COMPILED_NAMES = ("plain-compiled", f"{FIXED}-compiled")
-ONE_ROW = ("stock", "lookup")  # how the names of transformers' assisted decoding begin, which takes one row alone
+NO_REPLAY = ("stock", "lookup", "exit", "several")  # how the names begin of those whose forwards are not replayed
 EXIT_LAYER = 2  # the first layers of the grafted pairs that predict
 EXIT_NAMES = (f"stock:{EXIT_LAYER}", f"exit:{EXIT_LAYER}-auto")
 BARED = ("plain", FIXED)
@@ -46,7 +46,7 @@ class Cell:
     Attributes:
         experiment: one of `EXPERIMENTS`, which says how it is measured and what for.
         pair: its name, as `load_bench_pair` knows it.
-        contenders: names, as `ways.way` reads them.
+        contenders: names, as `ways.way` reads them; one that cannot run is noted with the reason.
         dtype: "float32", "bfloat16", or "auto".
         batch: B.
         prompt_tokens, new_tokens: of each row.
@@ -105,9 +105,10 @@ class Cell:
     def __str__(self) -> str:
         warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"
         warped += "" if self.top_p == 1 else f", top-p {self.top_p:g}"
-        sizes = f"batch {self.batch}, {self.prompt_tokens} + {self.new_tokens} tokens"
+        sizes = f"batch {self.batch}, {self.prompt_tokens} prompt and {self.new_tokens} new tokens"
         kind = f" ({self.texts})" if self.texts else ""
-        return f"{self.experiment}{kind}: {self.pair} {self.dtype}, {sizes}{warped}"
+        precision = "as saved" if self.dtype == "auto" else f"in {self.dtype}"
+        return f"{self.experiment}{kind}: {self.pair} {precision}, {sizes}{warped}"
 
 
 def median_of(cell: Measured, contender: str, figure: str) -> float | None:
@@ -148,11 +149,8 @@ SETTINGS: dict[str, dict[str, Any]] = {  # of the cells of each experiment
 
 def cells_of(experiment: str, pair: str, batches: Sequence[int] = (1,), **settings: Any) -> list[Cell]:
     """The cells of an experiment, one for each batch size, in its own settings but for these."""
-    given, cells = SETTINGS[experiment] | settings, []
-    for batch in batches:
-        names = tuple(name for name in given["contenders"] if batch == 1 or not name.startswith(ONE_ROW))
-        cells.append(Cell(experiment, pair, batch=batch, **given | {"contenders": names}))
-    return cells
+    given = SETTINGS[experiment] | settings
+    return [Cell(experiment, pair, batch=batch, **given) for batch in batches]
 
 
 def temperature_cells(pair: str, batches: Sequence[int], **settings: Any) -> list[Cell]:
@@ -182,9 +180,8 @@ def quick_cells(pair: str, batches: Sequence[int], names: Sequence[str], **setti
     """
     cells = []
     for batch in batches:
-        # what was asked for is tried, also where it will be refused
-        chosen = tuple(names) or cells_of("quick", pair, (batch,))[0].contenders
-        replayed = [name for name in chosen if not name.startswith((*ONE_ROW, "exit", "several"))]
+        chosen = tuple(names) or SETTINGS["quick"]["contenders"]
+        replayed = [name for name in chosen if not name.startswith(NO_REPLAY)]
         bare = tuple(name for name in replayed if not name.endswith("-compiled"))
         known = SETTINGS["quick"] | settings | {"contenders": chosen}
         cells.append(Cell("quick", pair, batch=batch, bare=bare, **known))

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
+from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
@@ -25,6 +26,7 @@ class Contender:
         name: as `ways.way` reads it; any other for a strategy.
         target, draft: of the pair; plain `generate` needs no draft.
         strategy: ours, in place of the one that the name says.
+        tokenizers: the target's and the draft's, where these are not the same.
 
     Attributes:
         strategy: ours, which remembers what it learned from call to call; None for the others.
@@ -37,8 +39,10 @@ class Contender:
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
         strategy: SpeculativeDecoding | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
     ):
         self.name, self.target, self.draft, self.strategy = name, target, draft, strategy
+        self.tokenizers = tokenizers
         if strategy is not None:
             self.compiled = strategy.compile
             return
@@ -48,11 +52,14 @@ class Contender:
             assert draft is not None
             drafts: dict[str, Any] = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
             drafts[EXIT_NAME] = None if self.way.layer is None else EarlyExitDraft(self.way.layer)
+            own = None if self.way.kind in ("suffix", EXIT_NAME) else tokenizers
             self.strategy = SpeculativeDecoding(
                 drafts.get(self.way.kind, draft),
                 num_draft_tokens=self.way.number or "auto",
                 verification=self.way.kind if self.way.kind in VERIFIERS else None,
                 compile=self.compiled,
+                tokenizer=None if own is None else own[0],
+                draft_tokenizer=None if own is None else own[1],
             )
 
     @property
@@ -71,7 +78,7 @@ class Contender:
         if self.way.kind == STOCK_NAME:
             assert self.draft is not None
             with stock_settings(self.draft, self.way.number):
-                return generate(**inputs, **options, assistant_model=self.draft)
+                return generate(**inputs, **options, assistant_model=self.draft, **self._stock_tokenizers(options))
         if self.way.kind == LOOKUP_NAME:
             return generate(**inputs, **options, prompt_lookup_num_tokens=self.way.number)
         if not self.compiled:
@@ -80,6 +87,16 @@ class Contender:
         if getattr(self.target, "_compiled_call", None) is None:
             raise RuntimeError("transformers has not compiled the forward of this model.")
         return output
+
+    def _stock_tokenizers(self, options: dict[str, Any]) -> dict[str, Any]:
+        if self.tokenizers is None:
+            return {}
+        told = (
+            "with another tokenizer transformers samples from wrong probabilities and leaves its own head in the "
+            "draft; compare with it greedily."
+        )
+        require(not options.get("do_sample"), told)
+        return {"tokenizer": self.tokenizers[0], "assistant_tokenizer": self.tokenizers[1]}
 
     def _compile_config(self) -> CompileConfig:
         """As transformers compiles on an accelerator; without graphs on a CPU, where it compiles only if asked so."""

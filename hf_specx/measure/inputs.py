@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
-from hf_specx.drafting.matching import same_tokens
+from hf_specx.pair_files.facts import draft_tokenizer_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .grafted import graft
@@ -30,6 +30,7 @@ class BenchPair:
         target, draft: in evaluation mode.
         facts: what results say of it, plain values.
         tokenizer, prompts: None and () for grafted pairs, which are given random tokens.
+        draft_tokenizer: the draft's own; None where it has the target's.
     """
 
     name: str
@@ -38,6 +39,14 @@ class BenchPair:
     facts: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None = None
     prompts: Sequence[str] = ()
+    draft_tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def tokenizers(self) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
+        """The target's and the draft's, where these are not the same."""
+        if self.tokenizer is None or self.draft_tokenizer is None:
+            return None
+        return self.tokenizer, self.draft_tokenizer
 
     def inputs(self, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> Inputs:
         """A batch of prompts that have `prompt_tokens` tokens each.
@@ -92,17 +101,17 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
         f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them.",
     )
     require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
-    require(
-        same_tokens(pair.tokenizer, pair.draft_tokenizer),
-        f"the draft of {name!r} has another tokenizer, which the bench does not know; specx tune times such drafts.",
-    )
     texts = prompts or pair.prompts
     _check_prompts(name, texts)
     told = f"the pair {name!r} has no draft model to time; specx bench --only suffix measures drafts without one."
     require(isinstance(pair.draft, PreTrainedModel), told)
     draft = pair.models[-1]
     facts = {"synthetic": False} | sizes(pair.target, draft)
-    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts)
+    own = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, pair.target, draft)
+    if own is None:
+        return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts)
+    facts |= {"overlap": own.overlap}
+    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts, pair.draft_tokenizer)
 
 
 def _check_prompts(name: str, prompts: Sequence[object]) -> None:

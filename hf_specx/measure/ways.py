@@ -69,6 +69,23 @@ def way(name: str) -> Way:
     return Way(kind, number, compiled, int(layer) if exits else None)
 
 
+def in_words(name: str) -> str:
+    """What a contender does."""
+    kind, number, compiled, layer = way(name)
+    layers = f"the target's first {layer} layers as the draft"
+    own = "chosen as it goes" if number == "auto" else f"{number} in each round"
+    said = {
+        PLAIN_NAME: "generate without a draft",
+        STOCK_NAME: f"transformers' assisted decoding{'' if layer is None else f', with {layers}'}",
+        LOOKUP_NAME: "transformers' prompt lookup",
+        SUFFIXES[0]: "ours without a draft model, by what followed the same tokens before",
+        SUFFIXES[1]: "ours with the better of that and the draft model",
+        EXIT_NAME: f"ours with {layers}",
+    }.get(kind, f"ours with {kind} verification")
+    said += "" if kind == PLAIN_NAME else f", candidates: {'by its defaults' if number is None else own}"
+    return f"{said}; forwards compiled" if compiled else said
+
+
 def exit_layer_of(name: str) -> int | None:
     """4 for "exit:4"; None for any other name.
 

@@ -17,6 +17,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import coloured, loading
+from hf_specx.cli.coloured import written_out
 from hf_specx.measure.inputs import encode
 from hf_specx.pair_files import fetch
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
@@ -78,9 +79,30 @@ def test_prompts_from_everywhere(pair, tmp_path, source):
 
 
 def test_demo_runs_at_batch_1_and_8(pair):
-    runs = document(specx("--demo", *FAST, "--json"))["runs"]
+    runs = document(specx("--demo", "--pair", "org/pair", *FAST, "--json"))["runs"]
     assert [run["batch"] for run in runs] == [1, 8]
     assert runs[1]["prompts"] == (PROMPTS * 3)[:8]
+
+
+def test_what_the_demo_says(pair):
+    """What it will do, a text, that a seed gives one text, all ways side by side, and a closing summary."""
+    result = specx("--demo", "--max-new-tokens", "6")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("Speculative sampling with the pair embedded: about two minutes on two cores.")
+    assert written_out(PROMPTS[1]) in result.stdout  # the one that reads best
+    told = 'From seed 0, verification="coupled" and plain generate gave the same text, token by token.'
+    assert told in lines
+    ways = [line for line in lines if "tokens/s" in line]
+    assert [line.split("│")[0].strip() for line in ways] == [
+        "plain generate",
+        "transformers' assisted",
+        "speculative sampling",
+    ]
+    assert [line.count("tokens/s") for line in ways] == [2, 1, 2]
+    assert "does not take it" in ways[1]
+    assert " times at batch 8 as fast as plain generate" in lines[-2]
+    assert lines[-1].startswith("Two models of your own: specx tune")
 
 
 def test_coupled_is_stock_sampling(pair):
@@ -130,7 +152,7 @@ def test_comparison(pair, number):
         (["a", "--top-p", "0"], "--top-p 0.0 is not in (0, 1]"),
         (["a", "--top-p", "1.1"], "--top-p 1.1 is not in (0, 1]"),
         (["a", "--top-k", "-1"], "--top-k -1 is negative"),
-        (["a", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
+        (["a", "--greedy", "--top-k", "5"], "--greedy does not sample"),
         (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
         (["a", ""], "prompt 2 is empty"),
         ([""], "prompt 1 is empty"),
@@ -253,16 +275,26 @@ def test_json_schema(tmp_path):
     assert run["report"]["forced"] > 0
     shown = specx(*arguments[:-1], "--json-schema", str(tmp_path / "schema.json"), colour=True)
     assert "\x1b[33m" in shown.stdout
-    (tmp_path / "schema.json").write_text("{")
+    (tmp_path / "schema.json").write_text('{"type": "nothing"}')
     result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"))
     assert result.exit_code == 2
     assert "is no JSON schema that xgrammar can read" in result.stderr
 
 
-def test_json_schema_needs_xgrammar(pair, monkeypatch, tmp_path):
+def test_a_schema_is_read_before_models(tmp_path):
+    pytest.importorskip("xgrammar")
+    (tmp_path / "schema.json").write_text("{")
+    result = specx("a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
+    assert result.exit_code == 2
+    assert "schema.json is no JSON (" in result.stderr
+
+
+def test_json_schema_needs_xgrammar(monkeypatch, tmp_path):
+    """Said before models are loaded."""
     (tmp_path / "schema.json").write_text("{}")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install xgrammar" in specx("a", "--json-schema", str(tmp_path / "schema.json")).stderr
+    result = specx("a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
+    assert "pip install xgrammar" in result.stderr
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
@@ -291,7 +323,7 @@ def test_piped_output_is_bare(pair):
     result = specx(
         "the cat", "--max-new-tokens", "4", "--compare", "--repeats", "1", "--seed", "0"
     )  # some texts hold control characters
-    assert result.stdout.splitlines()[0].startswith("accepted: drafted; forced: ")
+    assert result.stdout.splitlines()[0].startswith("accepted: a candidate that was kept; forced: ")
     assert "\x1b" not in result.stdout
     assert result.stderr == ""
 
@@ -299,3 +331,12 @@ def test_piped_output_is_bare(pair):
 def test_the_package_is_a_command():
     command = [sys.executable, "-m", "hf_specx", "--help"]
     assert "specx" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", ["generate", "check", "bench"])
+def test_messages_without_a_template_are_refused_before_models(name: str, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
+    pair = ["--pair", "no/pair"] if name == "generate" else ["no/pair"]
+    result = command(name, *pair, "--file", tmp_path / "prompts.jsonl")
+    assert result.exit_code == 2
+    assert "a prompt is a list of messages; add --chat" in " ".join(result.stderr.split())

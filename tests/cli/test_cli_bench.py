@@ -11,8 +11,10 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.cli.bench import COLUMNS, rows_of
 from hf_specx.measure.cells import cpu_grid
 from hf_specx.measure.points import claims
+from hf_specx.measure.ways import in_words
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -47,15 +49,14 @@ def test_a_first_look(folder, texts, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.stderr
     cells = json.loads(out.read_text())["cells"]
     assert [cell["cell"]["batch"] for cell in cells] == [1, 8]
-    assert [list(cell["contenders"]) for cell in cells] == [
-        ["plain", "stock", "block-auto", "coupled-auto"],
-        ["plain", "block-auto", "coupled-auto"],
-    ]
+    assert {tuple(cell["contenders"]) for cell in cells} == {("plain", "stock", "block-auto", "coupled-auto")}
+    assert cells[1]["contenders"]["stock"].keys() == {"runs", "unavailable"}
+    assert "stock did not run: ValueError: assisted generate is only supported for batch_size = 1" in result.stdout
     assert {cell["provenance"]["command"] for cell in cells} == {"specx bench my-pair"}
     for cell in cells:
         for name, noted in cell["contenders"].items():
-            assert name in result.stdout
-            assert f"{noted['speedup']['median']:.2f}" in result.stdout
+            assert f"{name}: {in_words(name)}" in result.stdout
+            assert f"{noted.get('times_plain', 1.0):.2f}" in result.stdout
     assert "synthetic" not in result.stdout
     assert {"batch.svg", "alpha.svg", "rounds.svg"} == {path.name for path in plots.iterdir()}
     again = specx(*arguments)
@@ -73,6 +74,18 @@ def test_settings_reach_the_cells(folder, texts, tmp_path):
     assert expected.items() <= cell["cell"].items()
     assert cell["cell"]["contenders"] == ["plain", "token-2"]
     assert cell["provenance"]["dtype"] == "bfloat16"
+
+
+def test_no_word_is_cut_at_80_columns(folder, texts):
+    result = command(
+        "bench", folder, *QUICK, "--batch", "1", "--file", texts, "--contender", "coupled-5", COLUMNS="80"
+    )
+    assert "…" not in result.stdout
+    for heading in COLUMNS:
+        assert all(word in result.stdout for word in heading.split())
+    rows = rows_of({"coupled-5-compiled": {"tokens_per_second": {"median": 123456.0}, "above_limit": "chance"}})
+    assert rows[0][:2] == ("coupled-5-compiled", "123456")
+    assert rows[0][-2] == "-*"
 
 
 def test_a_grid_says_what_holds(monkeypatch, tmp_path):
@@ -104,7 +117,7 @@ def test_what_cannot_run_is_said(monkeypatch):
     )
     result = specx("grafted-30M", *QUICK, "--batch", "2", "--contender", "plain", "--contender", "stock-5")
     assert result.exit_code == 0, result.stderr
-    assert "stock-5 is not available: ValueError: assisted generate is only supported" in result.stdout
+    assert "stock-5 did not run: ValueError: assisted generate is only supported" in result.stdout
     assert "grafted pairs are synthetic" in result.stdout
 
 

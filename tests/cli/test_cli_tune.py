@@ -51,7 +51,20 @@ def test_tables_and_json(folders, tmp_path, source):
         for finding in draft["findings"]:
             assert finding["follows"][:30] in shown
     assert ", num_draft_tokens" in shown
-    assert "tokens a row and round" in shown
+    assert "candidates: γ, the recommended number in each round" in shown
+
+
+def test_names_are_whole_at_80_columns(folders):
+    """They stand on lines of their own, however long they are, above figures in the same columns."""
+    names = [folders["draft"], folders["stranger"]]
+    result = command("tune", folders["target"], *names, *QUICK, input="\n".join(TEXTS), COLUMNS="80")
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    for name in names:
+        assert lines.count(name) == 1
+        figures = [line.split() for line in lines[lines.index(name) + 1 :]]
+        assert [row[0] for row in figures if len(row) == 8 and row[0] in "12"][:2] == ["1", "2"]
+    assert "…" not in result.stdout
 
 
 def test_saved_pair_loads(folders, tmp_path):
@@ -129,7 +142,7 @@ def test_options_reach_the_study(folders, monkeypatch):
         (["DRAFT", "--repeats", "0"], "repeats=0"),
         (["DRAFT", "--dtype", "int8"], "--dtype int8 is unknown"),
         (["DRAFT", "--verification", "nucleus"], "verification='nucleus' is unknown"),
-        (["DRAFT", "--greedy", "--top-k", "5"], "--greedy draws nothing"),
+        (["DRAFT", "--greedy", "--top-k", "5"], "--greedy does not sample"),
         (["DRAFT", "--draft-revision", "a", "--draft-revision", "b"], "2 revisions were given for 1 drafts"),
         (["DRAFT", "DRAFT"], "each once"),
         (["DRAFT", "E", "--no-measure", "--out", "x"], "--no-measure cannot tell"),

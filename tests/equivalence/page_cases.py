@@ -4,6 +4,7 @@ from html.parser import HTMLParser
 
 from hf_specx import CheckResult
 from hf_specx.equivalence.result import FAILED, PASSED, UNTOLD, CheckLine
+from hf_specx.equivalence.settings import Settings
 
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
@@ -19,9 +20,13 @@ ACCEPTANCE = {
 LINES = [
     CheckLine("greedy, batch 1: the same tokens as plain generate", PASSED, 0.0, 16.0, "all 4 rows are equal"),
     CheckLine(
-        "token, batch 1: sampled from the target's distribution", PASSED, 0.25, 0.0002, "64 tokens, 17 statistics"
+        "token, batch 1: sampled from the target's distribution",
+        PASSED,
+        0.6,
+        3.7,
+        "p = 0.25; 64 tokens, 17 statistics",
     ),
-    CheckLine("token: texts alike those of plain generate", UNTOLD, None, 0.0002, "too few texts for this level"),
+    CheckLine("token: texts alike those of plain generate", UNTOLD, None, 3.7, "too few texts for this level"),
     CheckLine("token: quality of plain text", PASSED, 0.414, 1.0, "of 4 measures furthest off: length 9, plain 8"),
 ]
 WRONG = CheckLine("coupled, batch 1: the same tokens as plain generate", FAILED, None, 16.0, "1 of 4 rows differs")
@@ -83,7 +88,8 @@ SPEED = {
         {
             "num_draft_tokens": number,
             "tokens_per_second": {"median": 60.0 + number, "min": 60.0, "max": 80.0},
-            "speedup": {"median": 1.5 - 0.1 * abs(4 - number), "min": 1.0, "max": 1.75},
+            "times_plain": 1.5 - 0.1 * abs(4 - number),
+            "speedup": {"median": 1.51 - 0.1 * abs(4 - number), "min": 1.0, "max": 1.75},
             "tokens_per_round": 1 + number / 3,
             "expected": 1.6,
             "forward_limited": 1.55,
@@ -97,7 +103,7 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
     """A result of a check of three verifications."""
     given = {
         "lines": LINES if passed else [*LINES, WRONG],
-        "settings": {"batch_sizes": [1], "new_tokens": 8, "options": {"min_new_tokens": 3}},
+        "settings": Settings((1, 8), 8, temperature=0.7, top_p=0.9, options={"min_new_tokens": 3}).to_dict(),
         "provenance": {"hf_specx": "0.1.0", "target": f"Llama {HOSTILE}", "draft": "Llama, 99 parameters"},
         "prompts": [f"def {HOSTILE}(", "the dog"],
         "cells": {
@@ -107,6 +113,8 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
         "trace": TRACE,
         "comparisons": 4,
         "speed": SPEED,
+        "pair": f"my-pair {HOSTILE}",
+        "command": f"specx check my-pair --batch 1 --file {HOSTILE} --report a-report-with-a-long-name.html",
     }
     return CheckResult(**given | changes)
 

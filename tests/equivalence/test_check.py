@@ -112,8 +112,8 @@ def test_what_generate_refuses_is_refused_before_any_forward(options, message):
 
 
 def test_packages_that_are_not_there(monkeypatch):
-    monkeypatch.setattr(checking, "find_spec", lambda name: None if name == "scipy" else name)
-    with pytest.raises(ValueError, match="a check needs scipy: pip install"):
+    monkeypatch.setattr("hf_specx.equivalence.settings.find_spec", lambda name: None if name == "scipy" else name)
+    with pytest.raises(ValueError, match="a check needs scipy: pip install scipy, as"):
         quick(**SMALL)
 
 

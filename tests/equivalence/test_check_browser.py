@@ -4,6 +4,7 @@ SPECX_CHROMIUM names the browser where it is not found by its name, SPECX_SCREEN
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -25,6 +26,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the PATH"),
 ]
 PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 800}
+WIDTHS = (400, 768, 1400)
 DETAILS = {  # of a few tokens, by their place: what the panel says
     1: "␣cat token 12 accepted p 0.0584 q 0.135 acceptance 0.434 round 2: candidate 1 of 3",
     2: f"↵␣␣␣␣ token 15 recovered p 0.3 q 0.0777 acceptance - round 2 in place of {HOSTILE} token 13, rejected "
@@ -90,20 +92,68 @@ def told(page) -> str:
     return text.removesuffix(BUTTONS).strip()
 
 
-@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_is_wider_than_the_window(opened, pictures, size, scheme):
-    page = opened(viewport=size, color_scheme=scheme)
+def opened_whole(opened, width: int, **settings):
+    """The report in a window of this width, with all that can be unfolded."""
+    page = opened(viewport={"width": width, "height": 800}, **settings)
     for each in page.locator("details").all():
         each.evaluate("node => { node.open = true; }")
+    return page
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_is_wider_than_the_window(opened, pictures, width, scheme):
+    page = opened_whole(opened, width, color_scheme=scheme)
     tokens(page).nth(2).hover()
-    wide = "document.scrollingElement.scrollWidth"
-    assert page.evaluate(wide) <= size["width"]
-    name = f"{'phone' if size is PHONE else 'desktop'}-{scheme}"
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= width
+    name = f"{width}-{scheme}"
     page.screenshot(path=pictures / f"{name}-all.png", full_page=True)
     page.locator("#trace").scroll_into_view_if_needed()
     page.screenshot(path=pictures / f"{name}-trace.png")
     assert (pictures / f"{name}-all.png").stat().st_size > 10_000
+
+
+CUT = """() => [...document.querySelectorAll("main *")]
+  .filter((node) => node.scrollWidth > node.clientWidth && getComputedStyle(node).overflowX !== "visible")
+  .map((node) => [node.className, node.getAttribute("aria-label"), node.previousElementSibling?.checkVisibility()])"""
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scripts", [True, False])
+def test_nothing_is_cut_without_a_hint(opened, width, scripts):
+    """Tables of numbers scroll sideways, and say so; without scripts they say it also where they need not."""
+    page = opened_whole(opened, width, java_script_enabled=scripts)
+    page.wait_for_timeout(0)  # observers of sizes have run
+    assert page.locator(".scroll").count() == 4
+    cut = page.evaluate(CUT)
+    assert all(entry[0].startswith("scroll") and entry[2] for entry in cut), cut
+    assert (len(cut) == 4) == (width < 1000)  # the last one fits into a wide window
+    hints = sum(hint.is_visible() for hint in page.locator(".sideways").all())
+    assert hints == (len(cut) if scripts else 4)
+
+
+def test_a_table_that_was_scrolled_to_its_end_is_not_marked(opened):
+    page = opened_whole(opened, 400)
+    table = page.locator(".scroll").last
+    assert "cut" in table.get_attribute("class")
+    table.evaluate("node => { node.scrollLeft = node.scrollWidth; }")
+    playwright.expect(table).not_to_have_class(re.compile(r"\bcut\b"))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_what_decides_is_seen_at_once(opened, width):
+    """The verdict, the pair, the speed and the command, in this order and before any table."""
+    page = opened(viewport={"width": width, "height": 800})
+    parts = [
+        page.locator(each).first.bounding_box()
+        for each in ("#pair", ".verdict", "#headline", "#command", "table.whole")
+    ]
+    tops = [part["y"] for part in parts]
+    assert tops == sorted(tops)
+    assert tops[2] < 800
+    assert page.locator("#headline").inner_text().startswith("1.40 times as fast as plain generate with 5 candidates")
+    texts = page.locator("#lines ~ table").first.inner_text()
+    assert texts.split("\n")[0].split("\t") == ["verdict", "what, and what was seen", "figure", "at most"]
 
 
 def test_by_mouse(opened):
@@ -195,7 +245,7 @@ HIDDEN = """() => {
 
 def test_text_of_models_is_not_run(opened):
     page = opened(viewport=DESKTOP)
-    assert page.title() == "passed: specx check"
+    assert page.title() == f"passed: specx check of my-pair {HOSTILE}"
     assert page.locator("img").count() == 3
     assert HOSTILE in page.locator("#tokens").inner_text()
 

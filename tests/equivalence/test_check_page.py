@@ -6,7 +6,7 @@ import re
 
 import pytest
 from check_cases import inject, quick
-from page_cases import HOSTILE, LINES, TRACE, WRONG, Page, made
+from page_cases import HOSTILE, LINES, SPEED, TRACE, WRONG, Page, made
 
 from hf_specx import CheckResult
 from hf_specx.equivalence import check as checking
@@ -16,7 +16,9 @@ from hf_specx.equivalence.page import (
     check_can_write,
     digest,
     figures_of,
+    headline_of,
     number,
+    settings_in_words,
     spoken,
     visible,
     write_report,
@@ -53,26 +55,56 @@ def test_the_verdict_comes_first(page):
     kinds = [kind for kind, _ in page.elements]
     assert kinds.index("p") < kinds.index("table")
     assert "✓ passed No difference to plain generate was found; a correct one fails in at most 0.001" in page.text
-    assert "passed: specx check" in page.text
+    assert f"passed: specx check of my-pair {HOSTILE}" in page.text
+
+
+def test_the_pair_its_speed_and_its_command_are_at_the_top(page):
+    top, _, _ = page.text.partition("What was compared")
+    assert f"The pair my-pair {HOSTILE}" in top
+    assert "1.40 times as fast as plain generate with 5 candidates a round and block verification, 1 row at a" in top
+    assert "(1.00 to 1.75 in 3 turns); the best of 1 to 8 candidates was 4, with 1.50 times" in top
+    assert f"Made by specx check my-pair --batch 1 --file {HOSTILE}" in top
+
+
+def test_a_number_that_was_not_timed_is_not_the_headline():
+    assert headline_of({}, 5) is None
+    assert headline_of(SPEED, 12)["times"] == "1.50"
+
+
+def test_settings_are_in_words(page):
+    for told in (
+        "batch sizes 1 and 8",
+        "new tokens at most 8 in each text",
+        "sampling temperature 0.7, top-p 0.9",
+        "verification greedy, coupled, token and block",
+        "candidates 5 a round",
+        "false alarms at most 0.001 of checks, which 4 tests share",
+        "other options min_new_tokens 3",
+    ):
+        assert told in page.text
+    settings = Settings(samples=20, top_k=5).to_dict()
+    told = dict(settings_in_words(made(settings=settings)))
+    assert told["sampled texts"] == "20 for each verification and batch size"
+    assert told["sampling"] == "temperature 1, the 5 likeliest tokens"
+    assert dict(settings_in_words(made(settings=Settings().to_dict())))["sampling"] == "temperature 1, from all tokens"
 
 
 def test_a_failed_check(tmp_path):
     found = Page(write_report(made(passed=False), tmp_path / "failed.html").read_text(encoding="utf-8"))
     assert found.all("p", class_="verdict") == [{"class": "verdict failed"}]
     assert f"✗ failed What does not hold: {WRONG.what}; a correct one" in found.text
-    assert f"✗ failed {WRONG.what} - 16 {WRONG.note}" in found.text
+    assert f"✗ failed {WRONG.what} {WRONG.note} - 16" in found.text
 
 
 def test_each_line(page):
     signs = {"passed": "✓", "not told": "?"}
     for line in LINES:
         figures = f"{number(line.figure)} {number(line.threshold)}"
-        assert f"{signs[line.verdict]} {line.verdict} {line.what} {figures} {line.note}" in page.text
+        assert f"{signs[line.verdict]} {line.verdict} {line.what} {line.note} {figures}" in page.text
 
 
 def test_what_was_compared(page):
     assert "on 2 prompts" in page.text
-    assert 'options {"min_new_tokens": 3}' in page.text
     assert "draft Llama, 99 parameters" in page.text
     assert f"def {HOSTILE}( the dog" in page.text
 
@@ -126,7 +158,7 @@ def test_text_stays_text(page, source):
     assert len(page.all("script")) == 1
     assert all(each["src"].startswith("data:image/png;base64,") for each in page.all("img"))
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
-    assert page.text.count(HOSTILE) >= 7  # prompt, model, texts, trace and its table
+    assert page.text.count(HOSTILE) >= 9  # pair, command, prompt, model, texts, trace and its table
 
 
 def test_nothing_is_loaded(page, source):
@@ -188,7 +220,7 @@ def test_what_it_would_have_seen(monkeypatch, tmp_path):
         "What it would have seen The smallest difference that this check finds in nine of ten such checks. "
         in page.text
     )
-    assert f"{row['what']} {row['smallest']} {row['note']}" in page.text
+    assert f"{row['what']} {row['note']} {row['smallest']}" in page.text
 
 
 @pytest.mark.parametrize("verification", HOW_KEPT)
@@ -205,7 +237,10 @@ def test_a_check_writes_its_report(tmp_path):
     assert len(steps) == Settings(**QUICK).steps(4, timed=True) > Settings(**QUICK).steps(4)
     page = Page(path.read_text(encoding="utf-8"))
     for line in result.lines:
-        assert f"{line.verdict} {line.what} {number(line.figure)} {number(line.threshold)} {line.note}" in page.text
+        assert f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}" in page.text
+        assert line.figure is None or (line.figure > line.threshold) == (line.verdict == "failed")
+    assert result.command.startswith("hf_specx.check(pair, prompts, batch_sizes=(8,), new_tokens=8, ")
+    assert result.command in page.text
     tokens = [token for each in result.trace["rounds"] for token in each["tokens"]]
     assert [each["data-id"] for each in page.all("span", role="button")] == [str(token["token"]) for token in tokens]
     assert page.within["tokens"] == result.prompts[0] + "".join(token["text"] for token in tokens)
@@ -227,7 +262,7 @@ def test_refused_before_any_work(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="does not end in .html"):
         quick(report=tmp_path / "report.txt")
     monkeypatch.setattr(check_page, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match='needs jinja2 and matplotlib: pip install "hf_specx.plots.'):
+    with pytest.raises(ValueError, match="needs jinja2 and matplotlib: pip install jinja2 matplotlib"):
         quick(report=tmp_path / "report.html")
     with pytest.raises(ValueError, match="needs jinja2 and matplotlib"):
         write_report(made(), tmp_path / "report.html")

@@ -75,7 +75,7 @@ def test_what_is_drawn(monkeypatch):
     assert list(greedy.get_ydata()) == pytest.approx([0.75, 0.8, 0.75])
     assert [bar.get_height() for bar in lengths.containers[2]] == pytest.approx([0.25, 0.15, 0.15, 0.45])
     measured, *_ = speed.containers[0]
-    assert list(measured.get_ydata()) == [each["speedup"]["median"] for each in SPEED["numbers"]]
+    assert list(measured.get_ydata()) == [each["times_plain"] for each in SPEED["numbers"]]
     limit, theorem = (
         next(x for x in speed.lines if x.get_label() == name) for name in ("limited by the forwards", "Theorem 3.8")
     )

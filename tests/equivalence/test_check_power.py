@@ -7,14 +7,22 @@ runs with a false-alarm probability of 1e-4 on either side, after what an approx
 import numpy as np
 import pytest
 import torch
-from check_cases import quick
+from check_cases import PROMPTS, quick, tiny_pair
 from metric_modules import script
 from scipy import stats
 
-from hf_specx.equivalence.cells import stretch
+from hf_specx.equivalence.cells import judge_quality, stretch
 from hf_specx.equivalence.draft_quality import judged
-from hf_specx.equivalence.power import POWER, least_difference, least_mean, least_replaced, least_share
+from hf_specx.equivalence.power import (
+    POWER,
+    least_difference,
+    least_mean,
+    least_replaced,
+    least_share,
+    quality_power,
+)
 from hf_specx.equivalence.settings import Settings
+from hf_specx.equivalence.texts import Subject
 
 
 RUNS, LEVEL = 400, 0.01
@@ -202,3 +210,13 @@ def test_too_few_texts_have_no_power():
     rows = quick(samples=2, batch_sizes=(2,), verifications=("token",)).power
     assert [row["smallest"] for row in rows[3:]] == ["not told"] * 2
     assert Settings(verifications=("token",)).comparisons == 6
+
+
+def test_no_length_is_above_the_cap():
+    """Tokens count as they were emitted: text that was decoded may have more of them when it is read again."""
+    subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), level=0.05, new_tokens=8))
+    ours = [[200, 201, 202]] * 20 + [[203] * 8] * 20  # bytes that are no text
+    found = judge_quality(subject, [row % len(PROMPTS) for row in range(40)], [[6] * 8] * 40, ours)
+    assert (found["length"]["prediction"], found["length"]["reference"]) == (5.5, 8.0)
+    assert quality_power("token", found, 8)["smallest"].endswith(" tokens less (8 is the most)")
+    assert "less" not in quality_power("token", found, 80)["smallest"]

@@ -9,7 +9,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.measure import grid, timer
 from hf_specx.measure.bare import Bare, BareRound
 from hf_specx.measure.contenders import Contender
-from hf_specx.measure.grid import counts, summarise, take_turns
+from hf_specx.measure.grid import above_limit, counts, summarise, take_turns
 
 
 def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
@@ -64,6 +64,7 @@ def test_one_that_fails_is_reported_and_the_others_go_on(monkeypatch):
     pair = tiny_pair()
     found = take_turns(small("plain", "stock", "token-2", "block-2", batch=2, repeats=2), pair, lambda: None)
     contenders = found["contenders"]
+    assert contenders["stock"]["runs"] == []
     assert contenders["stock"]["unavailable"].startswith("ValueError: assisted generate is only supported for batch")
     assert contenders["token-2"] == {"runs": [], "unavailable": "RuntimeError: out of memory"}
     assert calls.count("stock") == 1
@@ -110,6 +111,7 @@ def a_run(**changes):
         "prompt": 1.0,
         "decoding": 16.0,
         "drafted": 3,
+        "round": 2.0,
         "target_step": 1.25,
         "draft_step": 0.25,
         "round_bytes": 100.0,
@@ -151,6 +153,57 @@ def test_figures():
     assert found["expected_tokens_per_second"]["median"] == 36 / 20
     assert found["cost_coefficient"] == 0.25
     assert found["predicted_speedup"] == 1.4
+
+
+def test_times_plain_agree_in_order_with_tokens_per_second():
+    """One definition, the ratio of the medians that are shown; ratios within turns may order contenders otherwise."""
+    seconds = {"plain": (2, 4, 12), "fast": (1, 3, 12), "slow": (2, 3.5, 3)}
+    known = {name: {"runs": [{"seconds": each, "tokens": 12} for each in own]} for name, own in seconds.items()}
+    found = {name: summarise(noted, known["plain"], None) for name, noted in known.items()}
+    rates = {name: noted["tokens_per_second"]["median"] for name, noted in found.items()}
+    assert rates == {"plain": 3.0, "fast": 4.0, "slow": 4.0}
+    assert {name: noted["times_plain"] for name, noted in found.items()} == {
+        "plain": 1.0,
+        "fast": 4 / 3,
+        "slow": 4 / 3,
+    }
+    assert found["fast"]["speedup"]["median"] != found["slow"]["speedup"]["median"]
+
+
+def test_what_is_above_its_limit_says_why():
+    """Plain generate takes two times as long as its forwards, which the limit does not count."""
+    bare = {"prompt": 1.0, "decoding": 19.5, "target_step": 0.5}
+    plain = {"runs": [{"seconds": 40.0, "tokens": 40, "longest": 40, "bare": bare}]}
+    found = summarise({"runs": [a_run()]}, plain, None)
+    assert found["forward_limited_speedup"] == 0.75 < found["times_plain"] == 2.0
+    assert (
+        "a step of plain generate took 2.00 times its bare forward, a round of this 1.12 times" in found["above_limit"]
+    )
+    assert "noise" not in found["above_limit"]
+    assert above_limit(found | {"plain_step_over_bare": 1.0})["above_limit"].endswith("timed after the runs")
+    assert above_limit(found | {"times_plain": 0.75}) == above_limit({"times_plain": 2.0}) == {}
+
+
+def test_rows_that_end_at_their_first_token(monkeypatch):
+    """One of two, so that no round has all rows; then both, so that there is no round."""
+    pair = tiny_pair()
+    contenders = "plain", "coupled-2"
+    ids = pair.inputs(2, 5, 8, seed=0)["input_ids"]
+    first = pair.target(ids).logits[:, -1].argmax(-1).tolist()
+    assert first[0] != first[1]
+    for ends, limited in ((first[:1], True), (first, False)):
+        monkeypatch.setattr(pair.target.generation_config, "eos_token_id", ends)
+        found = take_turns(small(*contenders, batch=2, temperature=0, bare=contenders), pair, lambda: None)
+        assert [noted.get("unavailable") for noted in found["contenders"].values()] == [None, None]
+        assert ("forward_limited_speedup" in found["contenders"]["coupled-2"]) == limited
+
+
+def test_a_round_of_varying_numbers_counts_all_of_them():
+    """A plain step of 1 s in each second round, and one slow round that is none of the machine's usual ones."""
+    drafted = [BareRound(2, 3, 1.0, 2.0, 9)] * 3 + [BareRound(2, 3, 1.0, 90.0, 9)]
+    bare = Bare(1.0, [*drafted, *[BareRound(2, 0, 0.0, 1.0, 9)] * 4, BareRound(1, 3, 5.0, 5.0, 9)])
+    assert bare.mean_round(2) == 2.0
+    assert Bare(1.0, [BareRound(1, 0, 0.0, 1.0, 9)]).mean_round(2) == 1.0  # a row ended at its first token
 
 
 def test_ratios_are_of_the_same_turn():

@@ -37,7 +37,7 @@ def test_prompts_that_cannot_be_made():
 def test_cells_of_the_bench():
     cells = suffix_cells("embedded")
     assert {cell.texts for cell in cells} == {*KINDS, ""}
-    assert all(("lookup-10" in cell.contenders) == (cell.batch == 1) for cell in cells)
+    assert all("lookup-10" in cell.contenders for cell in cells)  # at batch 8 it is listed with its reason
     assert all(cell.temperature == (0 if cell.texts else 1) for cell in cells)
     known = [dict(cell.to_dict(), contenders=cell.contenders, bare=cell.bare) for cell in cells]
     assert [Cell(**each) for each in known] == cells

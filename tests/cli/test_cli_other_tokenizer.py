@@ -1,0 +1,138 @@
+"""The commands with a pair whose draft has another tokenizer, and with its models by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command import command
+from other_tokens import PROMPTS, draft_of, pair_of, target_of, texts, tokenizer_of
+from transformers import AutoModelForCausalLM
+
+from hf_specx import DraftTargetPair
+from hf_specx.pair_files.pair_config import PairConfig
+
+
+KIND, OTHER = "byte-level", "byte-level, other merges"
+QUICK = ["--batch", "1", "--prompt-tokens", "5", "--new-tokens", "8", "--repeats", "1"]
+SMALL = ["--batch", "4", "--new-tokens", "8", "--samples", "32", "--num-draft-tokens", "3", "--temperature", "0.7"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("pairs") / "my-pair"
+    pair_of(KIND, OTHER).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of the target, of a draft with its tokenizer, and of one with another."""
+    root = tmp_path_factory.mktemp("models")
+    parts = {"target": (target_of(KIND), KIND), "same": (draft_of(KIND, KIND, 0.3), KIND)}
+    parts["other"] = draft_of(KIND, OTHER), OTHER
+    for name, (model, kind) in parts.items():
+        model.save_pretrained(root / name)
+        tokenizer_of(kind).save_pretrained(root / name)
+    return {name: str(root / name) for name in parts}
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(text for text in PROMPTS if "\n" not in text))
+    return str(file)
+
+
+def output(*arguments: object) -> str:
+    result = command(*arguments, COLUMNS="200")
+    assert result.exit_code == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_generate(folder: str):
+    given = ["The cat sat", "--greedy", "--max-new-tokens", "12", "--num-draft-tokens", "3", "--json"]
+    told = json.loads(output("generate", "--pair", folder, *given))
+    target, tokenizer = target_of(KIND), tokenizer_of(KIND)
+    inputs = tokenizer("The cat sat", return_tensors="pt")
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
+    (run,) = told["runs"]
+    assert run["texts"] == [tokenizer.decode(plain, skip_special_tokens=True)]
+    assert run["report"]["tokenizer_match"]["match"] == "tokens"
+    assert run["report"]["accepted"] > 0
+
+
+def test_generate_compares(folder: str, models: dict[str, str], prompts: str):
+    few = ["--max-new-tokens", "6", "--repeats", "1"]
+    assert "measured speed-up" in output("generate", "--pair", folder, "--compare", "--file", prompts, *few)
+    told = output("generate", "--demo", "--pair", folder, *few)
+    assert "does not take it" in told  # transformers' own
+    named = ["--target", models["target"], "--draft", models["other"]]
+    assert "another tokenizer, matched by tokens" in output("generate", *named, "a cat", "--max-new-tokens", "6")
+
+
+def test_bench(folder: str, models: dict[str, str], prompts: str, tmp_path: Path):
+    """Transformers' own path samples from wrong probabilities, which is said; greedily it is measured as well."""
+    out = tmp_path / "results.json"
+    told = output("bench", folder, *QUICK, "--out", out)
+    (cell,) = json.loads(out.read_text())["cells"]
+    found = cell["contenders"]
+    assert "stock did not run: ValueError: with another tokenizer transformers samples from wrong" in told
+    assert found["block-auto"]["speedup"]["median"] > 0
+    assert "bare" in found["plain"]
+    assert "bare" not in found["block-auto"]
+    names = ("plain", "stock-3", "coupled-3", "suffix-2", "several-3", "exit:1-2")
+    asked = [part for name in names for part in ("--contender", name)]
+    named = ["--target", models["target"], "--draft", models["other"], "--file", prompts, "--temperature", "0"]
+    told = output("bench", *named, *QUICK, "--out", out, *asked)
+    (cell,) = (cell for cell in json.loads(out.read_text())["cells"] if cell["cell"]["temperature"] == 0)
+    assert [name for name, noted in cell["contenders"].items() if "unavailable" in noted] == []
+    assert cell["contenders"]["coupled-3"]["alpha"] > 0.2
+    assert cell["pair"]["overlap"] == pytest.approx(
+        PairConfig.from_file(f"{folder}/specx_config.json").draft_tokenizer.overlap
+    )
+
+
+def test_tune_ranks_drafts_of_any_tokenizer(models: dict[str, str], prompts: str, tmp_path: Path):
+    quick = ["--batch", "1", "--max-new-tokens", "6", "--repeats", "1", "--file", prompts]
+    given = [models["target"], models["same"], models["other"], "suffix"]
+    told = json.loads(output("tune", *given, *quick, "--json"))["drafts"]
+    assert {draft["draft"] for draft in told} == {models["same"], models["other"], "suffix"}
+    speeds = [draft["config"]["measurements"][0]["measured_speedup"] for draft in told]
+    assert speeds == sorted(speeds, reverse=True)
+    output("tune", models["target"], models["other"], *quick, "--out", tmp_path / "tuned")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "tuned")
+    assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
+    assert 0.9 < pair.config.draft_tokenizer.overlap < 1
+    assert pair.config.measurements[0].measured_speedup > 0
+
+
+def test_check(folder: str, prompts: str):
+    told = output("check", folder, *SMALL, "--file", prompts)
+    assert "passed: no difference to plain generate was found" in told
+
+
+def test_card_and_publish(folder: str, tmp_path: Path):
+    told = output("card", folder)
+    own = PairConfig.from_file(f"{folder}/specx_config.json").draft_tokenizer
+    size = len(tokenizer_of(OTHER))
+    assert f"the draft has a tokenizer of its own with {size}, among them {own.overlap:.0%} of the target's" in told
+    assert "serves other targets with any tokenizer" in told
+    out = tmp_path / "published"
+    output("publish", folder, "--folder", out)
+    assert (out / "draft" / "tokenizer.json").is_file()
+    model, settings = AutoModelForCausalLM.from_pretrained(out), {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
+    given = texts(KIND, 4) | settings | {"pad_token_id": 1}
+    found = []
+    for options in ({}, {"custom_generate": str(out), "trust_remote_code": True, "verification": "coupled"}):
+        torch.manual_seed(1)
+        found.append(model.generate(**given, **options, **({"return_dict_in_generate": True} if options else {})))
+    plain, ours = found
+    assert torch.equal(ours.sequences, plain)
+    assert ours.speculation_report.tokenizer_match["match"] == "tokens"
+    assert ours.speculation_report.accepted > 0
+
+
+def test_export(folder: str):
+    told = output("export", "vllm", folder)
+    assert '"use_heterogeneous_vocab": true' in told
