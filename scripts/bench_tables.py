@@ -12,7 +12,7 @@ from hf_specx.measure.points import claims
 FIGURES = {
     "tokens/s": "tokens_per_second",
     "expected tokens/s": "expected_tokens_per_second",
-    "× plain": "speedup",
+    "× plain": "times_plain",
     "α": "alpha",
     "tokens a round": "tokens_per_round",
     "s a round": "seconds_per_round",
@@ -46,7 +46,8 @@ def rows_of(cell: dict[str, Any]) -> list[tuple[str, ...]]:
     dtype = cell["provenance"].get("dtype", own["dtype"])  # "auto" is asked for, not measured
     cells = (pair, dtype, str(own["batch"]), lengths, f"{own['temperature']:g}")
     return [
-        (*cells, name, *(number(noted.get(key)) for key in FIGURES.values()))
+        # older files have no ratio of medians, but the median of the ratios within turns
+        (*cells, name, *(number(({"times_plain": noted.get("speedup")} | noted).get(key)) for key in FIGURES.values()))
         for name, noted in cell["contenders"].items()
         if "tokens_per_second" in noted
     ]

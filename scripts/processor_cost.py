@@ -14,7 +14,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.common.round import Round
@@ -37,6 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "forced_bos_token_id": {"forced_bos_token_id": 4},
     "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (0, 1.0001), "eos_token_id": 4095},
     "watermarking_config": {"watermarking_config": {"bias": 0.5}},
+    "SynthID": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=list(range(20)), ngram_len=5)},
     "remove_invalid_values": {"remove_invalid_values": True},
     "all of a chat model": {"repetition_penalty": 1.05, "no_repeat_ngram_size": 6, "temperature": 0.7, "top_p": 0.9},
 }

@@ -31,10 +31,10 @@ ROWS, LENGTH, ROUNDS, CANDIDATES = 32, 4000, 100, 8
 class Never:
     """No row ends."""
 
-    def cut(self, batch: Batch, tokens: torch.Tensor, num_new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return num_new, torch.zeros_like(num_new, dtype=torch.bool)
+    def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
+        return num_new, [False] * len(num_new)
 
-    def update(self, batch: Batch, new: list[int], ended: list[int]) -> list[int]:
+    def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         return []
 
 

@@ -1,9 +1,10 @@
 """Train a head for an early exit of the target in the package, and time drafting with its first layers.
 
-The head is a linear map between the target's final norm and its output head, kept in a file of its own; the target is
-not changed. The text is the source of the Python standard library, as for `train_pair.py`. Three minutes on one core.
+The head is a linear map between the target's final norm and its output head; it is saved with the target as a pair, in
+a file of its own, and the target is not changed. The text is the source of the Python standard library, as for
+`train_pair.py`. Three minutes on one core.
 
-    python scripts/train_exit.py --out build/exit-2.pt     # trains, unless the file is there already
+    python scripts/train_exit.py --out build/exit-2        # trains, unless the pair is there already
     python scripts/train_exit.py --pair grafted-163M       # a synthetic target whose first layers predict: times only
 """
 
@@ -11,19 +12,20 @@ import itertools
 import statistics
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
 from rich.console import Console
 from torch import nn
-from train_pair import divergence, encode, source_files, windows
+from train_pair import encode, source_files, windows
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender, stock_settings
 from hf_specx.measure.inputs import BenchPair, Inputs, load_bench_pair
 from hf_specx.measure.timer import Timer, speedups
+from hf_specx.training.losses import forward_kl, total_variation
 
 
 WINDOW, ROWS, PEAK, WARM_UP = 128, 4, 2e-3, 20  # tokens of a window, windows of a step, learning rate, steps to it
@@ -37,6 +39,12 @@ def linear_head(target: PreTrainedModel) -> nn.Linear:
     head = nn.Linear(width, width, bias=False, dtype=target.dtype).eval()
     nn.init.eye_(head.weight)
     return head
+
+
+def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """Total variation (one minus the acceptance) plus a tenth of the forward KL, whose gradient does not vanish."""
+    p, log_q = target_logits.float().softmax(-1), draft_logits.float().log_softmax(-1)
+    return (total_variation(p, log_q) + 0.1 * forward_kl(p, log_q)).mean()
 
 
 def train(target: PreTrainedModel, exit_layer: int, tokens: torch.Tensor, steps: int) -> nn.Linear:
@@ -112,38 +120,38 @@ def compare(pair: BenchPair, draft: EarlyExitDraft, rows: int, sampled: bool, tu
         console.print(shown + ("" if rate is None else f", acceptance {rate:.2f}"))
 
 
-def head_of_the_pair(out: Path, exit_layer: int, steps: int) -> nn.Linear:
-    """The head in a file; trained and saved first if there is none."""
-    pair = DraftTargetPair.embedded()
-    target = pair.target.float().requires_grad_(False)
-    tokenizer: Any = pair.tokenizer
+def pair_with_a_head(out: Path, exit_layer: int, steps: int) -> EarlyExitDraft:
+    """The exit of the pair in a folder, with the target in the package; trained and saved first if there is none."""
     trained_on, held_out = source_files()
     if not out.exists():
+        made = DraftTargetPair.embedded()
+        target, tokenizer = made.target.float().requires_grad_(False), cast(Any, made.tokenizer)
         head = train(target, exit_layer, encode(tokenizer, trained_on[::6]), steps)
         out.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(head.state_dict(), out)
-    head = linear_head(target)
-    head.load_state_dict(torch.load(out, weights_only=True))
-    unseen = encode(tokenizer, held_out[:8])
-    before, after = (acceptance(target, EarlyExitDraft(exit_layer, head=x), unseen) for x in (None, head))
-    console.print(f"exit {exit_layer}: alpha {before:.3f} without the head, {after:.3f} with it")
-    return head
+        DraftTargetPair(target, EarlyExitDraft(exit_layer, head=head), tokenizer).save_pretrained(out)
+    pair = DraftTargetPair.from_pretrained(out)
+    assert isinstance(pair.draft, EarlyExitDraft)
+    unseen = encode(cast(Any, pair.tokenizer), held_out[:8])
+    without, with_it = (
+        acceptance(pair.target, draft, unseen) for draft in (EarlyExitDraft(pair.draft.exit_layer), pair.draft)
+    )
+    console.print(f"exit {pair.draft.exit_layer}: alpha {without:.3f} without the head, {with_it:.3f} with it")
+    return pair.draft
 
 
 def main(
     pair: Annotated[str, typer.Option(help="embedded, or a synthetic one by the names of specx bench")] = "embedded",
     exit_layer: int = 2,
-    out: Annotated[Path, typer.Option(help="the head of the embedded target")] = Path("build/exit-2.pt"),
+    out: Annotated[Path, typer.Option(help="the embedded target with its exit, a pair")] = Path("build/exit-2"),
     steps: int = 300,
     batch: Annotated[list[int] | None, typer.Option(help="rows, 1 and 8 if not given")] = None,
     turns: int = 7,
     new_tokens: int = 64,
 ) -> None:
-    head = head_of_the_pair(out, exit_layer, steps) if pair == "embedded" else None
+    draft = pair_with_a_head(out, exit_layer, steps) if pair == "embedded" else EarlyExitDraft(exit_layer)
     measured = load_bench_pair(
         pair, "float32", [], lambda name, dtype: DraftTargetPair.from_pretrained(name, dtype=dtype)
     )
-    draft = EarlyExitDraft(exit_layer, head=head)
     for rows, sampled in itertools.product(batch or (1, 8), (False, True)):
         compare(measured, draft, rows, sampled, turns, new_tokens)
 

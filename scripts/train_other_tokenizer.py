@@ -1,87 +1,58 @@
 """Train a draft with a tokenizer of its own for the target in the package, and measure it.
 
-The tokenizer is a unigram model of 2,048 tokens. The draft starts as the target's first two layers, each embedding as
-the mean of those of the target's tokens that spell it, and is distilled on the source of the Python standard library,
-as for `train_pair.py`: where both texts have a boundary, its distribution among the common tokens is moved to the
-target's. Interrupted runs continue from `--work`.
+The tokenizer is a unigram model of the 2,048 tokens that the target's BPE uses most. The draft starts as the one in
+the package with its embeddings of these tokens, and is trained by `hf_specx.distill` on what the target writes after
+pieces of the Python standard library's source. Interrupted runs continue from `--work`.
 
     python scripts/train_other_tokenizer.py --work build/other            # trains, unless it is done, and measures
 """
 
-import itertools
+import math
 import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from train_pair import END, divergence, encode, fit, read, source_files, windows
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from train_pair import END, encode, source_files, windows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.drafting.other_tokenizer import Translation
 from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
+from hf_specx.training.distill import distill
 
 
 SIZE = 2048
-WINDOW, ROWS, PEAK = 128, 4, 1e-3  # tokens of a window, windows of a step, learning rate
-OF_TEXT = 0.1  # weight of the loss of the draft's own next token
+TEXTS, PEAK = 64, 3e-4  # texts of a phase, learning rate
 PROMPT_TOKENS, NEW_TOKENS = 64, 128
 console = Console()
 
 
-def train_tokenizer(files: list[Path]) -> Tokenizer:
-    """A unigram model over bytes, so that it encodes every text."""
-    unigram = Tokenizer(models.Unigram())
+def most_used(tokenizer: PreTrainedTokenizerFast, tokens: torch.Tensor) -> Tokenizer:
+    """A unigram model of the end token, all bytes and the tokens used most, by their share of `tokens` [N]."""
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    counts = torch.bincount(tokens, minlength=len(names)).tolist()
+    others = [number for number, name in enumerate(names) if number not in tokenizer.all_special_ids]
+    others.sort(key=lambda number: (len(names[number]) > 1, -counts[number]))
+    pieces = [(names[number], math.log(max(counts[number], 0.5) / len(tokens))) for number in others[: SIZE - 1]]
+    unigram = Tokenizer(models.Unigram([(END, 0.0), *pieces]))
     unigram.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     unigram.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    unigram.train_from_iterator(
-        read(files), trainers.UnigramTrainer(vocab_size=SIZE, special_tokens=[END], initial_alphabet=alphabet)
-    )
     return unigram
 
 
-def first_draft(target: PreTrainedModel, vocabularies: VocabularyMap) -> LlamaForCausalLM:
-    """The target's first two layers, with an embedding for each token of the draft."""
-    values = target.config.to_dict() | {"vocab_size": SIZE, "num_hidden_layers": 2, "layer_types": None}
-    draft = LlamaForCausalLM(LlamaConfig(**values | {"eos_token_id": 0, "pad_token_id": None}))
-    weights = target.state_dict()
-    embeddings = weights.pop("model.embed_tokens.weight")
-    weights.pop("lm_head.weight", None)
-    draft.load_state_dict(weights, strict=False)
-    own = draft.get_input_embeddings().weight
-    with torch.no_grad():
-        for number, content in enumerate(vocabularies.draft.contents):
-            meant = vocabularies.to_target[number]
-            spelled = [meant] if meant >= 0 else vocabularies.target.encode(content)
-            own[number] = embeddings[spelled].mean(0)  # type: ignore[operator]
-    return draft
-
-
-def loss_of(target: Any, draft: Any, vocabularies: VocabularyMap, rows: torch.Tensor) -> torch.Tensor:
-    """The divergence after each token of rows [R, L] of the target where the draft has a boundary as well.
-
-    A little of the loss of the draft's own next token is added, so that it can also write texts alone.
-    """
-    texts, here, there = [], [], []
-    for row, ids in enumerate(rows.tolist()):
-        translation = Translation(vocabularies, vocabularies.to_draft)
-        translation.extend(ids)
-        settled = [(count, state[0]) for count, state in enumerate(translation.states) if state[0] and not state[1]]
-        here += [(row, count - 1) for count, _ in settled]
-        there += [(row, boundary - 1) for _, boundary in settled]
-        texts.append(torch.tensor(translation.ids))
-    with torch.no_grad():
-        said = target(rows).logits[tuple(torch.tensor(here).T)]
-    read = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=-100)
-    logits = draft(read.clamp(min=0)).logits
-    own = vocabularies.logits(logits[tuple(torch.tensor(there).T)]).clamp(min=-50)
-    return divergence(said, own) + OF_TEXT * F.cross_entropy(logits[:, :-1].flatten(0, 1), read[:, 1:].flatten())
+def first_draft(draft: PreTrainedModel, vocabularies: VocabularyMap) -> LlamaForCausalLM:
+    """A draft with the target's tokenizer, with the embeddings of the tokens that the other one has as well."""
+    values = draft.config.to_dict() | {"vocab_size": SIZE, "eos_token_id": 0, "pad_token_id": None, "dtype": "float32"}
+    weights = draft.float().state_dict()
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][vocabularies.to_target]
+    found = LlamaForCausalLM(LlamaConfig(**values))
+    found.load_state_dict(weights)
+    return found
 
 
 @torch.no_grad()
@@ -128,37 +99,44 @@ def measure(pair: DraftTargetPair, other: SpeculativeDecoding, held_out: torch.T
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="where the tokenizer and the draft are kept")] = Path("build/other"),
-    steps: int = 1800,
+    work: Annotated[Path, typer.Option(help="where the texts, checkpoints and the draft are kept")] = Path(
+        "build/other"
+    ),
+    phases: Annotated[int, typer.Option(help="in each of which the target writes 64 texts")] = 30,
 ) -> None:
     work.mkdir(parents=True, exist_ok=True)
     trained_on, held_out = source_files()
     pair = DraftTargetPair.embedded()
     assert pair.tokenizer is not None
-    path = work / "tokenizer.json"
-    if not path.exists():
-        train_tokenizer(trained_on).save(str(path))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END)
-    vocabularies = vocabulary_map(pair.tokenizer, tokenizer, (pair.target.config.vocab_size, SIZE))
-    console.print(f"overlap {vocabularies.overlap:.2f}, coverage of the sample text {vocabularies.coverage:.2f}")
-    torch.manual_seed(0)
-    draft = first_draft(pair.target, vocabularies)
+    assert isinstance(pair.draft, PreTrainedModel)
     tokens = encode(pair.tokenizer, trained_on)  # type: ignore[arg-type]
+    own: Any = pair.tokenizer
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=most_used(own, tokens), eos_token=END)
+    vocabularies = vocabulary_map(own, tokenizer, (pair.target.config.vocab_size, SIZE))
+    console.print(f"overlap {vocabularies.overlap:.2f}, coverage of the sample text {vocabularies.coverage:.2f}")
     common = torch.isin(tokens, torch.tensor(vocabularies.to_target))
     console.print(f"coverage of the text {common.float().mean():.3f}")
-
-    def loss(step: int) -> torch.Tensor:
-        rows = windows(tokens, step, seed=3, length=WINDOW, count=ROWS)
-        return loss_of(pair.target, draft, vocabularies, rows)
-
-    for parameter in itertools.chain(pair.target.parameters()):
-        parameter.requires_grad_(False)
-    fit("other", draft, loss, steps, PEAK, work)
-    draft.eval()
+    unseen = encode(own, held_out)
+    result = distill(
+        pair.target,
+        first_draft(pair.draft, vocabularies),
+        windows(tokens, 0, seed=3, length=PROMPT_TOKENS, count=TEXTS * phases).tolist(),
+        tokenizer=own,
+        draft_tokenizer=tokenizer,
+        held_out=windows(unseen, 1, seed=3, length=PROMPT_TOKENS, count=128).tolist(),
+        folder=work / "training",
+        max_new_tokens=NEW_TOKENS,
+        phases=phases,
+        patience=phases,
+        texts_per_phase=TEXTS,
+        learning_rate=PEAK,
+    )
+    console.print(str(result))
+    draft: Any = result.pair.draft
     draft.save_pretrained(work / "draft")
     tokenizer.save_pretrained(work / "draft")
-    other = SpeculativeDecoding(draft, num_draft_tokens=4, tokenizer=pair.tokenizer, draft_tokenizer=tokenizer)
-    measure(pair, other, encode(pair.tokenizer, held_out))  # type: ignore[arg-type]
+    other = SpeculativeDecoding(draft, num_draft_tokens=4, tokenizer=own, draft_tokenizer=tokenizer)
+    measure(DraftTargetPair.embedded(), other, unseen)
 
 
 if __name__ == "__main__":

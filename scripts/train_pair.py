@@ -1,4 +1,4 @@
-"""Train the pair in `hf_specx/embedded/`: a tokenizer, a target, and a draft distilled from the target.
+"""Train the pair in `hf_specx/embedded/`: a tokenizer, a target, and a draft by `hf_specx.distill`.
 
 The text is the source of the Python standard library, which every machine with Python has.
 Every stage is seeded and saves its result in `--work`; an interrupted run continues from there.
@@ -6,7 +6,6 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
     python scripts/train_pair.py --work build/pair --out hf_specx/embedded
 """
 
-import copy
 import hashlib
 import json
 import math
@@ -18,16 +17,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.training.distill import distill
+from hf_specx.training.result import Distilled
 
 
 VOCAB_SIZE = 4096
@@ -36,23 +36,23 @@ BATCH = 4  # windows in a step
 END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
+PROMPT = 64  # tokens of a prompt that the target goes on from
+TEXTS = 64  # of a phase of distillation
+COMMAND = "python scripts/train_pair.py --work build/pair --out {out}"
 NOTES = """## How it was made
 
-`python scripts/train_pair.py --work build/pair --out {out}`
+`{command}`
 
 Data: the source of the Python {python} standard library without tests, `encodings`, `pydoc_data`, `lib2to3`,
 `turtledemo` and installed packages ({files} files, {tokens:,} tokens); one file in 20, chosen by a hash of its path,
 was held out ({held_out} files, from which the prompts are). Another Python version gives other weights.
 
-The target saw {steps:,} steps of 2,048 tokens. The draft started as the target's first two layers and was distilled
-for {draft_steps:,} steps by total variation plus a tenth of the forward KL divergence, on the text and on {samples}
-samples of the target's own by turns. Both were trained on windows of 512 tokens.
+The target saw {steps:,} steps of 2,048 tokens. It is a Llama of 16 layers of 256 with 4 heads and feed-forwards of
+704, the draft the same with 2 layers; the vocabulary is a byte-level BPE whose `<|endoftext|>` ends a file. On the
+held-out files the target has a loss of {target_loss:.2f} nats a token (perplexity {target_perplexity:.1f}), the draft
+{draft_loss:.2f}. The command above prints these figures.
 
-The target is a Llama of 16 layers of 256 with 4 heads and feed-forwards of 704, the draft the same with 2 layers; the
-vocabulary is a byte-level BPE whose `<|endoftext|>` ends a file. On the held-out files the target has a loss of
-{target_loss:.2f} nats a token (perplexity {target_perplexity:.1f}), the draft {draft_loss:.2f}. α, the mean of
-Σ min(p, q) where the target writes 128 tokens at temperature 1 after held-out prompts of 64 tokens, is
-**{alpha:.3f}**. The command above prints these figures.
+{draft}
 
 ## Intended use
 
@@ -170,77 +170,41 @@ def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device
     return model.eval()
 
 
-def write(target: LlamaForCausalLM, prompts: torch.Tensor, max_new_tokens: int, seed: int) -> torch.Tensor:
-    """Sample continuations of prompts [B, L] at temperature 1, also after end tokens: [B, L + max_new_tokens]."""
-    torch.manual_seed(seed)
-    prompts = prompts.to(target.device)
-    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max_new_tokens, pad_token_id=1)
-    written = target.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config)  # type: ignore[misc]
-    assert isinstance(written, torch.Tensor)
-    return written
-
-
-@torch.no_grad()
-def own_samples(target: LlamaForCausalLM, tokens: torch.Tensor, pools: int, seed: int, work: Path) -> torch.Tensor:
-    """Sample the target at temperature 1 after prompts of 64 tokens: [pools * 64, CONTEXT].
-
-    In bfloat16, as the target is saved; each pool of 64 rows is saved once it is complete.
-    """
-    writer = copy.deepcopy(target).bfloat16()
-    drawn = []
-    for pool in range(pools):
-        path = work / f"samples-{pool}.pt"
-        if not path.exists():
-            prompts = windows(tokens, pool, seed + 1, length=64, count=64)
-            torch.save(write(writer, prompts, CONTEXT - 64, seed + pool).cpu(), path)
-            console.print(f"samples {pool + 1}/{pools}")
-        drawn.append(torch.load(path, weights_only=True))
-    return torch.cat(drawn)
-
-
-def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
-    """Total variation (one minus the acceptance) plus a tenth of the forward KL, whose gradient does not vanish."""
-    log_p, log_q = target_logits.float().log_softmax(-1), draft_logits.float().log_softmax(-1)
-    variation = 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
-    return (variation + 0.1 * F.kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)).mean()
-
-
 def distil_draft(
-    target: LlamaForCausalLM, tokens: torch.Tensor, samples: torch.Tensor, steps: int, seed: int, work: Path
-) -> LlamaForCausalLM:
-    """Train a draft that starts as the target's first two layers, on text and on the target's samples in turns."""
-    draft = llama(2).to(target.device)  # type: ignore[arg-type]
-    draft.load_state_dict(target.state_dict(), strict=False)
-
-    def loss_of(step: int) -> torch.Tensor:
-        rows = torch.randperm(len(samples), generator=torch.Generator().manual_seed(seed + step))[:BATCH]
-        ids = samples[rows] if step % 2 else windows(tokens, step, seed + 2)
-        ids = ids.to(target.device)
-        with autocast(target.device):
-            with torch.no_grad():
-                target_logits = target(ids).logits
-            return divergence(target_logits, draft(ids).logits)
-
-    fit("draft", draft, loss_of, steps, 2e-3, work)
-    return draft.eval()
+    target: LlamaForCausalLM,
+    tokens: torch.Tensor,
+    unseen: torch.Tensor,
+    phases: int,
+    passes: int,
+    seed: int,
+    work: Path,
+    command: str,
+) -> Distilled:
+    """Train the target's first two layers on what it writes after pieces of the text, also after the end of a file."""
+    return distill(
+        target,
+        "layers:2",
+        windows(tokens, 0, seed + 1, length=PROMPT, count=TEXTS * phases).tolist(),
+        held_out=windows(unseen, 1, seed, length=PROMPT, count=128).tolist(),
+        folder=work / "draft",
+        command=command,
+        max_new_tokens=CONTEXT - PROMPT,
+        phases=phases,
+        texts_per_phase=TEXTS,
+        passes=passes,
+        patience=phases,
+        batch_size=BATCH,
+        learning_rate=2e-3,
+        seed=seed,
+        training={"bf16": True, "weight_decay": 0.1, "adam_beta2": 0.95},
+    )
 
 
 @torch.no_grad()
-def measure(target: LlamaForCausalLM, draft: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> dict[str, Any]:
-    """Held-out loss of both models, and alpha: the mean of sum_x min(p, q) over samples after held-out prompts."""
-    text = windows(held_out, 0, seed, count=64).to(target.device)
-    losses = [torch.stack([m(x, labels=x).loss for x in text.split(8)]).mean().item() for m in (target, draft)]
-    written = write(target, windows(held_out, 1, seed, length=64, count=64), 128, seed)
-    alphas = []
-    for rows in written.split(8):
-        p, q = (m(rows).logits[:, 63:-1].float().softmax(-1) for m in (target, draft))
-        alphas.append(torch.minimum(p, q).sum(-1).mean())
-    return {
-        "target_loss": losses[0],
-        "target_perplexity": math.exp(losses[0]),
-        "draft_loss": losses[1],
-        "alpha": torch.stack(alphas).mean().item(),
-    }
+def loss(model: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> float:
+    """Nats a token on text that was not trained on."""
+    text = windows(held_out, 0, seed, count=64).to(model.device)
+    return torch.stack([model(x, labels=x).loss for x in text.split(8)]).mean().item()
 
 
 def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count: int = 16) -> list[str]:
@@ -270,17 +234,17 @@ def check_same_run(work: Path, arguments: dict[str, int]) -> None:
 
 
 def main(
-    work: Annotated[Path, typer.Option(help="where checkpoints and samples are kept")] = Path("build/pair"),
+    work: Annotated[Path, typer.Option(help="where checkpoints and texts are kept")] = Path("build/pair"),
     out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
     target_steps: int = 3400,
-    draft_steps: int = 2600,
-    pools: Annotated[int, typer.Option(help="batches of 64 samples drawn from the target")] = 10,
+    phases: Annotated[int, typer.Option(help="of distillation, in each of which the target writes 64 texts")] = 10,
+    passes: Annotated[int, typer.Option(help="how often a text is trained on")] = 16,
     seed: int = 0,
 ) -> None:
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
     check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
-    check_same_run(work, {"target_steps": target_steps, "draft_steps": draft_steps, "pools": pools, "seed": seed})
+    check_same_run(work, {"target_steps": target_steps, "phases": phases, "passes": passes, "seed": seed})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained_on, held_out = source_files()
     bpe = work / "tokenizer.json"
@@ -292,15 +256,17 @@ def main(
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work, device)
-    samples = own_samples(target, tokens, pools, seed, work)
-    draft = distil_draft(target, tokens, samples, draft_steps, seed, work)
-    facts = measure(target, draft, unseen, seed)
+    command = COMMAND.format(out=out)
+    made = distil_draft(target, tokens, unseen, phases, passes, seed, work, command)
+    draft: Any = made.pair.draft
+    facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
+    facts |= {"target_perplexity": math.exp(facts["target_loss"]), "alpha": made.after.value}
     console.print_json(data=facts)
     for model in (target, draft):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
         model.bfloat16()
     facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
-    facts |= {"draft_steps": draft_steps, "samples": 64 * pools, "python": platform.python_version(), "out": out}
+    facts |= {"draft": made.pair.config.notes, "python": platform.python_version(), "command": command}
     config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
     config.prompts = demo_prompts(tokenizer, held_out)
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)

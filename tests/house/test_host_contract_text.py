@@ -173,6 +173,7 @@ def test_what_a_processor_depends_on(prepared: list[logits_process.LogitsProcess
 def test_what_keeps_state():
     synth = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3).construct_processor(VOCAB_SIZE, "cpu")
     ids, scores = next(texts()), torch.zeros(4, VOCAB_SIZE)
+    assert synth.state is None, "sampling.processors: a new SynthID has a state"
     first = synth(ids, scores)
     assert not torch.equal(first, synth(ids, scores)), "sampling.processors: SynthID keeps no state any more"
     guidance = logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, tiny(), ids, torch.ones_like(ids))

@@ -11,6 +11,7 @@ from tiny import tiny
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from hf_specx import DraftTargetPair
 from hf_specx.drafting.vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -149,6 +150,14 @@ def draft_of(kind: str, draft_kind: str, noise: float = 0.02, **changes) -> PreT
             if weight.shape != weights[name].shape:
                 weight[number] = weights[name][spelled].mean(0)
     return draft
+
+
+def pair_of(kind: str, draft_kind: str) -> DraftTargetPair:
+    """A pair of both."""
+    own = tokenizer_of(draft_kind)
+    pair = DraftTargetPair(target_of(kind), draft_of(kind, draft_kind), tokenizer_of(kind), draft_tokenizer=own)
+    pair.config.prompts = PROMPTS[3:6]
+    return pair
 
 
 def texts(kind: str, rows: int) -> dict[str, torch.Tensor]:
