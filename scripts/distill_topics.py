@@ -26,26 +26,28 @@ from hf_specx.training.result import Distilled
 
 
 PROMPT_TOKENS, APART = 64, 128  # tokens of a prompt, and from the start of one to the start of the next
+LEARNED = 192  # tokens of a prompt that the draft learns from itself
 HELD_OUT = 160  # prompts of the half that is not trained on
 TURNS, NEW_TOKENS = 9, 128
 console = Console()
 
 
-def topic_prompts(pair: DraftTargetPair) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts of 64 tokens: of every second topic, to train on, and some of the others."""
+def topic_prompts(pair: DraftTargetPair, tokens: int = PROMPT_TOKENS) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts of up to so many tokens of every second topic, to train on, and some of 64 of the others."""
     tokenizer: Any = pair.tokenizer
     halves: tuple[list[list[int]], list[list[int]]] = ([], [])
     for number, name in enumerate(sorted(topics.topics)):
         ids = tokenizer(topics.topics[name], add_special_tokens=False)["input_ids"]
         starts = range(0, len(ids) - PROMPT_TOKENS + 1, APART)
-        halves[number % 2].extend(ids[start : start + PROMPT_TOKENS] for start in starts)
+        length = PROMPT_TOKENS if number % 2 else tokens
+        halves[number % 2].extend(ids[start : start + length] for start in starts)
     every = max(1, len(halves[1]) // HELD_OUT)
     return halves[0], halves[1][::every][:HELD_OUT]
 
 
 def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any) -> Distilled:
     """Train the embedded draft, or "layers:N"."""
-    prompts, held_out = topic_prompts(pair)
+    prompts, held_out = topic_prompts(pair, LEARNED if options.get("learn_from_prompts") else PROMPT_TOKENS)
     console.print(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
     given: PreTrainedModel | str = pair.models[1] if draft == "embedded" else draft
     return distill(
@@ -88,12 +90,14 @@ def main(
     phases: int = 16,
     texts_per_phase: int = 64,
     passes: int = 4,
+    learn_from_prompts: bool = False,
     learning_rate: float | None = None,
     seed: int = 0,
     speed: Annotated[bool, typer.Option("--speed", help="time the drafts after the training")] = False,
 ) -> None:
     pair = DraftTargetPair.embedded()
     how: dict[str, Any] = {"loss": loss, "phases": phases, "texts_per_phase": texts_per_phase, "passes": passes}
+    how |= {"learn_from_prompts": learn_from_prompts}
     result = train(pair, draft, folder, **how, learning_rate=learning_rate, seed=seed)
     console.print(str(result))
     for rows in (1, 8) if speed else ():

@@ -4,15 +4,19 @@ The text is the source of the Python standard library, which every machine with 
 Every stage is seeded and saves its result in `--work`; an interrupted run continues from there.
 
     python scripts/train_pair.py --work build/pair --out hf_specx/embedded
+    python scripts/train_pair.py --work build/more --start hf_specx/embedded --out build/better     # its draft alone
 """
 
 import hashlib
 import json
 import math
 import platform
+import shlex
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,9 +40,9 @@ BATCH = 4  # windows in a step
 END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
-PROMPT = 64  # tokens of a prompt that the target goes on from
-TEXTS = 64  # of a phase of distillation
-COMMAND = "python scripts/train_pair.py --work build/pair --out {out}"
+READ, WRITTEN = 192, 128  # tokens of a text that the draft learns from: of a file, and of the target after these
+PROMPT = 64  # tokens of a held-out prompt, after which the target writes as many
+TEXTS = 512  # of a phase of distillation
 NOTES = """## How it was made
 
 `{command}`
@@ -86,6 +90,14 @@ def train_tokenizer(files: list[Path]) -> Tokenizer:
         trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
     )
     return bpe
+
+
+def new_tokenizer(files: list[Path], work: Path) -> PreTrainedTokenizerFast:
+    """It is kept in a folder, and read from there the next time."""
+    file = work / "tokenizer.json"
+    if not file.exists():
+        train_tokenizer(files).save(str(file))
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END, pad_token=PAD, padding_side="left")
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, files: list[Path]) -> torch.Tensor:
@@ -172,6 +184,7 @@ def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device
 
 def distil_draft(
     target: LlamaForCausalLM,
+    draft: LlamaForCausalLM | str,
     tokens: torch.Tensor,
     unseen: torch.Tensor,
     phases: int,
@@ -180,23 +193,24 @@ def distil_draft(
     work: Path,
     command: str,
 ) -> Distilled:
-    """Train the target's first two layers on what it writes after pieces of the text, also after the end of a file."""
+    """Train on pieces of the text and on what the target writes after them, also after the end of a file."""
     return distill(
         target,
-        "layers:2",
-        windows(tokens, 0, seed + 1, length=PROMPT, count=TEXTS * phases).tolist(),
-        held_out=windows(unseen, 1, seed, length=PROMPT, count=128).tolist(),
+        draft,
+        windows(tokens, 0, seed + 1, length=READ, count=TEXTS * phases).tolist(),
+        held_out=windows(unseen, 1, seed, length=PROMPT, count=256).tolist(),
         folder=work / "draft",
         command=command,
-        max_new_tokens=CONTEXT - PROMPT,
+        loss="total_variation",
+        max_new_tokens=WRITTEN,
         phases=phases,
         texts_per_phase=TEXTS,
         passes=passes,
         patience=phases,
-        batch_size=BATCH,
-        learning_rate=2e-3,
+        learn_from_prompts=True,
+        learning_rate=2e-3 if isinstance(draft, str) else 1e-3,
         seed=seed,
-        training={"bf16": True, "weight_decay": 0.1, "adam_beta2": 0.95},
+        training={"weight_decay": 0.1, "adam_beta2": 0.95},
     )
 
 
@@ -224,7 +238,13 @@ def demo_prompts(tokenizer: PreTrainedTokenizerFast, held_out: list[Path], count
     return prompts[:count]
 
 
-def check_same_run(work: Path, arguments: dict[str, int]) -> None:
+def endless(model: Any) -> Any:
+    """A model that goes on after the end of a file, as those do that are trained here."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    return model
+
+
+def check_same_run(work: Path, arguments: dict[str, Any]) -> None:
     """Raise an error if a folder has stages of a run with other arguments."""
     path = work / "arguments.json"
     if not path.exists():
@@ -236,28 +256,28 @@ def check_same_run(work: Path, arguments: dict[str, int]) -> None:
 def main(
     work: Annotated[Path, typer.Option(help="where checkpoints and texts are kept")] = Path("build/pair"),
     out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
+    start: Annotated[Path | None, typer.Option(help="a pair whose target is kept and whose draft goes on")] = None,
     target_steps: int = 3400,
-    phases: Annotated[int, typer.Option(help="of distillation, in each of which the target writes 64 texts")] = 10,
-    passes: Annotated[int, typer.Option(help="how often a text is trained on")] = 16,
+    phases: Annotated[int, typer.Option(help=f"of distillation; in each the target writes {TEXTS} texts")] = 10,
+    passes: Annotated[int, typer.Option(help="how often a text is trained on")] = 6,
     seed: int = 0,
 ) -> None:
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
     check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
-    check_same_run(work, {"target_steps": target_steps, "phases": phases, "passes": passes, "seed": seed})
+    arguments = {"start": start and str(start), "target_steps": target_steps, "phases": phases, "passes": passes}
+    check_same_run(work, arguments | {"seed": seed})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained_on, held_out = source_files()
-    bpe = work / "tokenizer.json"
-    if not bpe.exists():
-        train_tokenizer(trained_on).save(str(bpe))
-    special = {"eos_token": END, "pad_token": PAD, "padding_side": "left"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(bpe), **special)
+    pair = None if start is None else DraftTargetPair.from_pretrained(start, dtype=torch.float32)
+    tokenizer: Any = new_tokenizer(trained_on, work) if pair is None else pair.tokenizer
     tokens, unseen = encode(tokenizer, trained_on), encode(tokenizer, held_out)
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
-    target = train_target(tokens, target_steps, seed, work, device)
-    command = COMMAND.format(out=out)
-    made = distil_draft(target, tokens, unseen, phases, passes, seed, work, command)
+    target = train_target(tokens, target_steps, seed, work, device) if pair is None else endless(pair.target)
+    first: Any = "layers:2" if pair is None else endless(pair.models[1])
+    command = shlex.join(["python", *sys.argv])
+    made = distil_draft(target, first, tokens, unseen, phases, passes, seed, work, command)
     draft: Any = made.pair.draft
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
     facts |= {"target_perplexity": math.exp(facts["target_loss"]), "alpha": made.after.value}
@@ -265,10 +285,13 @@ def main(
     for model in (target, draft):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
         model.bfloat16()
-    facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
-    facts |= {"draft": made.pair.config.notes, "python": platform.python_version(), "command": command}
-    config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
-    config.prompts = demo_prompts(tokenizer, held_out)
+    if pair is None:
+        facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
+        facts |= {"draft": made.pair.config.notes, "python": platform.python_version(), "command": command}
+        config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
+        config.prompts = demo_prompts(tokenizer, held_out)
+    else:
+        config = replace(pair.config, notes=f"{pair.config.notes}\n\n{made.pair.config.notes}", measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
 

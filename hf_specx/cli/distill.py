@@ -67,6 +67,9 @@ def distill(
     texts: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     passes: Annotated[int, typer.Option(help="How often a text is trained on.")] = DEFAULTS.passes,
     patience: Annotated[int, typer.Option(help="Stop after so many phases without a rise.")] = DEFAULTS.patience,
+    learn_from_prompts: Annotated[
+        bool, typer.Option("--learn-from-prompts", help="Learn what the target says inside the prompts too.")
+    ] = False,
     batch_size: Annotated[int, typer.Option(help="Texts in a step.")] = DEFAULTS.batch_size,
     learning_rate: Annotated[float | None, typer.Option(help="The largest; else by the draft's width.")] = None,
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None,
@@ -91,6 +94,7 @@ def distill(
     with errors_in_one_line(kept=folder):
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         options |= {"loss": loss, "phases": phases, "texts_per_phase": texts, "passes": passes, "patience": patience}
+        options |= {"learn_from_prompts": learn_from_prompts}
         options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
         check_given(target, draft, dtype, options, out, overwrite)
         check_writable(folder.absolute(), folder)

@@ -117,7 +117,8 @@ def _working(
         prepare_folder(where, recipe, start)
         shown = progress if progress is not None else stack.enter_context(Bar())
         tell = shown if processes().is_main_process else lambda _: None
-        yield TrainingRun(start.target, recipe, tell, Reader(start.vocabularies), start.layers is not None), where
+        reader = Reader(start.vocabularies, recipe.learn_from_prompts)
+        yield TrainingRun(start.target, recipe, tell, reader, start.layers is not None), where
 
 
 class _Made(NamedTuple):

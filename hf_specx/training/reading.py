@@ -39,13 +39,15 @@ class Reader:
 
     Args:
         vocabularies: what the tokens of both mean; None if they are the same.
+        learn_from_prompts: whether training asks inside the prompts too, as if the target had written all but the
+            first token.
 
     Attributes:
         common: ids of the target [C] that the draft can propose; None for all.
     """
 
-    def __init__(self, vocabularies: VocabularyMap | None = None):
-        self.vocabularies = vocabularies
+    def __init__(self, vocabularies: VocabularyMap | None = None, learn_from_prompts: bool = False):
+        self.vocabularies, self.learn_from_prompts = vocabularies, learn_from_prompts
         self.common: torch.Tensor | None = None
         if vocabularies is not None:
             self.common = torch.tensor(sorted(set(vocabularies.to_target) - {-1}))
@@ -55,13 +57,16 @@ class Reader:
 
         Args:
             texts: B of them.
-            everywhere: whether a draft with another tokenizer is asked for every token that the target wrote; else
-                what it reads is a part of the whole text in its tokens, and other labels are -100.
+            everywhere: whether it is asked for every token that the target wrote, and for no others, as α is
+                measured. In training a draft with another tokenizer is asked where what it reads is a part of the
+                whole text in its tokens; other labels are -100.
 
         Returns:
             As `collate`; with another tokenizer also `draft_input_ids` and `draft_attention_mask` [R, M], and
             `draft_positions` [N, 2], row and position of each label in turn. Without `everywhere` R is B.
         """
+        if self.learn_from_prompts and not everywhere:
+            texts = [Text(prompt[:1], prompt[1:] + new) for prompt, new in texts]
         batch = collate(texts)
         if self.vocabularies is None:
             return batch

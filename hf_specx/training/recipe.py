@@ -32,6 +32,8 @@ class TrainingRecipe:
         passes: how many times as many texts are trained on in a phase, the new ones once and others drawn from all so
             far.
         patience: training stops after so many phases in a row without a new best α.
+        learn_from_prompts: whether the draft also learns what the target says inside the prompts: more to learn from
+            for each text that is written, best with prompts that are text of the kind that will be generated.
         batch_size: texts of a training step on one device.
         learning_rate: the largest, after a short warm-up; it then falls linearly to 0. None is one of `RATES` over the
             hidden size of the draft, for a draft that is trained already, for layers of the target, or for LoRA.
@@ -54,6 +56,7 @@ class TrainingRecipe:
     texts_per_phase: int = 64
     passes: int = 4
     patience: int = 4
+    learn_from_prompts: bool = False
     batch_size: int = 8
     learning_rate: float | None = None
     lora: int | None = None
@@ -79,6 +82,8 @@ class TrainingRecipe:
         for name in counts:
             value = getattr(self, name)
             require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give one.")
+        told = f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False."
+        require(isinstance(self.learn_from_prompts, bool), told)
         require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more; give one.")
         told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
         require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)

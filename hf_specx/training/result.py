@@ -106,11 +106,12 @@ def _training(result: Distilled, prompts: int, phases: int) -> str:
     doc = (LOSSES[recipe.loss].__doc__ or "").splitlines()[0].removesuffix(": [N].")
     same = same_tokens(result.pair.tokenizer, result.pair.draft_tokenizer)
     learned = "" if same else " It has another tokenizer, and learned to propose the tokens that both have."
+    inside = ", and on what it says inside these prompts," if recipe.learn_from_prompts else ""
     taken = (
         f"The weights are those after {result.steps:,} steps." if result.steps else "No phase was better than that."
     )
     return (
-        f"It was trained{adapters} on texts that the target wrote after {prompts:,} prompts ({drawn}), "
+        f"It was trained{adapters} on texts that the target wrote after {prompts:,} prompts{inside} ({drawn}), "
         f"{recipe.texts_per_phase} of at most {recipe.max_new_tokens} tokens in each of {phases} phases, each used "
         f"{recipe.passes} times on average, with the loss `{recipe.loss}`: {doc}.{learned} {taken}"
     )

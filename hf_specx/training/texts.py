@@ -138,24 +138,41 @@ def seed_of(seed: int, name: str, number: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7], "big")
 
 
-class Phases(torch.utils.data.Dataset[Text]):
-    """The texts of one phase: the new ones once, and others drawn from all so far.
+class Phases(torch.utils.data.Dataset[int]):
+    """The texts of one phase, by their numbers: the new ones once, and others drawn from all so far.
 
     Args:
         writer: writes the new ones.
         prompts: token ids; each is used once before any is used again.
+
+    Attributes:
+        written: the texts of each phase; they are numbered through all phases.
+        order: numbers of the texts of this phase.
+        longest: tokens of a text at most.
     """
 
     def __init__(self, writer: Writer, prompts: Sequence[list[int]]):
         self.writer, self.prompts, self.recipe = writer, prompts, writer.recipe
         self.written: list[list[Text]] = []
-        self.texts: list[Text] = []
+        self.order: list[int] = []
+        self.longest = max(map(len, prompts)) + self.recipe.max_new_tokens
 
     def __len__(self) -> int:
         return self.recipe.texts_per_phase * self.recipe.passes
 
-    def __getitem__(self, number: int) -> Text:
-        return self.texts[number]
+    def __getitem__(self, place: int) -> int:
+        return self.order[place]
+
+    def text(self, number: int) -> Text:
+        """The text of this number."""
+        phase, place = divmod(number, self.recipe.texts_per_phase)
+        return self.written[phase][place]
+
+    def neighbours(self, number: int) -> tuple[int, list[Text]]:
+        """As many texts as a batch has, this one among them, and the number of the first; the same for each of them."""
+        phase, place = divmod(number, self.recipe.texts_per_phase)
+        first = place - place % self.recipe.batch_size
+        return number - place + first, self.written[phase][first : first + self.recipe.batch_size]
 
     def begin(self, phase: int, advance: Callable[[int, int], object]) -> None:
         """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
@@ -163,11 +180,10 @@ class Phases(torch.utils.data.Dataset[Text]):
             number = len(self.written)
             self.written.append(self.writer.write(f"phase-{number:03d}", self._prompts(number), advance))
         generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))
-        earlier = [text for texts in self.written[: phase + 1] for text in texts]
-        new = self.written[phase]
-        drawn = torch.randint(len(earlier), (len(self) - len(new),), generator=generator).tolist()
-        texts = [*new, *(earlier[number] for number in drawn)]
-        self.texts = [texts[number] for number in torch.randperm(len(texts), generator=generator).tolist()]
+        new = self.recipe.texts_per_phase
+        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator).tolist()
+        numbers = [*range(new * phase, new * (phase + 1)), *drawn]
+        self.order = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
 
     def _prompts(self, phase: int) -> list[list[int]]:
         count = self.recipe.texts_per_phase

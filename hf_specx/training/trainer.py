@@ -14,15 +14,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief
 
 from .checkpoints import mark_complete
 from .distributions import losses_of
 from .held_out import alpha, measure_alpha
 from .progress import EVALUATED
-from .reading import logits_where_written
 from .recipe import TrainingRecipe
+from .remembered import Remembered
 from .run import TrainingRun
 from .texts import Phases
 
@@ -100,12 +99,17 @@ class DistillationTrainer(Trainer):
     ):
         every = [_EachPhase(self), *callbacks]
         super().__init__(
-            draft, args, data_collator=run.reader.collate, train_dataset=phases, eval_dataset=phases, callbacks=every
+            draft, args, data_collator=self.collate, train_dataset=phases, eval_dataset=phases, callbacks=every
         )
         self.remove_callback(PrinterCallback)  # progress is told by `run`
         self.run, self.target, self.recipe = run, run.target, run.recipe
-        self.phases = phases
+        self.phases, self.remembered = phases, Remembered(run.target, phases)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
+
+    def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:
+        """The texts of these numbers as a batch."""
+        batch = self.run.reader.collate([self.phases.text(number) for number in numbers])
+        return batch | {"numbers": torch.tensor(numbers)}
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(self.phases)  # they come in an order that follows from the seed
@@ -118,8 +122,7 @@ class DistillationTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
-        with torch.no_grad():
-            of_target = logits_where_written(self.target, execution_device(self.target), inputs)
+        of_target = self.remembered.logits(inputs)
         of_draft = self.run.reader.draft_logits(model, inputs["input_ids"].device, inputs)
         losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft, self.run.reader.common)
         count = len(losses) if num_items_in_batch is None else num_items_in_batch

@@ -9,7 +9,7 @@ from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of, vocabularie
 from hf_specx import SpeculativeDecoding
 from hf_specx.training.distributions import losses_of, overlap
 from hf_specx.training.losses import LOSSES
-from hf_specx.training.reading import Reader, own_tokens
+from hf_specx.training.reading import Reader, collate, own_tokens
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text
 
@@ -79,6 +79,17 @@ def test_training_asks_where_one_row_has_what_is_read():
         some, every = reader.draft_logits(draft, CPU, batch), reader.draft_logits(draft, CPU, everywhere, rows=5)
     torch.testing.assert_close(some, every[(batch["labels"] != -100)[everywhere["labels"] != -100]])
     assert every.shape == (len(asked), len(tokenizer_of(KIND)))
+
+
+def test_learning_from_prompts_asks_for_all_but_the_first_token():
+    """Of either tokenizer, and in training alone."""
+    reader = Reader(learn_from_prompts=True)
+    texts = [Text([5, 6], [7, 8, 9]), Text([1, 2, 3, 4], [5])]
+    assert reader.collate(texts)["labels"].tolist() == [[-100, 6, 7, 8, 9], [-100, 2, 3, 4, 5]]
+    assert reader.collate(texts, everywhere=True)["labels"].tolist() == collate(texts)["labels"].tolist()
+    other, texts = vocabularies_of(KIND, "unigram"), [text for text, _ in generated("unigram")]
+    asked = [int((Reader(other, said).collate(texts)["labels"] != -100).sum()) for said in (False, True)]
+    assert asked[0] < asked[1] < sum(len(text.prompt) + len(text.new) - 1 for text in texts)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

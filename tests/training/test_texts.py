@@ -75,11 +75,12 @@ def test_a_file_that_is_half_written_is_not_read(tmp_path):
 def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
     phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), some_prompts(7))
     phases.begin(0, lambda done, total: None)
-    assert len(phases.texts) == len(phases) == 9
-    assert {str(text) for text in phases.texts} == {str(text) for text in phases.written[0]}
+    assert len(phases.order) == len(phases) == 9
+    assert {str(phases.text(number)) for number in phases.order} == {str(text) for text in phases.written[0]}
     phases.begin(1, lambda done, total: None)
     every = {str(text) for texts in phases.written for text in texts}
-    assert {str(text) for text in phases.written[1]} <= {str(text) for text in phases.texts} <= every
+    taken = {str(phases.text(number)) for number in phases.order}
+    assert {str(text) for text in phases.written[1]} <= taken <= every
 
 
 def test_a_phase_can_be_begun_anew(tmp_path):
@@ -88,7 +89,7 @@ def test_a_phase_can_be_begun_anew(tmp_path):
     for phase in range(3):
         first.begin(phase, lambda done, total: None)
     again.begin(2, lambda done, total: None)
-    assert again.texts == first.texts
+    assert (again.order, again.written) == (first.order, first.written)
 
 
 def test_each_prompt_is_used_once_before_any_is_used_again(tmp_path):
