@@ -174,16 +174,16 @@ class SpeculativeDecoding(NoModel):
         given = getattr(user_cache, "_is_user_defined", False)
         if given:
             model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
-        config, earlier = generation_config, self.report if withheld.adds_reports else None
-        stopping = Stopping(stopping_criteria, input_ids.shape[1], config.max_length)
-        prompt = Prompt(model, input_ids, config, model_kwargs, stopping.max_new_tokens)
-        prompt.keeps_past = bool(config.return_dict_in_generate or given)
+        earlier = self.report if withheld.adds_reports else None
+        stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
+        prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens)
+        prompt.keeps_past = bool(generation_config.return_dict_in_generate or given)
         run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
         text = decode_call(run, plan.in_order)
         self._end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         past = fill(user_cache, past) if given else past
-        if not config.return_dict_in_generate:
+        if not generation_config.return_dict_in_generate:
             return text
         decodes = model.config.is_encoder_decoder
         return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)

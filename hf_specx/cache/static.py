@@ -92,7 +92,9 @@ class Pool:
         size = rows, capacity
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
-            self.known = [x for x in self.known if x[1]() is not None or x[0][1] == capacity]
+            # nor those that its owner has outgrown, but for the last ones, which it still copies from
+            gone = None, owner
+            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1] == capacity]
             for number, (known, user, buffers) in enumerate(self.known):
                 if known == size and user() is None:
                     self.known[number] = size, weakref.ref(owner), buffers

@@ -253,6 +253,11 @@ class Batch:
         self._select([self.rows[index] for index in stay])
         return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
 
+    @property
+    def is_over(self) -> list[bool]:
+        """[R], which rows are `over`."""
+        return [False] * len(self.rows) if self.over is None else self.over.tolist()
+
     def revive(self) -> None:
         """Take all rows as decoding again."""
         self._select(list(range(len(self.counts))))
@@ -272,6 +277,7 @@ def _as_lists(
 
     All go in one transfer; ids are exact also as float32, which has 24 bits.
     """
+    figures = [x if x.dtype == torch.float64 else x.float() for x in figures]  # scores may have half precision
     parts = [accepted[:, None], tokens, *figures]
     table = torch.cat(parts, 1).tolist()
     ends = list(itertools.accumulate(part.shape[1] for part in parts))

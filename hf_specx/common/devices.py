@@ -1,6 +1,5 @@
 """Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
 
-import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 
 CPU_FACTS = Path("/proc/cpuinfo")  # on Linux; elsewhere `platform` is asked
+MEMORY_FACTS = Path("/proc/meminfo")  # on Linux
 
 
 def execution_device(model: PreTrainedModel) -> torch.device:
@@ -51,11 +51,12 @@ def free_tokens(target: PreTrainedModel, draft: PreTrainedModel | None) -> int |
 
 def _free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    names: dict[str, int] = getattr(os, "sysconf_names", {})
-    if device.type != "cpu" or "SC_AVPHYS_PAGES" not in names:
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # torch gives it out first
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+    if device.type != "cpu" or not MEMORY_FACTS.is_file():
         return None
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    facts = dict(line.split(":", 1) for line in MEMORY_FACTS.read_text().splitlines())
+    return 1024 * int(facts["MemAvailable"].split()[0]) if "MemAvailable" in facts else None
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:

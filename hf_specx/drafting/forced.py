@@ -61,11 +61,11 @@ class Growth:
         self.tokens: list[int | None] = [None] * rows
         self.draws, self.chances = [False] * rows, [1.0] * rows
         self.masked, self.weighed = False, False
-        over = [False] * rows if batch.over is None else batch.over.tolist()
         # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
         self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
-        self.asks = [forces and batch.counts[row] > 0 and not gone for row, gone in zip(batch.rows, over, strict=True)]
+        lives = [not is_over and batch.counts[row] > 0 for row, is_over in zip(batch.rows, batch.is_over, strict=True)]
+        self.asks = [forces and each for each in lives]
 
     def next(self) -> bool:
         """Go to the next position; False if no row has a candidate there."""

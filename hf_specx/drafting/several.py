@@ -9,13 +9,12 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.sampling.rules import RejectionRule
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
 from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
 from .drafter import Drafter, Reading
-from .forced import within_masks
+from .forced import stands_apart, within_masks
 from .suffix import ASSUMED
 
 
@@ -53,7 +52,7 @@ class SeveralDrafts(Drafter):
         """Read the prompts with every part."""
         self.number, self.processors = reading.number, reading.processors
         self.costs, self.costs_of_others = reading.costs or Costs(), Costs()
-        self.apart = isinstance(reading.rule, RejectionRule) and reading.rule.seeds is not None
+        self.apart = stands_apart(reading.rule)
         for part in self.others:
             part.read(replace(reading, costs=self.costs_of_others))
         if self.costly is not None:
@@ -127,10 +126,9 @@ class SeveralDrafts(Drafter):
             return lengths
         table = self.costs.table
         self.costs_of_others.table = {rows: {"target": table[rows]["target"], "draft": 0.0} for rows in table}
-        over = [False] * len(lengths) if batch.over is None else batch.over.tolist()
         most = self.processors.max_rollback
         room = [min(most, max(0, self.processors.room(batch, row) - 1)) for row in batch.rows]
-        begun = [batch.counts[row] > 0 and not is_over for row, is_over in zip(batch.rows, over, strict=True)]
+        begun = [batch.counts[row] > 0 and not is_over for row, is_over in zip(batch.rows, batch.is_over, strict=True)]
         return [number if has_begun else 0 for number, has_begun in zip(room, begun, strict=True)]
 
     def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:

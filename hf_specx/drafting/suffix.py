@@ -17,6 +17,7 @@ from hf_specx.scheduling.draft_length import HASTE, ON
 from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
 from .drafter import Drafter, Reading, no_candidates
+from .forced import stands_apart
 from .suffix_index import DEPTH
 from .suffix_pool import SuffixPool, check_number
 from .suffix_rows import Acceptance, Match, Rows
@@ -137,7 +138,7 @@ class SuffixCall:
         self.processors = reading.processors
         rule = reading.rule
         self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
-        self.apart = isinstance(rule, RejectionRule) and rule.seeds is not None
+        self.apart = stands_apart(rule)
         if self.apart:
             self.rows = [self._alone(row, text) for row, text in texts.items()]
         else:

@@ -47,7 +47,7 @@ class TokenBytes:
         special: ids of special tokens, by how they are written.
         fallbacks: ids of tokens that stand for one byte beside others that mean the same, as `<0x41>`.
         end, start, unknown: ids of these special tokens, None where there is none.
-        before, after: ids that it puts before and after a text.
+        before: ids that it puts before a text.
         opens_with_space: whether it puts a space before a text.
 
     Raises:
@@ -72,7 +72,7 @@ class TokenBytes:
         self.end, self.start = (self._role(tokenizer, names) for names in (ENDS, STARTS))
         self.unknown = tokenizer.unk_token_id
         bare = self._ids("a")
-        self.before, self.after = _around(self.backend.encode("a").ids, bare)
+        self.before = _before(self.backend.encode("a").ids, bare)
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(bare).startswith(b" ")
         skipped = set(self.special.values())
@@ -193,12 +193,10 @@ def _word_piece(token: str, inside: str) -> str:
     return token if set(token) <= CLOSING else f" {token}"
 
 
-def _around(ids: list[int], bare: list[int]) -> tuple[list[int], list[int]]:
-    """What comes before `bare` in ids, and what after it."""
-    for start in range(len(ids) - len(bare) + 1):
-        if bare and ids[start : start + len(bare)] == bare:
-            return ids[:start], ids[start + len(bare) :]
-    return [], []
+def _before(ids: list[int], bare: list[int]) -> list[int]:
+    """What comes before `bare` in ids."""
+    starts = range(len(ids) - len(bare) + 1) if bare else ()
+    return next((ids[:start] for start in starts if ids[start : start + len(bare)] == bare), [])
 
 
 def _readable(text: bytes) -> Iterator[str | bytes]:

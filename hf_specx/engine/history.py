@@ -43,11 +43,12 @@ class RoundCounts:
     """Sums over the rounds of a report.
 
     Attributes:
-        history, older, keeps, num_draft_tokens: of `SpeculationReport`.
+        history, older, opened, keeps, num_draft_tokens: of `SpeculationReport`.
     """
 
     history: list[list[RoundRecord]]
     older: list[Counter[RoundRecord]]
+    opened: Counter[RoundRecord]
     keeps: int | None
     num_draft_tokens: int
 
@@ -67,6 +68,11 @@ class RoundCounts:
         return [sum(value(r) * n for r, n in self._of_row(row).items()) for row in range(len(self.history))]
 
     @property
+    def _first_steps(self) -> Counter[RoundRecord]:
+        """Those that read the prompts of the first call."""
+        return Counter(row[0] for row in self.history if row and not row[0].drafted)
+
+    @property
     def _judged_rounds(self) -> Counter[RoundRecord]:
         """Of all rows, those that had candidates."""
         every = sum((self._of_row(row) for row in range(len(self.history))), Counter[RoundRecord]())
@@ -76,7 +82,7 @@ class RoundCounts:
     def _steps(self) -> Counter[RoundRecord]:
         """Rounds and plain steps, but not those that read the prompts."""
         found = sum((self._of_row(row) for row in range(len(self.history))), Counter[RoundRecord]())
-        return found - Counter(row[0] for row in self.history if row and not row[0].drafted)
+        return found - self._first_steps - self.opened
 
     def _total(self, value: Callable[[RoundRecord], int]) -> int:
         """The sum of a value over all rounds with candidates."""

@@ -45,6 +45,7 @@ def complete_all(waiting: Waiting, start: Start, end: End, batch_size: int, logp
             run, _ = start(prompt, inputs_tensor, entries[0].processors, places.stopping, seeds, places)
             for _ in rounds(run):
                 yield from places.handed_on()
+                run.lap("handing on")
             run.finish()
         if run is not None:
             report = end(run, report)

@@ -184,9 +184,11 @@ class LayerOutputs:
     def _shape(self, kind: str, number: int, step: int) -> list[int]:
         """The shape [B, ...] of a layer's entry at a step after the first."""
         shape = list(getattr(self.first, kind)[number].shape)
-        query = 1 if kind == "hidden_states" else 2
+        query = 1 if kind == "hidden_states" else 2  # the dimension of the tokens
         shape[query] = shape[query] + step if self.notes.reads_all else 1
-        return [*shape[:3], self._columns(kind, number, step) or shape[3]] if query == 2 else shape
+        if kind != "hidden_states":
+            shape[3] = self._columns(kind, number, step) or shape[3]
+        return shape
 
     def _columns(self, kind: str, number: int, step: int) -> int:
         """Columns of the text that a layer attends to; 0 if it attends to something else."""

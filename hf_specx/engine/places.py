@@ -17,6 +17,9 @@ from .plan import Plan
 from .requests import Completion, Entry, Waiting, prepared
 
 
+SPARE = 4096  # columns before all prompts that are left over from a longer one, at most
+
+
 @dataclass
 class Places:
     """The requests of one batch, and those that wait for a place.
@@ -92,8 +95,11 @@ class Places:
         entry = self.waiting.peek() if self.refills else None
         if entry is None or entry.stateful:
             return False
-        live = [self.coming.get(number, self.entries[number]) for number in batch.rows if number != row]
-        if not self.waiting.fits([*live, entry], len(self.entries), batch.width):
+        live = [entry, *(self.coming.get(number, self.entries[number]) for number in batch.rows if number != row)]
+        widest = max(len(one.input_ids) for one in live)
+        if batch.width - widest > max(SPARE, widest):  # each forward would go on reading the place of a long prompt
+            return False
+        if not self.waiting.fits(live, len(self.entries), batch.width):
             return False
         self.coming[row] = self.waiting.take()
         return True

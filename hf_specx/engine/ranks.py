@@ -92,15 +92,14 @@ class OneNumber(Agreed):
     def __call__(self, batch: Batch) -> list[int]:
         """A rank asks once a round."""
         number = self._meet()
-        over = [False] * len(batch.rows) if batch.over is None else batch.over.tolist()
         begin = [not batch.counts[row] for row in batch.rows]
-        return [0 if ended or begins else number for ended, begins in zip(over, begin, strict=True)]
+        return [0 if ended or begins else number for ended, begins in zip(batch.is_over, begin, strict=True)]
 
     def idle(self, batch: Batch) -> list[int]:
         return [self._meet()] * len(batch.rows)
 
     def _meet(self) -> int:
-        number = torch.tensor(min(self.own.usual, self.most), device=self.device)
+        number = torch.tensor(min(self.own.usual, self.own.most), device=self.device)
         distributed.broadcast(number, 0)
         return int(number)
 

@@ -32,6 +32,7 @@ class SpeculationReport(RoundCounts):
         history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
         keeps: of the calls of a queue the first round of each row is in `history` and at least so many of the last
             ones; what was between is counted in `older`, by row. None keeps all.
+        opened: of a sum of calls, the steps that read the prompts of the later ones.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
         laps: seconds of each phase, round by round, in the last call; the first is that of the step after the prompts.
@@ -64,6 +65,7 @@ class SpeculationReport(RoundCounts):
     limit_reason: str = ""
     keeps: int | None = None
     older: list[Counter[RoundRecord]] = field(default_factory=list, repr=False)
+    opened: Counter[RoundRecord] = field(default_factory=Counter, repr=False)
 
     def __post_init__(self) -> None:
         self.history = [[] for _ in range(self.rows)]
@@ -125,7 +127,9 @@ class SpeculationReport(RoundCounts):
         both.older = [a + b for a, b in zip_longest(self.older, other.older, fillvalue=Counter[RoundRecord]())]
         for row in range(both.rows):
             both._let_go(row)
-        both.seconds = {name: value + other.seconds.get(name, 0.0) for name, value in self.seconds.items()}
+        names = self.seconds | other.seconds
+        both.seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
+        both.opened = self.opened + other.opened + other._first_steps
         both.laps, both.sources = other.laps, dict(self.sources)
         for source, counts in other.sources.items():
             both._count(source, counts)

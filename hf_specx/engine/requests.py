@@ -22,6 +22,7 @@ from hf_specx.validation.inputs import check_encoder_positions, check_positions,
 from hf_specx.validation.models import frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
+from .ranks import synced_by_default
 from .stop_strings import bind_stop_strings
 
 
@@ -116,6 +117,8 @@ class Waiting:
     def __init__(
         self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
     ):
+        told = "the target is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
+        require(not synced_by_default(model), told + "load a copy on each process, or call generate for batches.")
         self.model, self.requests, self.options = model, enumerate(requests), dict(options)
         self.tokenizer = self.options.pop("tokenizer", None)
         self.max_batch_tokens = max_batch_tokens
@@ -131,7 +134,7 @@ class Waiting:
 
     def peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
-        while self.next is None:
+        while self.next is None and self.failed is None:
             try:
                 numbered = next(self.requests, None)
             except Exception as error:

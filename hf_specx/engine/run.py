@@ -41,6 +41,7 @@ class Run:
         listeners: other objects that are told of each round.
         places: requests that wait for the places of rows that end; None if none do.
         finished: whether all rows have ended.
+        begun: whether the prompts were read; `started`, `lapped`: when the call and its current phase began.
     """
 
     target: Decoder
@@ -60,6 +61,7 @@ class Run:
     places: Places | None = None
     finished: bool = False
     begun: bool = False
+    lapped: float = 0.0
     schedule: Schedule = field(init=False)
     started: float = field(default_factory=time.perf_counter)
 

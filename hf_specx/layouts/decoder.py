@@ -99,10 +99,6 @@ class Decoder:
         if self.prompt.keeps_past and isinstance(self.cache, EncoderDecoderCache):  # before rows leave it
             self.crossed = columns_of(self.cache.cross_attention_cache)
 
-    def widen(self, count: int) -> None:
-        """Put `count` slots that hold no token before the prompts of all rows."""
-        raise NotImplementedError
-
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Read the prompts of rows that have just been put in the places of others; nothing is emitted there yet."""
         raise NotImplementedError

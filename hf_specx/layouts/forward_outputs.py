@@ -171,15 +171,15 @@ class Notes:
         Args:
             first: whether after the prompts, with P = 1, instead of in the last forward.
         """
-        given = self.first if first else None if self.seen is None else self.seen.extras
-        layers = given.hidden_states if self.gives_hidden and given is not None else None
-        if layers is None or layers[-1] is None:
+        given = self.first if first else getattr(self.seen, "extras", None)
+        if not self.gives_hidden or given is None or not given.hidden_states or given.hidden_states[-1] is None:
             return None
+        last = given.hidden_states[-1]
         if first or self.seen is None:
-            return layers[-1][:, -1:]
-        rows, positions = self.seen.own.shape
-        row, position = torch.arange(rows).repeat_interleave(positions), torch.arange(positions).repeat(rows)
-        return self.seen.states(layers[-1], row, position, 1).unflatten(0, (rows, positions))[:, :, 0]
+            return last[:, -1:]
+        if self.seen.fed is None:
+            return last[:, -self.seen.own.shape[1] :]
+        return last[torch.arange(len(last), device=last.device)[:, None], self.seen.fed.to(last.device)]
 
     def visible(self, layer: int, layers: int, columns: int, queries: int = 1) -> int:
         """How many columns of a text an attention layer sees in `generate`; 0 if it sees no text.

@@ -31,7 +31,7 @@ class Costs:
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         clock: gives seconds; time is read nowhere else.
-        measured: rows of earlier tables, by batch size; `measure_once` takes one over instead of measuring it again.
+        measured: rows of earlier tables, by batch size; `prepare` takes one over instead of measuring it again.
     """
 
     def __init__(
@@ -97,9 +97,10 @@ class Costs:
         for batch, times in found.items():
             known = self.rounds.setdefault(batch, {})
             ratios = [seconds / self.forwards(batch, number) for number, seconds in times.items() if number]
-            for number in known.keys() - times.keys() - {0} if ratios else ():
-                suggested = statistics.geometric_mean(ratios) * self.forwards(batch, number)
-                known[number] = on_grid(math.sqrt(known[number] * suggested))
+            if ratios:
+                ratio = statistics.geometric_mean(ratios)  # of rounds to their forwards
+                for number in known.keys() - times.keys() - {0}:
+                    known[number] = on_grid(math.sqrt(known[number] * ratio * self.forwards(batch, number)))
             known.update(times)
 
     def target(self, batch: int, query_length: float) -> float:
@@ -179,13 +180,13 @@ class Costs:
             self._keep(batch, self.measured[batch])
         elif prior is None:
             self.measure(batch, target, draft)
-            self.measured[batch] = self.table[batch]
         else:
             measuring = self._begun.setdefault(batch, Measuring())
             while self.allowance > 0 and not measuring.done:
                 self.allowance -= measuring.step(self._seconds, target, draft)
             if measuring.done:
-                self._keep(batch, self._begun.pop(batch).row())
+                self._keep(batch, measuring.row())
+                self._begun.pop(batch, None)  # another thread may have been faster
             elif batch not in self.table:
                 self.table[batch] = prior
                 self.assumed.add(batch)

@@ -35,12 +35,6 @@ def expected_speedup(alpha: float, num_draft_tokens: int, cost_coefficient: floa
     return expected_tokens(alpha, num_draft_tokens) / (num_draft_tokens * cost_coefficient + 1)
 
 
-def expected_operations(alpha: float, num_draft_tokens: int, operations_coefficient: float) -> float:
-    """Expected factor on the arithmetic operations; Theorem 3.11."""
-    work = num_draft_tokens * operations_coefficient + num_draft_tokens + 1
-    return work / expected_tokens(alpha, num_draft_tokens)
-
-
 class Outcome(NamedTuple):
     """What a round did, as far as the number of candidates of the next one depends on it.
 

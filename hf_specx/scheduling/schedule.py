@@ -109,13 +109,11 @@ class Schedule:
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
-        over = [False] * len(batch.rows) if batch.over is None else batch.over.tolist()
         wanted = []
-        for row, is_over in zip(batch.rows, over, strict=True):
-            room = None if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
+        for row, is_over in zip(batch.rows, batch.is_over, strict=True):
             begins = not batch.counts[row] and row not in self.late
-            number = 0 if is_over or begins else min(self.number(row), self.most)
-            wanted.append(number if room is None else min(number, room))
+            room = sys.maxsize if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
+            wanted.append(0 if is_over or begins else min(self.number(row), self.most, room))
         return wanted
 
     def number(self, row: int) -> int:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_specx.common.errors import brief, require
 
-from .texts import write_whole
+from .texts import PART, write_whole
 
 
 SETTINGS_FILE, TEXTS, COMPLETE, STATE = "settings.json", "texts", "complete", "trainer_state.json"
@@ -57,7 +57,8 @@ def check_same_training(folder: Path, settings: dict[str, Any], parts: dict[str,
         ValueError: the folder has a checkpoint of another training, or other files than a training has.
     """
     path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings | parts))
-    others = {file.name for file in folder.iterdir()} - {TEXTS} if folder.exists() else set()
+    files = folder.iterdir() if folder.exists() else ()
+    others = {file.name for file in files if file.suffix != PART} - {TEXTS}
     told = f"{folder} has no training to go on with, but other files ({brief(sorted(others))}); name another folder."
     require(path.exists() or not others, told)
     then = now if last_checkpoint(folder) is None else json.loads(path.read_text())
@@ -70,13 +71,13 @@ def check_same_training(folder: Path, settings: dict[str, Any], parts: dict[str,
     write_whole(path, json.dumps(now, indent=1))
 
 
-def check_space(folder: Path, weights: int, itemsize: int) -> None:
+def check_space(folder: Path, trained: int, saved: int) -> None:
     """Whether there is room for checkpoints and the draft.
 
     Args:
         folder: where they will be.
-        weights: of the draft; checkpoints have them in float32, with two moments.
-        itemsize: bytes of a weight that is saved in the end.
+        trained: weights that checkpoints have, in float32 and with two moments.
+        saved: bytes of the draft that is saved in the end.
 
     Raises:
         ValueError: there is not, or nothing can be written there.
@@ -84,7 +85,7 @@ def check_space(folder: Path, weights: int, itemsize: int) -> None:
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     told = f"{folder}: nothing can be written in {near}; name another folder for texts and checkpoints."
     require(near.is_dir() and os.access(near, os.W_OK), told)
-    needed, free = weights * (CHECKPOINTS_KEPT * 3 * 4 + itemsize), shutil.disk_usage(near).free
+    needed, free = trained * CHECKPOINTS_KEPT * 3 * 4 + saved, shutil.disk_usage(near).free
     unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
     told = f"{folder} needs about {needed / unit:.1f} {name} for checkpoints and the draft, and {free / unit:.1f} "
     require(free >= needed, f"{told}{name} are free; make room, or name a folder on another disk.")

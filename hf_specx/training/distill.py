@@ -91,9 +91,10 @@ def distill(
     recipe = TrainingRecipe.of(options)
     _check_launch()
     check_training(recipe)
-    start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)
-    with _working(start, recipe, folder, progress) as (run, where):
-        return _result(_train(run, start, where, list(callbacks)), run, start, command)
+    with random_state_kept():  # also while a draft of first layers is made
+        start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)
+        with _working(start, recipe, folder, progress) as (run, where):
+            return _result(_train(run, start, where, list(callbacks)), run, start, command)
 
 
 def _check_launch() -> None:
@@ -107,11 +108,10 @@ def _check_launch() -> None:
 def _working(
     start: TrainingStart, recipe: TrainingRecipe, folder: str | Path | None, progress: Tell | None
 ) -> Iterator[tuple[TrainingRun, Path]]:
-    """A training that can begin, and its folder; random numbers are as before in the end."""
+    """A training that can begin, and its folder."""
     told = "several processes need folder=, one that all of them can read."
     require(folder is not None or processes().num_processes == 1, told)
     with ExitStack() as stack:
-        stack.enter_context(random_state_kept())
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(enough_room(where, recipe.batch_size))
         prepare_folder(where, recipe, start)
@@ -175,7 +175,9 @@ def _result(made: _Made, run: TrainingRun, start: TrainingStart, command: str) -
 def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -> None:
     """Check that a folder has room, and nothing but what an interrupted training of this kind has left."""
     if processes().is_main_process:
-        check_space(folder, start.draft.num_parameters(), start.draft.dtype.itemsize)
+        weights = start.draft.num_parameters()
+        trained = 0 if recipe.lora else weights  # adapters take next to nothing
+        check_space(folder, trained, weights * start.draft.dtype.itemsize)
         discard_broken(folder)
         parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
         parts["prompts"] = hashed(start.split)

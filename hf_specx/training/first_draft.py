@@ -24,6 +24,8 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
         ValueError: the target has no list of layers, not enough of them, or a config that cannot say so.
     """
     check_exit_layer(LAYERS_PREFIX.rstrip(":"), count, target)
+    told = f"'{LAYERS_PREFIX}{count}': the target has weights that are offloaded to memory or disk, which cannot be "
+    require(not any(weight.is_meta for weight in target.parameters()), told + "copied; name a draft model instead.")
     layers = EarlyExitDraft(count).first_layers(target)
     config = copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)

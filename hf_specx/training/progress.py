@@ -14,7 +14,7 @@ class TrainingProgress:
     """How far a training is.
 
     Attributes:
-        doing: "writing held-out texts", "writing" or "training".
+        doing: "writing held-out texts", "writing" or "training"; "evaluated" when α is known, with done and total 0.
         phase: counted from 1; 0 before the first.
         phases: at most.
         done, total: texts written, or steps trained, of this phase.

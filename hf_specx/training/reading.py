@@ -124,18 +124,19 @@ def own_tokens(text: Text, vocabularies: VocabularyMap, everywhere: bool) -> tup
         Rows of the draft's tokens: the whole text, and one for each position that is asked for and is not in it. For
         each new token the row and the position; None where it is not asked for.
     """
-    prompt, translation = vocabularies.prompt(text.prompt), Translation(vocabularies, vocabularies.to_draft)
-    reads = []
+    prompt = vocabularies.prompt(text.prompt)
+    whole, growing = (Translation(vocabularies, vocabularies.to_draft) for _ in range(2))
+    whole.extend(text.new)
+    rows, asked, alike = [prompt + whole.ids], list[Asked](), 0  # so many tokens of both are the same
     for token in text.new:
-        reads.append(prompt + translation.ids)
-        translation.extend([token])
-    rows, asked = [prompt + translation.ids], list[Asked]()
-    for read in reads:
-        inside = rows[0][: len(read)] == read
+        while alike < min(len(growing.ids), len(whole.ids)) and growing.ids[alike] == whole.ids[alike]:
+            alike += 1
+        inside = alike == len(growing.ids)
         if not inside and everywhere:
-            rows.append(read)
-        known = inside or everywhere
-        asked.append((0 if inside else len(rows) - 1, len(read) - 1) if known else None)
+            rows.append(prompt + growing.ids)
+        known, last = inside or everywhere, len(prompt) + len(growing.ids) - 1
+        asked.append((0 if inside else len(rows) - 1, last) if known else None)
+        alike = min(alike, growing.extend([token]))
     return rows, asked
 
 

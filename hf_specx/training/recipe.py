@@ -13,7 +13,7 @@ LAYERS_PREFIX = "layers:"
 RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
 SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
 SET_BY_DISTILL += ["seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model"]
-SET_BY_DISTILL += ["remove_unused_columns"]
+SET_BY_DISTILL += ["remove_unused_columns", "eval_on_start", "eval_delay", "dataloader_persistent_workers"]
 OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
 
 
@@ -84,7 +84,8 @@ class TrainingRecipe:
             require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give one.")
         told = f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False."
         require(isinstance(self.learn_from_prompts, bool), told)
-        require(is_int(self.seed) and self.seed >= 0, f"seed={brief(self.seed)} is not an int of 0 or more; give one.")
+        told = f"seed={brief(self.seed)} is not an int of 0 or more, and below 2**32; give one."
+        require(is_int(self.seed) and 0 <= self.seed < 2**32, told)
         told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
         require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
         rate = self.learning_rate

@@ -1,4 +1,4 @@
-"""What the target's head reads of each text, so that a text that is trained on again costs no forward of the target."""
+"""What the target's head reads of each text: one that is trained on again costs no other forward of the target."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,9 @@ ROOM = 4 << 30  # bytes of host memory
 class Remembered:
     """A target's last hidden states of texts, on the host and in the target's precision.
 
-    A text is read with its neighbours, whichever of them is asked for first. So the logits do not depend on the order
-    of the training, nor on whether it was interrupted. Texts beyond the room are read anew each time, and so are all
-    if the model's logits are not what its head gives, as where they are capped or scaled.
+    A text is read with its neighbours, whichever of them is asked for first, since rounding depends on what else is in
+    a forward: so what is kept does not depend on whether a training was interrupted. Texts beyond the room are read
+    each time, and so are all of a model whose logits are not what its head gives, as where they are capped or scaled.
 
     Args:
         target: in evaluation mode.
@@ -37,11 +37,15 @@ class Remembered:
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """As `logits_where_written`, of a batch that also has the `numbers` [B] of its texts."""
-        known = [self._states(number) for number in batch["numbers"].tolist()]
-        if any(states is None for states in known):
+        numbers = batch["numbers"].tolist()
+        known = {number: self._states(number) for number in numbers}
+        rest = [number for number, states in known.items() if states is None]
+        if len(rest) == len(known):
             return logits_where_written(self.target, execution_device(self.target), batch)
+        known |= zip(rest, self._read([self.phases.text(number) for number in rest]), strict=True)
         wanted = (batch["labels"][:, 1:] != -100).cpu()
-        read = torch.cat([states[at[: len(states)].nonzero()[:, 0]] for states, at in zip(known, wanted, strict=True)])
+        rows = zip((known[number] for number in numbers), wanted, strict=True)
+        read = torch.cat([states[at[: len(states)].nonzero()[:, 0]] for states, at in rows])
         return self.head(read.to(last_device(self.target))).float()
 
     def _states(self, number: int) -> Any:
@@ -56,6 +60,8 @@ class Remembered:
 
     def _read(self, texts: Sequence[Text]) -> list[torch.Tensor]:
         """What the head reads in a forward, [L, H] for each text; none at all if that does not give the logits."""
+        if not texts:
+            return []
         batch, seen, device = collate(texts), list[torch.Tensor](), execution_device(self.target)
         hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         try:
@@ -64,7 +70,8 @@ class Remembered:
         finally:
             hook.remove()
         if self.bytes_per_token is None:
-            gives = len(seen) == 1 and seen[0].shape[:2] == ids.shape and torch.equal(self.head(seen[0]), logits)
+            gives = len(seen) == 1 and seen[0].shape[:2] == ids.shape
+            gives = gives and torch.equal(self.head(seen[0]).to(logits), logits)  # these are where the inputs are
             self.head = self.head if gives else None
             self.bytes_per_token = seen[0][0, 0].nbytes if gives else 0
         if self.head is None:

@@ -22,6 +22,7 @@ from .recipe import TrainingRecipe
 
 ROWS = 16  # texts that are written at once
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
+PART = ".part"  # of a file that is being written
 SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
 
 
@@ -115,7 +116,7 @@ class Writer:
 def write_whole(file: Path, content: str) -> None:
     """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
+    part = file.with_suffix(PART)
     with part.open("w", encoding="utf-8") as stream:
         stream.write(content)
         stream.flush()
@@ -124,12 +125,17 @@ def write_whole(file: Path, content: str) -> None:
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """A hash of some numbers of each weight."""
-    total = hashlib.sha256()
+    """A hash of some numbers of each weight, and of how the model generates unless it is told.
+
+    Weights that are offloaded count by their names and shapes.
+    """
+    total = hashlib.sha256(model.generation_config.to_json_string(ignore_metadata=True).encode())
     for name, tensor in model.state_dict().items():
-        flat = tensor.detach().flatten()
-        some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
-        total.update(name.encode() + some.contiguous().numpy().tobytes())
+        total.update(f"{name} {list(tensor.shape)}".encode())
+        if not tensor.is_meta:
+            flat = tensor.detach().flatten()
+            some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
+            total.update(some.contiguous().numpy().tobytes())
     return total.hexdigest()
 
 
@@ -169,7 +175,7 @@ class Phases(torch.utils.data.Dataset[int]):
         return self.written[phase][place]
 
     def neighbours(self, number: int) -> tuple[int, list[Text]]:
-        """As many texts as a batch has, this one among them, and the number of the first; the same for each of them."""
+        """As many texts as a batch has, with this one, and the number of the first; the same for each of them."""
         phase, place = divmod(number, self.recipe.texts_per_phase)
         first = place - place % self.recipe.batch_size
         return number - place + first, self.written[phase][first : first + self.recipe.batch_size]

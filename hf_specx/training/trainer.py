@@ -21,7 +21,7 @@ from .distributions import losses_of
 from .held_out import alpha, measure_alpha
 from .progress import EVALUATED
 from .recipe import TrainingRecipe
-from .remembered import Remembered
+from .remembered import ROOM, Remembered
 from .run import TrainingRun
 from .texts import Phases
 
@@ -37,7 +37,7 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
         recipe: how the draft is trained.
         folder: of the checkpoints.
         learning_rate: the largest.
-        phases: at most, also where fewer are left than the recipe has.
+        phases: as many as the recipe has; of a training that has stopped those that it had, so that none is added.
     """
     accelerated = torch.cuda.is_available()
     own: dict[str, Any] = {
@@ -51,6 +51,9 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
         "load_best_model_at_end": True,
         "metric_for_best_model": ALPHA,
         "remove_unused_columns": False,
+        "eval_on_start": False,
+        "eval_delay": 0,
+        "dataloader_persistent_workers": False,  # they would keep the texts of the first phase
     }
     given: dict[str, Any] = {
         "warmup_steps": WARM_UP_SHARE,
@@ -103,7 +106,8 @@ class DistillationTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)  # progress is told by `run`
         self.run, self.target, self.recipe = run, run.target, run.recipe
-        self.phases, self.remembered = phases, Remembered(run.target, phases)
+        room = ROOM if args.world_size < self.recipe.passes else 0  # each process would read more texts, not fewer
+        self.phases, self.remembered = phases, Remembered(run.target, phases, room)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
 
     def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:

@@ -62,6 +62,8 @@ def check_draft(draft_model: Any) -> None:
     if isinstance(draft_model, list | tuple):
         require(len(draft_model) > 0, "draft_model=[] has no draft; give a model, a SuffixDraft or both.")
         for part in draft_model:
+            told = "draft_model has a list inside its list; give all drafts in one."
+            require(not isinstance(part, list | tuple), told)
             check_draft(part)
         check_together(draft_model)
         return
@@ -75,7 +77,7 @@ def check_draft(draft_model: Any) -> None:
     told = "draft_model is the class {}; give an object of it, as from_pretrained or its constructor makes it."
     require(not is_class, told.format(getattr(draft_model, "__name__", "")))
     given = f"draft_model is {kind(draft_model)}"
-    proposes = callable(getattr(draft_model, "propose", None)) and not isinstance(draft_model, type)
+    proposes = callable(getattr(draft_model, "propose", None))
     known = proposes or isinstance(draft_model, PreTrainedModel | CandidateGenerator)
     told = "give a model, a CandidateGenerator or Drafter of yours, or a draft without a model, as SuffixDraft()."
     require(known, f"{'draft_model is None' if draft_model is None else given}; {told}")

@@ -78,9 +78,9 @@ def test_the_tokenizer_is_left_as_it_is():
 def test_roles_and_what_comes_before_a_text():
     tokens = TokenBytes(tokenizer_of("unigram"))
     assert (tokens.unknown, tokens.start, tokens.end) == (0, 1, 2)
-    assert (tokens.before, tokens.after) == ([1], [])
+    assert tokens.before == [1]
     pieces = TokenBytes(tokenizer_of("word pieces"))
-    assert (pieces.before, pieces.after) == ([2], [3])
+    assert pieces.before == [2]
 
 
 def test_a_tokenizer_without_a_backend_is_refused():

@@ -6,9 +6,10 @@ import itertools
 import pytest
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
+from transformers import GenerationConfig
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import start
+from hf_specx.engine import outputs, places, start
 
 
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
@@ -44,6 +45,36 @@ def test_sums_of_rounds_that_were_let_go(monkeypatch: pytest.MonkeyPatch):
         assert (max(map(len, strategy.report.history)) <= 4) == (keeps == 2)
     assert told[0] == told[1]
     assert told[0]["emitted"] > 100
+
+
+def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pytest.MonkeyPatch):
+    """Once it is done, no row is filled again before a batch has begun that is as wide as its own prompts."""
+    monkeypatch.setattr(places, "SPARE", 8)
+    target, widths = tiny(num_hidden_layers=1), []
+
+    class Width:
+        """How wide the prompts of a batch are in each round."""
+
+        def observe(self, done):
+            widths.append(done.batch.width)
+
+    asked = [Request([1 + number % 40] * (60 if number == 4 else 3), 4 + number % 3) for number in range(24)]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    strategy.listeners = (Width(),)
+    found = completed(strategy, target, asked, batch_size=3, **GREEDY)
+    assert [found[index].tokens for index in range(24)] == [alone(target, request, **GREEDY) for request in asked]
+    assert max(widths) == 60
+    assert widths[-1] == 3
+
+
+def test_a_queue_keeps_no_outputs_that_nobody_can_read(monkeypatch: pytest.MonkeyPatch):
+    """Hidden states and scores that a config asks for are not in completions."""
+    for kind in (outputs.Steps, outputs.LayerOutputs):
+        monkeypatch.setattr(kind, "put", pytest.fail)
+    target, asked = tiny(num_hidden_layers=1), requests(6)
+    wanted = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    completed(strategy, target, asked, batch_size=2, generation_config=wanted, **GREEDY)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

@@ -226,6 +226,9 @@ def test_several_calls_add_up():
     for name in ("rounds", "drafted", "judged", "accepted", "emitted"):
         assert getattr(total, name) == sum(getattr(report, name) for report in reports)
     assert total.rows == 3
+    assert total._steps == reports[0]._steps + reports[1]._steps
+    reports[0].seconds.pop("draft")
+    assert (reports[0] + reports[1]).seconds["draft"] == reports[1].seconds["draft"]
     assert len(total.history[0]) == sum(len(report.history[0]) for report in reports)
     alphas = [report.alpha * report.judged for report in reports]
     assert total.alpha == pytest.approx(sum(alphas) / total.judged)

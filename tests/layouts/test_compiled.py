@@ -230,6 +230,15 @@ def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
     assert not again.any()
 
 
+def test_buffers_that_their_owner_has_outgrown_are_let_go():
+    """But for the last ones, from which it copies."""
+    pool, owner = Pool(), Owner()
+    taken = pool.take(owner, 2, 8, [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))])
+    for capacity in (16, 32, 64):
+        taken = pool.take(owner, 2, capacity, taken)
+    assert [size for size, _, _ in pool.known] == [(2, 32), (2, 64)]
+
+
 def test_a_model_that_is_its_own_draft(traced: None):
     """Two caches of one model."""
     target, _ = pair(num_hidden_layers=1)

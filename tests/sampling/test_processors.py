@@ -141,16 +141,22 @@ def test_warpers_act_once_on_the_draft():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_scores_of_another_precision_are_kept(dtype: torch.dtype):
+    """With ids that have none as bfloat16, one of which ends a text."""
+
     class Precise(LogitsProcessor):
         stateless = True
 
         def __call__(self, input_ids, scores):
             return scores.to(dtype)
 
-    target = tiny()
+    target = tiny(vocab_size=1000)
     settings = {"do_sample": True, "top_k": 8, "max_new_tokens": 16, "logits_processor": [Precise()]}
     torch.manual_seed(1)
+    free = target.generate(**prompts(3), **settings)
+    settings["eos_token_id"] = next(token for token in free[0, -12:].tolist() if token > 256 and token % 4)
+    torch.manual_seed(1)
     expected = target.generate(**prompts(3), **settings)
+    assert (expected == settings["eos_token_id"]).any()
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled")
     torch.manual_seed(1)
     assert torch.equal(target.generate(**prompts(3), **settings, custom_generate=strategy), expected)

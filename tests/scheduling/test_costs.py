@@ -1,6 +1,7 @@
 """The table of costs against fake forwards and a fake clock, and how a call sees the times of its rounds."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,21 @@ def test_a_call_begins_while_another_one_ends():
 
     costs.rounds[1] = Busy({1: 1.0})
     assert costs.apart().rounds == {1: {1: 1.0}}
+
+
+def test_another_thread_completes_what_both_measure():
+    """While this one takes its last step."""
+    clock = SimpleNamespace(now=5.0)
+    costs = Costs(clock=lambda: clock.now)
+    costs.allowance = math.inf
+    prior = {"target": {1: 1.0, 2: 1.0}, "draft": 0.1}
+
+    def other(query_length: int) -> None:
+        clock.now += 0.01
+        costs._begun.pop(8, None)
+
+    costs.prepare(8, other, other, prior)
+    assert 8 in costs.measured
 
 
 def test_acceptance_is_remembered_by_verification():

@@ -9,6 +9,7 @@ import shutil
 import numpy
 import pytest
 import torch
+from accelerate import cpu_offload
 from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of
 from safetensors import SafetensorError
 from tiny import tiny
@@ -34,13 +35,14 @@ def test_each_loss_raises_alpha(loss: str):
     assert result.pair.report is None
 
 
-def test_models_and_random_numbers_are_left_as_they_were():
+@pytest.mark.parametrize("first", ["a draft", "layers:1"])
+def test_models_and_random_numbers_are_left_as_they_were(first: str):
     target, draft = models()
     before = weights(target), weights(draft)
     configs = [copy.deepcopy((model.config.to_dict(), model.generation_config.to_dict())) for model in (target, draft)]
     torch.manual_seed(5), random.seed(5), numpy.random.seed(5)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    result = distill(target, draft, some_prompts(), progress=silent, **QUICK)
+    result = distill(target, draft if first == "a draft" else first, some_prompts(), progress=silent, **QUICK)
     assert same(weights(target), before[0])
     assert same(weights(draft), before[1])
     assert not same(weights(result.pair.draft), before[1])
@@ -123,10 +125,20 @@ def test_another_training_does_not_go_on_in_the_same_folder(tmp_path):
         trained(folder=tmp_path, phases=1, loss="jsd")
     with pytest.raises(ValueError, match=r"other settings \(another prompts\)"):
         trained(folder=tmp_path, phases=1, prompts=some_prompts(seed=1))
+    ends_otherwise = tiny(initializer_range=0.2)
+    ends_otherwise.generation_config.eos_token_id = 7
+    with pytest.raises(ValueError, match=r"other settings \(another target\)"):
+        trained(folder=tmp_path, phases=1, target=ends_otherwise)
     shutil.rmtree(tmp_path / "texts")
     (tmp_path / "settings.json").rename(tmp_path / "thesis.tex")
     with pytest.raises(ValueError, match="has no training to go on with"):
         trained(folder=tmp_path, phases=1)
+
+
+def test_a_folder_where_a_process_was_killed_at_once(tmp_path):
+    """While it wrote its settings."""
+    (tmp_path / "settings.part").write_text("{")
+    assert trained(folder=tmp_path, phases=1).alphas
 
 
 def test_settings_may_change_before_the_first_checkpoint(tmp_path):
@@ -336,6 +348,25 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 1000))
     with pytest.raises(ValueError, match="needs about [0-9.]+ MB for checkpoints and the draft, and 0.0 MB are free"):
         trained(folder=tmp_path)
+
+
+def test_a_disk_with_room_for_adapters_alone(tmp_path, monkeypatch):
+    pytest.importorskip("peft")
+    free = 2 * models()[1].num_parameters() * 4
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(free, 0, free))
+    with pytest.raises(ValueError, match="are free; make room"):
+        trained(folder=tmp_path, phases=1)
+    assert trained(folder=tmp_path, phases=1, lora=4).alphas
+
+
+def test_an_offloaded_target():
+    """Its weights are on the host between forwards."""
+    target = tiny(initializer_range=0.2)
+    cpu_offload(target, torch.device("cpu"))
+    result, plain = trained(target=target, phases=1), trained(phases=1)
+    assert result.alphas == pytest.approx(plain.alphas, abs=1e-4)
+    with pytest.raises(ValueError, match="'layers:1': the target has weights that are offloaded"):
+        trained(target=target, draft="layers:1")
 
 
 class Fail(TrainerCallback):

@@ -76,6 +76,8 @@ WRONG = {
     "do_sample=False draws nothing": {"do_sample": False, "top_p": 0.9},
     "phases=0 is not an int of 1 or more": {"phases": 0},
     "batch_size=2.5 is not an int": {"batch_size": 2.5},
+    "seed=4294967296 is not an int of 0 or more, and below 2": {"seed": 2**32},
+    "'eval_on_start'.*is set by distill": {"training": {"eval_on_start": True}},
     "learn_from_prompts='yes' is neither True nor False": {"learn_from_prompts": "yes"},
     "seed=-1 is not an int of 0 or more": {"seed": -1},
     "lora=0 is no rank": {"lora": 0},
