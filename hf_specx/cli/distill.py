@@ -48,6 +48,8 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 
 DEFAULTS = TrainingRecipe()
+INSIDE_TOO = "Learn what the target says inside the prompts too."
+LearnFromPrompts = Annotated[bool, typer.Option("--learn-from-prompts", help=INSIDE_TOO)]
 
 
 def distill(
@@ -67,9 +69,7 @@ def distill(
     texts: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
     passes: Annotated[int, typer.Option(help="How often a text is trained on.")] = DEFAULTS.passes,
     patience: Annotated[int, typer.Option(help="Stop after so many phases without a rise.")] = DEFAULTS.patience,
-    learn_from_prompts: Annotated[
-        bool, typer.Option("--learn-from-prompts", help="Learn what the target says inside the prompts too.")
-    ] = False,
+    learn_from_prompts: LearnFromPrompts = False,
     batch_size: Annotated[int, typer.Option(help="Texts in a step.")] = DEFAULTS.batch_size,
     learning_rate: Annotated[float | None, typer.Option(help="The largest; else by the draft's width.")] = None,
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None,
@@ -94,26 +94,27 @@ def distill(
     with errors_in_one_line(kept=folder):
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         options |= {"loss": loss, "phases": phases, "texts_per_phase": texts, "passes": passes, "patience": patience}
-        options |= {"learn_from_prompts": learn_from_prompts}
-        options |= {"batch_size": batch_size, "learning_rate": learning_rate, "lora": lora, "seed": seed}
-        check_given(target, draft, dtype, options, out, overwrite)
-        check_writable(folder.absolute(), folder)
+        options |= {"learn_from_prompts": learn_from_prompts, "learning_rate": learning_rate, "lora": lora}
+        options |= {"batch_size": batch_size, "seed": seed}
+        check_given(target, draft, dtype, options, (out, folder), overwrite)
         check_messages(prompts := read_prompts([], file, "with --file, or on standard input"), chat)
         options |= {"held_out": held_out, "folder": folder}
         loading = {"dtype": dtype, "hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
         result = train((target, revision), (draft, draft_revision), prompts, chat, loading, device, options)
-        if result is not None:
-            keep_pair(result, out, inside, overwrite, not no_measure, as_json, folder)
+        keep_pair(result, out, inside, overwrite, not no_measure, as_json, folder)
 
 
-def check_given(target: str, draft: str, dtype: str, options: dict[str, Any], out: Path, overwrite: bool) -> None:
-    """Raise a ValueError for what cannot be, before torch is imported."""
+def check_given(
+    target: str, draft: str, dtype: str, options: dict[str, Any], folders: tuple[Path, Path], overwrite: bool
+) -> None:
+    """Raise a ValueError for what cannot be, before torch is imported; folders are of the pair and of the training."""
     check_dtype(dtype)
     check_model_name("TARGET", target)
     if first_layers_wanted(draft) is None:
         check_model_name("DRAFT", draft)
     TrainingRecipe.of(options)
-    check_folder(out, overwrite)
+    check_folder(folders[0], overwrite)
+    check_writable(folders[1].absolute(), folders[1])
 
 
 def train(
@@ -166,9 +167,11 @@ def train(
 
 
 def keep_pair(
-    result: "Distilled", out: Path, inside: bool, overwrite: bool, measured: bool, as_json: bool, folder: Path
+    result: "Distilled | None", out: Path, inside: bool, overwrite: bool, measured: bool, as_json: bool, folder: Path
 ) -> None:
-    """Time the pair if asked to, save it, and print what came of it."""
+    """Time the pair if asked to, save it, and print what came of it; on the first process alone, which has it."""
+    if result is None:
+        return
     from hf_specx.hub.folders import INSIDE
 
     from .loading import saved_as

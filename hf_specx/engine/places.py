@@ -17,7 +17,7 @@ from .plan import Plan
 from .requests import Completion, Entry, Waiting, prepared
 
 
-SPARE = 4096  # columns before all prompts that are left over from a longer one, at most
+LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
 
 
 @dataclass
@@ -91,13 +91,16 @@ class Places:
         return coming
 
     def refill(self, batch: Batch, row: int) -> bool:
-        """Whether a request waits that can have the place of a row; it is then about to come."""
+        """Whether a request waits that can have the place of a row; it is then about to come.
+
+        If a prompt was much longer than those that are left, it cannot: forwards would go on reading that width.
+        """
         entry = self.waiting.peek() if self.refills else None
         if entry is None or entry.stateful:
             return False
         live = [entry, *(self.coming.get(number, self.entries[number]) for number in batch.rows if number != row)]
         widest = max(len(one.input_ids) for one in live)
-        if batch.width - widest > max(SPARE, widest):  # each forward would go on reading the place of a long prompt
+        if batch.width - widest > max(LEFT_OVER, widest):
             return False
         if not self.waiting.fits(live, len(self.entries), batch.width):
             return False

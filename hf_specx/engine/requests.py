@@ -12,6 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.grammars import masked
@@ -120,13 +121,13 @@ class Waiting:
         told = "the target is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
         require(not synced_by_default(model), told + "load a copy on each process, or call generate for batches.")
         self.model, self.requests, self.options = model, enumerate(requests), dict(options)
-        self.tokenizer = self.options.pop("tokenizer", None)
+        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
         self.max_batch_tokens = max_batch_tokens
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
         self.failed: Exception | None = None  # of the iterable; it is raised once what was taken before is done
-        one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
         if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
             own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
@@ -234,7 +235,7 @@ class Waiting:
         told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
         require(ok, told)
         unknown_token(self.model, ids)
-        return ids.to(self.model.device, torch.int64)
+        return ids.to(self.device, torch.int64)
 
     def _with_masks(
         self, processors: LogitsProcessorList, prompt: Prompt, stopping: Stopping

@@ -26,8 +26,7 @@ class Costs:
     Attributes:
         table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
         assumed: batch sizes whose row is told by the models' sizes (see `prior`), and not measured yet.
-        allowance: seconds that measuring may take at the start of the next call: `SHARE` of those of earlier rounds
-            with candidates, less what it took so far.
+        allowance: seconds that measuring may take next: `SHARE` of those of rounds with candidates, less those taken.
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         clock: gives seconds; time is read nowhere else.

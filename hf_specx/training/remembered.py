@@ -12,7 +12,7 @@ from .reading import collate, logits_where_written
 from .texts import Phases, Text
 
 
-ROOM = 4 << 30  # bytes of host memory
+REMEMBERED_BYTES = 4 << 30  # bytes of host memory
 
 
 class Remembered:
@@ -28,7 +28,7 @@ class Remembered:
         room: bytes, for as many texts of the largest length as fit, the first ones.
     """
 
-    def __init__(self, target: PreTrainedModel, phases: Phases, room: int = ROOM):
+    def __init__(self, target: PreTrainedModel, phases: Phases, room: int = REMEMBERED_BYTES):
         self.target, self.phases, self.room = target, phases, room
         self.head: Any = target.get_output_embeddings()
         self.states: dict[int, torch.Tensor] = {}  # by the number of a text: [L, H]

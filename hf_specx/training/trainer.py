@@ -21,7 +21,7 @@ from .distributions import losses_of
 from .held_out import alpha, measure_alpha
 from .progress import EVALUATED
 from .recipe import TrainingRecipe
-from .remembered import ROOM, Remembered
+from .remembered import REMEMBERED_BYTES, Remembered
 from .run import TrainingRun
 from .texts import Phases
 
@@ -106,8 +106,8 @@ class DistillationTrainer(Trainer):
         )
         self.remove_callback(PrinterCallback)  # progress is told by `run`
         self.run, self.target, self.recipe = run, run.target, run.recipe
-        room = ROOM if args.world_size < self.recipe.passes else 0  # each process would read more texts, not fewer
-        self.phases, self.remembered = phases, Remembered(run.target, phases, room)
+        pays = args.world_size < self.recipe.passes  # else each process would read more texts, not fewer
+        self.phases, self.remembered = phases, Remembered(run.target, phases, REMEMBERED_BYTES * pays)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
 
     def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import (
@@ -293,6 +294,16 @@ def test_an_error_of_the_input_loses_nothing_that_was_taken():
             (done.index, done.tokens) for done in strategy.generate_many(target, broken, batch_size=4, **GREEDY)
         )
     assert found == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked[:6])}
+
+
+def test_an_offloaded_target():
+    """Its weights are on the host between forwards."""
+    target, asked = tiny(), requests(4)
+    expected = [alone(target, request, **GREEDY) for request in asked]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    cpu_offload(target, torch.device("cpu"))
+    found = completed(strategy, target, asked, batch_size=2, **GREEDY)
+    assert [found[index].tokens for index in range(4)] == expected
 
 
 def test_models_that_are_spread_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -350,6 +350,7 @@ def test_a_disk_without_room(tmp_path, monkeypatch):
         trained(folder=tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_a_disk_with_room_for_adapters_alone(tmp_path, monkeypatch):
     pytest.importorskip("peft")
     free = 2 * models()[1].num_parameters() * 4
