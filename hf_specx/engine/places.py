@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.padding import padded_rows
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.layouts.prompts import UNLIMITED, Prompt
@@ -60,10 +61,8 @@ class Places:
     def prompt(self) -> tuple[Prompt, torch.Tensor | None]:
         """The prompts of all rows, as `generate` prepares them with pads; and what an encoder reads, if any."""
         encodes = self.waiting.model.config.is_encoder_decoder
-        rows, side = [entry.given for entry in self.entries], "right" if encodes else "left"
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)
-        ones = [torch.ones_like(row) for row in rows]
-        mask = torch.nn.utils.rnn.pad_sequence(ones, batch_first=True, padding_side=side)
+        padded = padded_rows([entry.given for entry in self.entries], "right" if encodes else "left")
+        ids, mask = padded["input_ids"], padded["attention_mask"]
         options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens, "stop_strings": None}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
         prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits

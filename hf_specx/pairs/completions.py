@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.errors import is_int, require
+from hf_specx.common.padding import padded_rows
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request, Waiting
@@ -94,8 +95,10 @@ class Completer:
         options = dict(self.options)
         strategy = self.pair.strategy_for(options)
         strategy.listeners += (self.meter,)
+        strategy.report = self.pair.report  # which stays where there is nothing to complete
         requests = self._requests(prompts, taken)
         try:
+            self._check_short(options)
             completions = strategy.generate_many(self.pair.target, requests, batch_size=self.batch_size, **options)
             first = list(itertools.islice(completions, 1))
         except ValueError:
@@ -104,19 +107,17 @@ class Completer:
             self.in_batches = True
             return
         for done in itertools.chain(first, completions):
-            self.fits = self.fits or done.error is None
-            if not self.fits and not self._fits(options, taken[done.index]):
-                self.in_batches = True
-                return
             yield self._completed(taken.pop(done.index), done)
         self.pair.report = strategy.report
 
-    def _fits(self, options: dict[str, Any], refused: NumberedText) -> bool:
-        """Whether a prompt was refused for its own sake: then its first token alone is not."""
-        options = {"tokenizer": self.tokenizer} | options
-        ids, most = self.token_ids(refused.text)[:1], options.pop("max_batch_tokens", None)
-        self.fits = bool(ids) and Waiting(self.pair.target, [Request(ids, seed=0)], options, most).peek() is not None
-        return self.fits or not ids
+    def _check_short(self, options: dict[str, Any]) -> None:
+        """Raise a ValueError if even a short prompt is refused, before all others are taken and refused as well."""
+        if not self.fits:
+            options = {"tokenizer": self.tokenizer} | options
+            most = options.pop("max_batch_tokens", None)
+            waiting = Waiting(self.pair.target, [Request([0], seed=0)], options, most)
+            require(waiting.peek() is not None, "no prompt can be completed with these options.")
+            self.fits = True
 
     def _requests(self, prompts: Iterator[NumberedText], taken: dict[int, NumberedText]) -> Iterator[Request]:
         self.reading = True
@@ -147,10 +148,8 @@ class Completer:
 
     def _batch(self, prompts: list[NumberedText]) -> list[str]:
         """What is generated for each prompt of one batch."""
-        decodes, texts = self.pair.target.config.is_encoder_decoder, [prompt.text for prompt in prompts]
-        side = "right" if decodes else "left"
-        encoded = self.tokenizer(texts, return_tensors="pt", padding=len(texts) > 1, padding_side=side)
-        inputs = {name: encoded[name] for name in ("input_ids", "attention_mask")}
+        decodes, rows = self.pair.target.config.is_encoder_decoder, [self.token_ids(prompt.text) for prompt in prompts]
+        inputs = padded_rows(rows, "right" if decodes else "left", self.tokenizer)
         output = self.pair.generate(**inputs, **self.options, seeds=[self.seed + prompt.index for prompt in prompts])
         report = self.pair.report
         assert report is not None

@@ -1,5 +1,6 @@
 """Prompts to a file: whatever happens to it or to the process, the same call completes it, to the same bytes."""
 
+import copy
 import json
 import resource
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def requests(pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch) -> list[int
     prepare = Request.__init__
 
     def noting(self: Request, *args: Any, **kwargs: Any) -> None:
-        made.append(kwargs["seed"] - SAMPLED["seed"])
+        if kwargs["seed"]:  # else it only shows whether any can be completed
+            made.append(kwargs["seed"] - SAMPLED["seed"])
         prepare(self, *args, **kwargs)
 
     monkeypatch.setattr(Request, "__init__", noting)
@@ -309,6 +311,31 @@ def test_what_keeps_state_takes_whole_batches(pair: DraftTargetPair, tmp_path: P
         output = pair.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **plain)
         new = output[0, inputs["input_ids"].shape[1] :]
         assert texts[index] == pair.tokenizer.decode(new, skip_special_tokens=True)
+
+
+WHOLE = {"do_sample": False, "max_new_tokens": 8, "logits_processor": [Counted()]}
+
+
+def test_prompts_that_rows_cannot_take_wait_for_their_batch(pair: DraftTargetPair):
+    """Rather than being refused one after the other, be there a million, before whole batches begin."""
+    prompts = (NumberedText(index, "a") for index in range(10))
+    next(Completer(pair, 2, 0, WHOLE)(prompts))
+    assert next(prompts).index == 2
+
+
+def test_whole_batches_of_a_tokenizer_without_a_pad_token(pair: DraftTargetPair):
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.pad_token = None
+    found = DraftTargetPair(pair.target, pair.draft, tokenizer).complete(TEXTS[:3], **WHOLE)
+    assert found == pair.complete(TEXTS[:3], **WHOLE)
+
+
+def test_without_prompts_the_last_report_stays(pair: DraftTargetPair):
+    pair.complete(TEXTS[:1], **SAMPLED)
+    report = pair.report
+    assert report is not None
+    pair.complete([], **SAMPLED)
+    assert pair.report is report
 
 
 def test_what_is_no_text_is_refused_by_name(pair: DraftTargetPair, tmp_path: Path):
