@@ -147,5 +147,7 @@ def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> P
             config.tokenizers = found
     else:
         config.tokenizers = None
-    (folder / CONFIG_NAME).write_text(config.to_text(), encoding="utf-8")
+    text = config.to_text()
+    PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
     return config

@@ -161,8 +161,8 @@ def _plan(
     options["quantization_config"] = own["target"].get("quantization_config")
     target, draft = found["target"], found.get("draft")
     if draft is None:
-        given = {} if device_map is None or target.model is not None else {"device_map": device_map}
-        return {"target": given}
+        placed = {"device_map": device_map, "max_memory": options["max_memory"]}
+        return {"target": {} if device_map is None or target.model is not None else placed}
     if target.model is not None:  # it is loaded already
         return {"target": {}, "draft": {"device_map": draft_device_map or {"": last_device(target.model)}}}
     if draft.model is not None:

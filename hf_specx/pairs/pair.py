@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.generate import add_positional, ending, run, take_options
+from hf_specx.generate import STRATEGY_OPTIONS, add_positional, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
@@ -96,13 +96,13 @@ class DraftTargetPair(NoModel):
         """Texts to try the pair with; [] if its config has none."""
         return self.config.prompts
 
-    def _strategy(self, **options: Any) -> SpeculativeDecoding:
-        """A strategy with the options that the config recommends, and `options` instead where given."""
+    def _strategy(self) -> SpeculativeDecoding:
+        """A strategy with the options that the config recommends."""
         config, dtype = self.config, str(self.target.dtype).removeprefix("torch.")
         own = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
         own |= {"costs": config.costs_on(hardware(execution_device(self.target)), dtype)}
         tokenizers = {"tokenizer": self.tokenizer, "draft_tokenizer": self.draft_tokenizer}
-        return SpeculativeDecoding(self.draft, **tokenizers | own | options)
+        return SpeculativeDecoding(self.draft, **tokenizers | own)
 
     @classmethod
     def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":
@@ -191,6 +191,7 @@ class DraftTargetPair(NoModel):
         """A copy of the pair's strategy for one call, with its options, which are taken out of its arguments."""
         own, options = self.strategy, take_options(kwargs)
         own.meet(self.target)
-        strategy = self._strategy(**{"costs": own.costs} | options) if options else copy.copy(own)
+        kept = {name: getattr(own, name) for name in STRATEGY_OPTIONS}
+        strategy = SpeculativeDecoding(own.draft_model, **kept | options) if options else copy.copy(own)
         strategy.schedule, strategy.listeners = own.schedule, own.listeners
         return strategy

@@ -10,7 +10,7 @@ from tiny import Forwards, near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, SuffixDraft
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.pairs import loading as pair_loading
 
@@ -65,6 +65,13 @@ def test_memory_that_is_not_enough(folder: Path, target: PreTrainedModel, tmp_pa
     pair = DraftTargetPair.from_pretrained(folder, device_map="auto", **room, offload_folder=tmp_path)
     assert pair.target.device == torch.device("meta")
     check_text(pair, target)
+
+
+def test_memory_that_is_not_enough_without_a_draft_model(target: PreTrainedModel, tmp_path: Path):
+    DraftTargetPair(target, SuffixDraft()).save_pretrained(tmp_path / "pair")
+    room = {"max_memory": {"cpu": "12KB"}, "offload_folder": tmp_path / "offloaded"}
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", device_map="auto", **room)
+    assert any(weight.is_meta for weight in pair.target.parameters())
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])

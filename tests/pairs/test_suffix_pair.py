@@ -105,6 +105,7 @@ def test_files_that_are_refused(tmp_path: Path, changes: dict, message: str):
     [
         (SuffixDraft(pool=SuffixPool()), {}, "a pool of texts is not saved with a pair; use SuffixDraft without it"),
         (SuffixDraft(), {"draft": "reference"}, "draft='reference' is for models, and SuffixDraft has no files"),
+        (SuffixDraft(100), {}, "max_candidates of suffix is 100; give an int from 1 to 64"),
         ([SuffixDraft()], {}, "saved with a model, a SuffixDraft or an EarlyExitDraft, and its draft is a list"),
     ],
 )
