@@ -39,7 +39,7 @@ from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.schedule import Schedule
 from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many
-from hf_specx.validation.options import check_calibration, check_options
+from hf_specx.validation.options import check_options
 from hf_specx.validation.rows import as_list
 
 
@@ -289,11 +289,9 @@ class SpeculativeDecoding(NoModel):
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
         """Time bare forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`.
 
-        Raises:
-            ValueError: if the draft has no forwards to time.
+        A draft that runs no forwards takes next to no time.
         """
         drafter = self._drafter(model := unwrapped(model))
-        check_calibration(drafter.model)
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)

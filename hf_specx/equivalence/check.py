@@ -17,7 +17,7 @@ from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
 from hf_specx.measure.timer import Advance
-from hf_specx.pairs.fingerprint import digest_of, weights_digest
+from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.progress import DELAY
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
@@ -101,7 +101,8 @@ def run_check(
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
     made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
     models = [weights_digest(model) for model in pair.models]
-    asked = [settings.to_dict(), prompts, models, pair.strategy.layout, pair.strategy.compile]
+    how = pair.strategy.layout, pair.strategy.compile
+    asked = [settings.to_dict(), prompts, models, drafts_of(pair), *how]
     store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
     with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
         parts = Parts(store, step)

@@ -43,15 +43,20 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
     """
     strategy, tokenizer = pair.strategy, pair.tokenizer
     made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
-    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    made |= {"generation_config": pair.target.generation_config, "drafts": [_of_draft(d) for d in drafts]}
+    made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair)}
     made |= {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens", "seed": seed}
     made |= {name: getattr(strategy, name) for name in ("num_draft_tokens", "verification")} | options
     return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}
 
 
+def drafts_of(pair: Any) -> list[Any]:
+    """What tells the drafts of a pair from others, as plain values; weights are told by `weights_digest`."""
+    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
+    return [_of_draft(draft) for draft in drafts]
+
+
 def _of_draft(draft: Any) -> Any:
-    """A model's weights are told apart on their own; other drafts have settings, such as a number of layers."""
+    """Drafts that are no models have settings, such as a number of layers."""
     if isinstance(draft, torch.nn.Module):
         return type(draft).__name__
     head = getattr(draft, "head", None)  # of an early exit

@@ -118,9 +118,3 @@ def check_assistant_settings(num_assistant_tokens: Any, schedule: Any, threshold
         threshold is None or (isinstance(threshold, float | int) and 0 <= threshold <= 1),
         f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1.",
     )
-
-
-def check_calibration(draft_model: Any) -> None:
-    """Whether the forwards of a draft can be timed."""
-    told = "a draft without a model has no forward to time; give num_draft_tokens as a number."
-    require(isinstance(draft_model, PreTrainedModel), told)

@@ -13,7 +13,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, SuffixDraft
 from hf_specx.equivalence import cells as check_cells
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence import equality as check_equality
@@ -201,6 +201,21 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     given = settings | {"num_draft_tokens": 3, "temperature": 0.7}
     hf_specx.check(pair, prompts, **given, seed=seed, path=path, advance=lambda: None)
     assert len(made) == 2 * first
+
+
+def test_a_check_of_another_draft_without_a_model_begins_anew(monkeypatch, tmp_path):
+    path, seen, generate_texts = tmp_path / "check.json", set(), check_texts.generate_texts
+
+    def noted(subject, *how):
+        seen.add(subject.pair.draft.max_candidates)
+        return generate_texts(subject, *how)
+
+    monkeypatch.setattr(checking, "generate_texts", noted)
+    for most in (1, 2):
+        pair = DraftTargetPair(tiny_pair().target, SuffixDraft(most), tiny_pair().tokenizer)
+        options = SMALL | {"verifications": ("greedy",), "num_draft_tokens": 1}
+        hf_specx.check(pair, PROMPTS, **options, path=path, advance=lambda: None)
+    assert seen == {1, 2}
 
 
 def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from check_cases import PROMPTS, QUICK, tiny_pair
 
+from hf_specx import DraftTargetPair, SuffixDraft
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence.settings import REPEATS, TIMED, TIMED_RUNS, Settings
 from hf_specx.equivalence.speed import measure_speed, strategies_of
@@ -42,6 +43,14 @@ def test_what_is_found():
         assert each["forward_limited"] == pytest.approx(tokens / (forward + 0.1 * number))
         for name in ("speedup", "tokens_per_second"):
             assert 0 < each[name]["min"] <= each[name]["median"] <= each[name]["max"]
+
+
+def test_a_draft_without_a_model_is_timed_too():
+    """Its predictions have the target's forwards alone."""
+    pair = DraftTargetPair(tiny_pair().target, SuffixDraft(), tiny_pair().tokenizer)
+    found = measure_speed(checking.subject_of(pair, PROMPTS, Settings(**SMALL)), lambda: None)
+    assert found["cost_coefficient"] < 0.05
+    assert [each["num_draft_tokens"] for each in found["numbers"]] == list(range(1, 9))
 
 
 @pytest.fixture

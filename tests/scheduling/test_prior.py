@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny import near, prompts, tiny
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
 from hf_specx.scheduling.costs import SHARE, Costs
@@ -59,6 +60,16 @@ def test_what_is_assumed_is_not_reported_as_measured():
     assert "batch sizes []" in repr(costs)
     strategy.calibrate(target, prompts(2)["input_ids"])
     assert report.cost_coefficient > 0
+
+
+@pytest.mark.parametrize(
+    "draft", [SuffixDraft(), PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)], ids=["ours", "stock"]
+)
+def test_a_draft_without_forwards_takes_next_to_no_time(draft):
+    strategy = SpeculativeDecoding(draft)
+    strategy.calibrate(tiny(), prompts(2)["input_ids"])
+    assert strategy.costs.knows(2)
+    assert strategy.costs.cost_coefficient(2) < 0.05
 
 
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])

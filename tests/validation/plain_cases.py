@@ -27,14 +27,12 @@ from misuse import (
 )
 from tiny import prompts
 from transformers import LlamaForCausalLM, TextStreamer
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.validation.entry import check_arguments
 
 
 SAMPLED = {"do_sample": True, "top_k": 0}
-LOOKUP = PromptLookupCandidateGenerator(num_output_tokens=3, max_length=50)
 
 
 def of_a_class():
@@ -60,10 +58,6 @@ PLAIN = [
     ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     ("AssistedCandidateGenerator, made for one text; give its", of_one_text),
     ("Reader, which reads the target's", lambda: SpeculativeDecoding(Reader())),
-    (
-        "has no forward to time; give num_draft_tokens as a number",
-        lambda: SpeculativeDecoding(LOOKUP).calibrate(get("target"), IDS),
-    ),
     (
         "unknown option 'num_drafts'; did you mean 'num_draft_tokens'. known: num_draft_tokens, ",
         partial(made, num_drafts=5),
