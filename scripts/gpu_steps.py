@@ -174,7 +174,7 @@ def run_cells(path: Path, asked: argparse.Namespace) -> None:
 @cache
 def load(name: str, dtype: str) -> BenchPair:
     """Both pairs stay, since cells of one follow cells of the other."""
-    return load_bench_pair(name, dtype, [], lambda other, kind: DraftTargetPair.from_pretrained(other, dtype=kind))
+    return load_bench_pair(name, dtype, lambda other, kind: DraftTargetPair.from_pretrained(other, dtype=kind))
 
 
 def write_page(path: Path, asked: argparse.Namespace) -> None:

@@ -129,7 +129,7 @@ def main() -> None:
         int(given.get(*default)) for default in (("turns", 5), ("batch_size", 8), ("prompts", 48))
     )
     name = str(given.get("pair", "embedded"))
-    pair = load_bench_pair(name if name == "embedded" else f"grafted-{name}", "float32", [], load)
+    pair = load_bench_pair(name if name == "embedded" else f"grafted-{name}", "float32", load)
     ways = Ways(pair, batch_size, prompts)
     spread = [16 + (number * 41) % 113 for number in range(prompts)]  # 16 to 128, in no order
     for told, limits in (("16 to 128", spread), (f"all {EVEN}", [EVEN] * prompts)):

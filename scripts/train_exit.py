@@ -149,9 +149,7 @@ def main(
     new_tokens: int = 64,
 ) -> None:
     draft = pair_with_a_head(out, exit_layer, steps) if pair == "embedded" else EarlyExitDraft(exit_layer)
-    measured = load_bench_pair(
-        pair, "float32", [], lambda name, dtype: DraftTargetPair.from_pretrained(name, dtype=dtype)
-    )
+    measured = load_bench_pair(pair, "float32", lambda name, dtype: DraftTargetPair.from_pretrained(name, dtype=dtype))
     for rows, sampled in itertools.product(batch or (1, 8), (False, True)):
         compare(measured, draft, rows, sampled, turns, new_tokens)
 

@@ -1,5 +1,7 @@
 """`specx bench`: time contenders in turns on one machine, and compare them with what the forwards allow."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,7 +96,7 @@ def bench(
         others = {name: x for name, x in (others | {"--contender": contender, "--file": file}).items() if x}
         hub, grafted = hub_options(revision, token, trust_remote_code), (pair or "").startswith(PREFIX)
         named = Named(None if grafted else pair, target, draft, dtype or "auto", device, hub)
-        cells = choose_cells(grid, full, only or [], given, others, pair or named.name)
+        cells = choose_cells(grid, full, only or [], given, others, pair if pair and grafted else named.name)
         check_out(out)
         check_plots(plots)
         prompts = [] if file is None else read_prompts([], file, "")
@@ -113,9 +115,13 @@ def measure(
     """Measure cells; `out` is the file of results, and `full` whether they need a GPU."""
     with imports():
         from hf_specx.measure.grid import results, run_grid
+        from hf_specx.pairs.fingerprint import digest_of
 
         from .loading import bench_loader, check_full
     check_full(full)
+    if prompts:
+        digest = digest_of([json.dumps([prompts, chat]).encode()])
+        cells = [replace(cell, prompts=digest) for cell in cells]
     store = results(out)
     with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
         return run_grid(cells, store, typed(), bench_loader(named, prompts, chat), advance)
@@ -152,6 +158,8 @@ def choose_cells(
     check_runs(batches)
     check_dtype(asked["dtype"])
     check_grafted(pair)
+    own = sorted(others.keys() & {"--target", "--draft"}) if pair.startswith(PREFIX) else []
+    require(not own, f"{pair} is made with its own target and draft; leave {', '.join(own)} out.")
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)

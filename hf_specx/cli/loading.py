@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.hub.folders import INSIDE, REFERENCE
@@ -84,7 +85,7 @@ def load_two(named: Named) -> DraftTargetPair:
     if weightless is not None:
         return DraftTargetPair(target.model, weightless, target.tokenizer)
     assert named.draft is not None
-    draft = load(named.draft, None, study, study.device_map)
+    draft = load(named.draft, None, study, {"": last_device(target.model)})
     check_fit(target, draft)
     sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
     tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
@@ -106,7 +107,7 @@ def bench_loader(named: Named, prompts: list[str | Messages], chat: bool) -> Loa
         pair.config.prompts = texts_of(prompts, pair.tokenizer, chat, name) or pair.prompts
         return pair
 
-    return partial(load_bench_pair, prompts=[], load=load)
+    return partial(load_bench_pair, load=load)
 
 
 def check_full(full: bool) -> None:
@@ -155,9 +156,11 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
     weightless = weightless_draft(draft)
     if weightless is not None:
         config.set_draft(weightless)
-        return DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
-    made = DraftTargetPair(pair.target, [SuffixDraft(), *pair.models[1:]], pair.tokenizer, config)
-    made.draft_tokenizer = made.strategy.draft_tokenizer = pair.draft_tokenizer
+        made = DraftTargetPair(pair.target, weightless, pair.tokenizer, config)
+    else:
+        own = pair.draft if isinstance(pair.draft, list) else [pair.draft]
+        made = DraftTargetPair(pair.target, [SuffixDraft(), *own], pair.tokenizer, config, pair.draft_tokenizer)
+    made.sources["target"] = pair.sources["target"]
     return made
 
 

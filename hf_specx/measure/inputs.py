@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.common.padding import padded_rows
 from hf_specx.pair_files.facts import draft_tokenizer_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -71,13 +72,12 @@ class BenchPair:
 LoadBenchPair = Callable[[str, str], BenchPair]
 
 
-def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -> BenchPair:
+def load_bench_pair(name: str, dtype: str, load: LoadPair) -> BenchPair:
     """A pair by its name.
 
     Args:
         name: "grafted-30M" and the like, which are made where accelerators are if there are any; else for `load`.
         dtype: "float32", "bfloat16", "float16"; "auto" is as saved, and of grafted pairs what their device is best at.
-        prompts: texts in place of the pair's own.
         load: makes any other pair from its name and dtype.
 
     Raises:
@@ -101,17 +101,16 @@ def load_bench_pair(name: str, dtype: str, prompts: list[str], load: LoadPair) -
         f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them.",
     )
     require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
-    texts = prompts or pair.prompts
-    _check_prompts(name, texts)
+    _check_prompts(name, pair.prompts)
     told = f"the pair {name!r} has no draft model to time; specx bench --only suffix measures drafts without one."
     require(isinstance(pair.draft, PreTrainedModel), told)
     draft = pair.models[-1]
     facts = {"synthetic": False} | sizes(pair.target, draft)
     own = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, pair.target, draft)
     if own is None:
-        return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts)
+        return BenchPair(name, pair.target, draft, facts, pair.tokenizer, pair.prompts)
     facts |= {"overlap": own.overlap}
-    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, texts, pair.draft_tokenizer)
+    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, pair.prompts, pair.draft_tokenizer)
 
 
 def _check_prompts(name: str, prompts: Sequence[object]) -> None:
@@ -138,15 +137,9 @@ def encode(
     for number, row in enumerate(rows, 1):
         told = f"prompt {number} is empty, and the tokenizer puts nothing before it; write something."
         require(bool(row), told)
-    width = max(map(len, rows))
-    _check_room(target, width, max_new_tokens)
-    pad_token_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-    ids = torch.full((len(rows), width), pad_token_id)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        columns = slice(0, len(row)) if encodes else slice(width - len(row), width)
-        ids[index, columns], mask[index, columns] = torch.tensor(row), 1
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    _check_room(target, max(map(len, rows)), max_new_tokens)
+    padded = padded_rows(rows, "right" if encodes else "left", tokenizer)
+    return {name: tensor.to(device) for name, tensor in padded.items()}
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:

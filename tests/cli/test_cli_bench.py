@@ -19,6 +19,7 @@ from hf_specx.measure.ways import in_words
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
 QUICK = ["--prompt-tokens", "5", "--new-tokens", "6", "--repeats", "1"]
+ONE = [*QUICK, "--batch", "1", "--contender", "plain"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def texts(tmp_path):
     return str(file)
 
 
-def specx(*arguments: str):
+def specx(*arguments):
     return command("bench", *arguments, COLUMNS="160")
 
 
@@ -76,6 +77,27 @@ def test_settings_reach_the_cells(folder, texts, tmp_path):
     assert cell["provenance"]["dtype"] == "bfloat16"
 
 
+def test_another_draft_is_measured(folder, texts, tmp_path):
+    """In a cell of its own."""
+    draft, out = tiny(**SIZES, num_hidden_layers=1), tmp_path / "results.json"
+    draft.save_pretrained(tmp_path / "draft")
+    for named in ([], ["--draft", tmp_path / "draft"]):
+        result = specx(folder, *ONE, "--file", texts, "--out", out, *named)
+        assert result.exit_code == 0, result.stderr
+    own, other = json.loads(out.read_text())["cells"]
+    assert other["cell"]["pair"] == f"{folder} with {tmp_path / 'draft'}"
+    assert other["pair"]["draft_parameters"] == draft.num_parameters() < own["pair"]["draft_parameters"]
+
+
+def test_other_prompts_are_measured_anew(folder, texts, tmp_path):
+    out, others = tmp_path / "results.json", tmp_path / "others.txt"
+    others.write_text(TEXTS[0])
+    for file in (texts, others, texts):
+        assert specx(folder, *ONE, "--file", file, "--out", out).exit_code == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert len({cell["cell"]["prompts"] for cell in cells}) == len(cells) == 2
+
+
 def test_no_word_is_cut_at_80_columns(folder, texts):
     result = command(
         "bench", folder, *QUICK, "--batch", "1", "--file", texts, "--contender", "coupled-5", COLUMNS="80"
@@ -112,9 +134,7 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
 
 
 def test_what_cannot_run_is_said(monkeypatch):
-    monkeypatch.setattr(
-        "hf_specx.cli.loading.load_bench_pair", lambda name, dtype, prompts, load: tiny_pair(name, dtype)
-    )
+    monkeypatch.setattr("hf_specx.cli.loading.load_bench_pair", lambda name, dtype, load: tiny_pair(name, dtype))
     result = specx("grafted-30M", *QUICK, "--batch", "2", "--contender", "plain", "--contender", "stock-5")
     assert result.exit_code == 0, result.stderr
     assert "stock-5 did not run: ValueError: assisted generate is only supported" in result.stdout
@@ -135,6 +155,7 @@ def test_what_cannot_run_is_said(monkeypatch):
         (["--dtype", "int8"], "--dtype int8 is unknown"),
         (["--contender", "fast"], "contender 'fast' is unknown"),
         (["grafted-3B"], "'grafted-3B' is unknown; choose one of grafted-30M"),
+        (["grafted-30M", "--draft", "suffix"], "made with its own target and draft; leave --draft out"),
         (["no-such-pair"], "no-such-pair"),
         (["--grid", "--full"], "--grid and --full are two grids"),
         (["--grid", "embedded", "--seed", "0"], "leave --seed, PAIR out"),

@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import command
+from command import command, saved_models
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx.cli import loading
+from hf_specx.cli.options import Named
+from hf_specx.common.devices import last_device
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
@@ -61,6 +64,26 @@ def test_publish(pair: DraftTargetPair, tmp_path: Path, kind: str, field: str):
     config = PairConfig.from_file(tmp_path / "made" / CONFIG_NAME)
     assert getattr(config, field) is not None
     assert not (tmp_path / "made" / "draft").exists()
+
+
+def test_both_is_with_whatever_the_pair_drafts_with(pair: DraftTargetPair):
+    early = DraftTargetPair(pair.target, EarlyExitDraft(1), pair.tokenizer)
+    assert [type(draft) for draft in loading.with_draft(early, "both").draft] == [SuffixDraft, EarlyExitDraft]
+
+
+@pytest.mark.parametrize("kind", [kind for kind, _ in KINDS])
+def test_where_the_target_is_stays_known(pair: DraftTargetPair, kind: str):
+    pair.sources["target"] = ModelSource("org/models", "0" * 40, "target")
+    assert loading.with_draft(pair, kind).sources["target"] == pair.sources["target"]
+
+
+def test_a_named_draft_goes_where_its_target_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is not spread over devices, as the target may be."""
+    names, maps, load = saved_models(tmp_path, {"vocab_size": 280, "pad_token_id": 1}, 0.1), [], loading.load
+    monkeypatch.setattr(loading, "load", lambda *given: maps.append(given[-1]) or load(*given))
+    monkeypatch.setattr(loading, "device_map", lambda device: "auto")
+    pair = loading.load_named(Named(target=names["target"], draft=names["draft"]))
+    assert maps == ["auto", {"": last_device(pair.target)}]
 
 
 def test_another_kind(pair: DraftTargetPair):

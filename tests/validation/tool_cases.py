@@ -69,7 +69,7 @@ def benched(tokenizer: object = ..., encodes: bool = False, **settings: object):
     target = SimpleNamespace(config=config, num_parameters=known.num_parameters)
     tokenizer = pair().tokenizer if tokenizer is ... else tokenizer
     found = SimpleNamespace(target=target, draft=target, tokenizer=tokenizer, draft_tokenizer=None, prompts=[])
-    return lambda: load_bench_pair("org/pair", "auto", [], lambda name, dtype: found)
+    return lambda: load_bench_pair("org/pair", "auto", lambda name, dtype: found)
 
 
 def recipe(draft_layers: int = 1, kv_heads: int = 2):
@@ -179,7 +179,7 @@ PLAIN = [
     ("'org/pair' has no tokenizer, so it cannot read prompts", benched(tokenizer=None)),
     ("'org/pair' is of encoder-decoders, .*; specx generate", benched(encodes=True)),
     ("125 prompt tokens and 8 new ones are more than the 128 .*; give fewer", full_of(125)),
-    ("'grafted-3B' is unknown; choose one of grafted-30M,", lambda: load_bench_pair("grafted-3B", "auto", [], pair)),
+    ("'grafted-3B' is unknown; choose one of grafted-30M,", lambda: load_bench_pair("grafted-3B", "auto", pair)),
     ("is there already and has no results .*; name", lambda: results(Path(__file__))),
     ("figures need matplotlib: pip install", without_matplotlib),
     # A check
