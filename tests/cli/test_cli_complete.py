@@ -22,10 +22,10 @@ OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]
 
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> DraftTargetPair:
-    """A pair that every id loads."""
+    """A pair that every id loads, in float64: in float32 rounding decides which of two tokens is the last of top-k."""
     tokenizer = tiny_tokenizer()
     target = tiny(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    made = DraftTargetPair(target, near(target, 0.1), tokenizer)
+    made = DraftTargetPair(target.double(), near(target, 0.1), tokenizer)
     monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: made)
     return made
 
