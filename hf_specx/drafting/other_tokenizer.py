@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
+from hf_specx.common.padding import padded_rows
 from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import Decoder
@@ -173,11 +174,8 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
 def own_text(model: PreTrainedModel, reading: Reading, vocabularies: VocabularyMap, to_draft: list[int]) -> OwnText:
     """The decoder of a draft with the prompts of a call in its own tokens; nothing is read yet."""
     batch = reading.batch
-    prompts = [torch.tensor(vocabularies.prompt(batch.row(row).tolist())) for row in batch.rows]
-    ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    mask = (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long()
-    given = {"input_ids": ids.to(batch.ids), "attention_mask": mask.to(batch.ids)}
+    prompts = [vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
+    given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
     own = Batch(given["input_ids"], given["attention_mask"], 0)
     if reading.layout == ROW_BY_ROW:
         return OwnText(RowByRowDecoder(model, own), own, vocabularies, to_draft)

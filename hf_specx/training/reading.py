@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_specx.common.padding import padded_rows
 from hf_specx.drafting.other_tokenizer import Translation
 from hf_specx.drafting.vocabulary_map import VocabularyMap
 
@@ -15,11 +16,11 @@ Asked = tuple[int, int] | None  # a row of the draft's tokens and a position in 
 
 def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
     """A batch, padded on the right with 0: ids, mask, and labels [B, L] int64, -100 at the prompt and the pads."""
-    ids, mask = padded([text.prompt + text.new for text in texts])
-    labels = torch.full_like(ids, -100)
+    batch = padded_rows([text.prompt + text.new for text in texts], "right")
+    labels = torch.full_like(batch["input_ids"], -100)
     for row, (prompt, new) in enumerate(texts):
         labels[row, len(prompt) : len(prompt) + len(new)] = torch.tensor(new)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return batch | {"labels": labels}
 
 
 def logits_where_written(model: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -81,9 +82,8 @@ class Reader:
                     positions.append((index, place[1]))
             rows.append(whole)
             others += opened
-        ids, mask = padded(rows + others)
-        own = {"draft_input_ids": ids, "draft_attention_mask": mask, "draft_positions": torch.tensor(positions)}
-        return batch | own
+        own = {f"draft_{name}": tensor for name, tensor in padded_rows(rows + others, "right").items()}
+        return batch | own | {"draft_positions": torch.tensor(positions)}
 
     def draft_logits(
         self, draft: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor], rows: int | None = None
@@ -138,11 +138,3 @@ def own_tokens(text: Text, vocabularies: VocabularyMap, everywhere: bool) -> tup
         asked.append((0 if inside else len(rows) - 1, last) if known else None)
         alike = min(alike, growing.extend([token]))
     return rows, asked
-
-
-def padded(rows: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask [R, L] int64, padded on the right with 0."""
-    width = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
-    return ids, mask
