@@ -39,11 +39,11 @@ def losses_of(
     if common is not None:
         common = common.to(draft_logits.device)
         p = token_probs(recipe, target_logits)[:, common]
-        log_q = (draft_logits[:, common] / recipe.temperature).log_softmax(-1)
+        log_q = _tempered(recipe, draft_logits[:, common]).log_softmax(-1)
         total = p.sum(-1)
         return total * LOSSES[recipe.loss](p / total.clamp_min(torch.finfo(p.dtype).tiny)[:, None], log_q)
     width = min(target_logits.shape[-1], draft_logits.shape[-1])
-    log_q = (draft_logits / recipe.temperature).log_softmax(-1)
+    log_q = _tempered(recipe, draft_logits).log_softmax(-1)
     return LOSSES[recipe.loss](token_probs(recipe, target_logits)[:, :width], log_q[:, :width])
 
 
@@ -52,6 +52,10 @@ def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: t
     width = min(target_logits.shape[-1], draft_logits.shape[-1])
     p, q = (token_probs(recipe, logits)[:, :width] for logits in (target_logits, draft_logits))
     return acceptance_of(p, q)
+
+
+def _tempered(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
+    return logits if recipe.temperature == 1 else logits / recipe.temperature
 
 
 def _warpers(recipe: TrainingRecipe) -> list[LogitsProcessor]:

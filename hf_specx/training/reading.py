@@ -1,10 +1,13 @@
 """Texts as batches, and what both models say where the target wrote: also a draft with tokens of its own."""
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hf_specx.common.padding import padded_rows
+from hf_specx.common.wrappers import unwrapped_draft
 from hf_specx.drafting.other_tokenizer import Translation
 from hf_specx.drafting.vocabulary_map import VocabularyMap
 
@@ -25,9 +28,24 @@ def collate(texts: Sequence[Text]) -> dict[str, torch.Tensor]:
 
 def logits_where_written(model: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Logits [N, V] in float32 at the N positions of a batch whose next token was written by the target."""
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    logits = model(**inputs, use_cache=False).logits[:, :-1]
-    return logits[(batch["labels"][:, 1:] != -100).to(logits.device)].float()
+    logits, wanted = last_logits(model, device, batch)
+    return logits[wanted.to(logits.device)].float()
+
+
+def last_logits(
+    model: torch.nn.Module, device: torch.device, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [B, K, V] after the first token that has a label next, and where [B, K] there is one.
+
+    A head that can is not asked for more: for long prompts that would be most of a step's memory.
+    """
+    wanted = batch["labels"][:, 1:] != -100
+    wanted = wanted[:, int(wanted.any(0).int().argmax()) :]
+    kept = wanted.shape[1] + 1  # the last of them has no next token
+    inputs: dict[str, Any] = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
+    if "logits_to_keep" in inspect.signature(unwrapped_draft(model).forward).parameters:
+        inputs["logits_to_keep"] = kept
+    return model(**inputs, use_cache=False).logits[:, -kept:-1], wanted
 
 
 class Reader:

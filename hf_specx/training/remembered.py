@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, last_device
 
-from .reading import collate, logits_where_written
+from .reading import Reader, last_logits, logits_where_written
 from .texts import Phases, Text
 
 
@@ -16,7 +16,7 @@ REMEMBERED_BYTES = 4 << 30  # bytes of host memory
 
 
 class Remembered:
-    """A target's last hidden states of texts, on the host and in the target's precision.
+    """A target's last hidden states where a draft is trained, on the host and in the target's precision.
 
     A text is read with its neighbours, whichever of them is asked for first, since rounding depends on what else is in
     a forward: so what is kept does not depend on whether a training was interrupted. Texts beyond the room are read
@@ -25,13 +25,17 @@ class Remembered:
     Args:
         target: in evaluation mode.
         phases: the texts.
+        reader: of the draft, which says where it is trained.
         room: bytes, for as many texts of the largest length as fit, the first ones.
     """
 
-    def __init__(self, target: PreTrainedModel, phases: Phases, room: int = REMEMBERED_BYTES):
-        self.target, self.phases, self.room = target, phases, room
+    def __init__(
+        self, target: PreTrainedModel, phases: Phases, reader: Reader | None = None, room: int = REMEMBERED_BYTES
+    ):
+        self.target, self.phases, self.reader, self.room = target, phases, reader or Reader(), room
+        self.longest = phases.longest if self.reader.learn_from_prompts else phases.recipe.max_new_tokens
         self.head: Any = target.get_output_embeddings()
-        self.states: dict[int, torch.Tensor] = {}  # by the number of a text: [L, H]
+        self.states: dict[int, torch.Tensor] = {}  # by the number of a text: [N, H]
         self.bytes_per_token: int | None = None
 
     @torch.no_grad()
@@ -43,9 +47,7 @@ class Remembered:
         if len(rest) == len(known):
             return logits_where_written(self.target, execution_device(self.target), batch)
         known |= zip(rest, self._read([self.phases.text(number) for number in rest]), strict=True)
-        wanted = (batch["labels"][:, 1:] != -100).cpu()
-        rows = zip((known[number] for number in numbers), wanted, strict=True)
-        read = torch.cat([states[at[: len(states)].nonzero()[:, 0]] for states, at in rows])
+        read = torch.cat([known[number] for number in numbers])
         return self.head(read.to(last_device(self.target))).float()
 
     def _states(self, number: int) -> Any:
@@ -56,25 +58,25 @@ class Remembered:
         return self.states.get(number)
 
     def _fits(self, number: int) -> bool:
-        return self.head is not None and (number + 1) * self.phases.longest * (self.bytes_per_token or 0) <= self.room
+        return self.head is not None and (number + 1) * self.longest * (self.bytes_per_token or 0) <= self.room
 
     def _read(self, texts: Sequence[Text]) -> list[torch.Tensor]:
-        """What the head reads in a forward, [L, H] for each text; none at all if that does not give the logits."""
+        """What the head reads in a forward, [N, H] for each text; none at all if that does not give the logits."""
         if not texts:
             return []
-        batch, seen, device = collate(texts), list[torch.Tensor](), execution_device(self.target)
+        batch, seen = self.reader.collate(texts), list[torch.Tensor]()
         hook = self.head.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         try:
-            ids, mask = (batch[name].to(device) for name in ("input_ids", "attention_mask"))
-            logits = self.target(input_ids=ids, attention_mask=mask, use_cache=False).logits
+            logits, wanted = last_logits(self.target, execution_device(self.target), batch)
         finally:
             hook.remove()
+        places = slice(-logits.shape[1] - 1, -1)
         if self.bytes_per_token is None:
-            gives = len(seen) == 1 and seen[0].shape[:2] == ids.shape
-            gives = gives and torch.equal(self.head(seen[0]).to(logits), logits)  # these are where the inputs are
+            gives = len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
+            gives = gives and torch.equal(self.head(seen[0])[:, places].to(logits), logits)  # both where the inputs are
             self.head = self.head if gives else None
             self.bytes_per_token = seen[0][0, 0].nbytes if gives else 0
         if self.head is None:
             return []
-        lengths = [len(text.prompt) + len(text.new) for text in texts]
-        return [row[:length].clone() for row, length in zip(seen[0].cpu(), lengths, strict=True)]
+        rows = zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)
+        return [row[at] for row, at in rows]

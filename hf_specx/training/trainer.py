@@ -107,7 +107,7 @@ class DistillationTrainer(Trainer):
         self.remove_callback(PrinterCallback)  # progress is told by `run`
         self.run, self.target, self.recipe = run, run.target, run.recipe
         pays = args.world_size < self.recipe.passes  # else each process would read more texts, not fewer
-        self.phases, self.remembered = phases, Remembered(run.target, phases, REMEMBERED_BYTES * pays)
+        self.phases, self.remembered = phases, Remembered(run.target, phases, run.reader, REMEMBERED_BYTES * pays)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
 
     def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:

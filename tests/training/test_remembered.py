@@ -68,8 +68,8 @@ def test_what_is_remembered_does_not_depend_on_the_order(tmp_path):
 def test_texts_beyond_the_room_are_read_anew(tmp_path):
     target = models()[0]
     phases = some_phases(tmp_path, target)
-    room = 3 * phases.longest * target.config.hidden_size * 4
-    remembered = Remembered(target, phases, room)
+    room = 3 * phases.recipe.max_new_tokens * target.config.hidden_size * 4
+    remembered = Remembered(target, phases, room=room)
     for numbers in ([9, 1], [0, 1], [2, 3]):
         batch = batch_of(phases, numbers)
         with torch.no_grad():
