@@ -80,7 +80,7 @@ def bench(
     full: Annotated[bool, typer.Option("--full", help="The same with models of 1B and 7B, on a GPU.")] = False,
     only: Annotated[list[str] | None, typer.Option(help=HELP_ONLY)] = None,
     out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for figures.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for figures; needs the extra plots.")] = None,
 ) -> None:
     """Time plain, stock assisted and speculative generation in turns, and their bare forwards.
 

@@ -44,9 +44,10 @@ from .prompts import check_messages
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
 HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
-HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, at the largest one per prompt."
+HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
+HELP_SAMPLES += "at the largest size at least 16 texts and one for each prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
-HELP_REPORT = "Page (.html) for people, with its figures in a folder next to it; measures speed too."
+HELP_REPORT = "Page (.html) for people, its figures in a folder beside it; measures speed too; needs the extra plots."
 
 
 def check(
@@ -77,6 +78,7 @@ def check(
     """Test that speculative text is plain text: equal greedy and coupled tokens, the same distribution and quality.
 
     Prompts come from --file, else from the pair. The exit code is 0 if all passed, 1 if not, and 2 for an error.
+    It needs the extra quality.
     """
     with errors_in_one_line(kept=resume):
         named = Named(pair, target, draft, dtype, device, hub_options(revision, token, trust_remote_code))

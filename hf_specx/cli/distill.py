@@ -49,6 +49,12 @@ if TYPE_CHECKING:  # torch is imported after the options were checked
 
 DEFAULTS = TrainingRecipe()
 INSIDE_TOO = "Learn what the target says inside the prompts too."
+HELP_LOSS = f"{', '.join(LOSS_NAMES)}; see hf_specx/training/README.md."
+HELP_HELD_OUT = "Share of the prompts that is not trained on, 256 at most; half of them decide when to stop."
+HELP_PASSES = "Texts trained on in a phase, for each new one; the others are earlier ones."
+HELP_PATIENCE = "Stop after so many phases without a new best α (acceptance on held-out prompts)."
+HELP_FOLDER = "Of texts and checkpoints, from which the same command goes on; else OUT.training."
+HELP_RATE = "The largest; else by the draft's width and what it starts from."
 LearnFromPrompts = Annotated[bool, typer.Option("--learn-from-prompts", help=INSIDE_TOO)]
 
 
@@ -57,21 +63,21 @@ def distill(
     draft: Annotated[str, typer.Argument(help="Id or folder of a draft, or layers:N, the target's first N layers.")],
     out: Annotated[Path, typer.Option(help="Save the pair in this folder.")],
     file: PromptFile = None,
-    loss: Annotated[str, typer.Option(help=f"{', '.join(LOSS_NAMES)}.")] = DEFAULTS.loss,
+    loss: Annotated[str, typer.Option(help=HELP_LOSS)] = DEFAULTS.loss,
     max_new_tokens: MaxNewTokens = DEFAULTS.max_new_tokens,
     temperature: Temperature = 1.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     greedy: Greedy = False,
     chat: Chat = False,
-    held_out: Annotated[float, typer.Option(help="Share of the prompts that is not trained on.")] = 0.2,
+    held_out: Annotated[float, typer.Option(help=HELP_HELD_OUT)] = 0.2,
     phases: Annotated[int, typer.Option(help="How often the target writes new texts, at most.")] = DEFAULTS.phases,
     texts: Annotated[int, typer.Option(help="New texts in each phase.")] = DEFAULTS.texts_per_phase,
-    passes: Annotated[int, typer.Option(help="How often a text is trained on.")] = DEFAULTS.passes,
-    patience: Annotated[int, typer.Option(help="Stop after so many phases without a rise.")] = DEFAULTS.patience,
+    passes: Annotated[int, typer.Option(help=HELP_PASSES)] = DEFAULTS.passes,
+    patience: Annotated[int, typer.Option(help=HELP_PATIENCE)] = DEFAULTS.patience,
     learn_from_prompts: LearnFromPrompts = False,
-    batch_size: Annotated[int, typer.Option(help="Texts in a step.")] = DEFAULTS.batch_size,
-    learning_rate: Annotated[float | None, typer.Option(help="The largest; else by the draft's width.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Texts in a step, on each device.")] = DEFAULTS.batch_size,
+    learning_rate: Annotated[float | None, typer.Option(help=HELP_RATE)] = None,
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank only; needs peft.")] = None,
     seed: Annotated[int, typer.Option(help="Of all random numbers.", min=0, max=LARGEST_SEED)] = 0,
     dtype: Dtype = "auto",
@@ -80,7 +86,7 @@ def distill(
     draft_revision: Annotated[str | None, typer.Option(help="The same for the draft.")] = None,
     token: Token = None,
     trust_remote_code: Trust = False,
-    folder: Annotated[Path | None, typer.Option(help="Of texts and checkpoints; else OUT.training.")] = None,
+    folder: Annotated[Path | None, typer.Option(help=HELP_FOLDER)] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the new pair.")] = False,
     inside: Annotated[bool, typer.Option("--inside", help="Save the weights of the target, not its id.")] = False,
     overwrite: Overwrite = False,
@@ -88,7 +94,7 @@ def distill(
 ) -> None:
     """Train a draft on what the target writes for your prompts, so that more of its candidates are accepted.
 
-    Prompts come from --file or standard input; sample as you will generate. Interrupted, the same command goes on.
+    Prompts come from --file or standard input. Give --temperature and the like as you will generate with the pair.
     """
     folder = folder or out.with_name(f"{out.name}.training")
     with errors_in_one_line(kept=folder):

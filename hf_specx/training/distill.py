@@ -62,22 +62,22 @@ def distill(
     """Train a draft so that the target accepts more of what it proposes.
 
     The target writes texts for the prompts, the draft is trained on what the target says of them, and so on in phases,
-    until α on held-out prompts no longer rises (the data of DistillSpec, arXiv 2310.08461, with the target as writer).
-    Under `torchrun` each process takes its share. Both models are left as they are: a copy is trained, in float32.
+    until α on held-out prompts no longer rises (the data of DistillSpec, arXiv 2310.08461). A float32 copy is trained.
 
     Args:
-        target: a decoder-only model in evaluation mode, where it is, in its own precision.
+        target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
         draft: a smaller model, or "layers:N" to start from the target's first N layers.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
-        draft_tokenizer: the draft's own, to be compared token by token; without it only sizes are compared. A draft
-            with another tokenizer is trained to propose the tokens that both have.
+        draft_tokenizer: the draft's own; without it only sizes are compared. The tokens that both have are proposed.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
         progress: called with a `TrainingProgress` as work is done; None shows a bar on stderr.
-        callbacks: further ones of the Trainer.
-        command: what the card says that the draft was made by.
-        **options: of `TrainingRecipe`, such as `loss`, `temperature`, `phases`, `lora`.
+        callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
+        **options: any attribute of `hf_specx.training.recipe.TrainingRecipe`, such as `loss`, `temperature`, `phases`.
+
+    Returns:
+        A `Distilled`: `pair`, α `before` and `after`, and `measure()`; the draft is as it was if no phase was better.
 
     Raises:
         ValueError: before any training, for what cannot work; and where memory or the disk is full.

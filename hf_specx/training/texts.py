@@ -36,8 +36,8 @@ class Text(NamedTuple):
 class Writer:
     """Has the target write texts, with a draft that makes it faster and changes nothing.
 
-    Verification is "coupled": a text follows from the target, the prompt and its seed alone. So texts do not depend on
-    how far the draft has come, on the number of processes, or on whether a run was interrupted.
+    Verification is "coupled": up to rounding a text follows from the target, the prompt and its seed alone. So texts
+    do not depend on how far the draft has come, on the number of processes, or on whether a run was interrupted.
 
     Args:
         target: in evaluation mode.
