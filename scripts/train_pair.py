@@ -31,7 +31,10 @@ from hf_specx import DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
+from hf_specx.training.held_out import estimate, measure_alpha
+from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.result import Distilled
+from hf_specx.training.texts import Writer
 
 
 VOCAB_SIZE = 4096
@@ -41,7 +44,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
 READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a file, and of the target after these
-PROMPT = 64  # tokens of a held-out prompt, after which the target writes as many
+PROMPT, MEASURED = 64, 128  # tokens of a held-out prompt, and of what the target writes after it to measure α
 TEXTS = 512  # of a phase of distillation
 NOTES = """## How it was made
 
@@ -215,6 +218,18 @@ def distil_draft(
     )
 
 
+def held_out_alpha(
+    target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM], made: Distilled, seed: int, work: Path
+) -> dict[str, str]:
+    """α of each draft on longer texts than those of the training, and what the second has more than the first."""
+    recipe = TrainingRecipe(max_new_tokens=MEASURED, seed=seed)
+    texts = Writer(target, made.pair.models[1], recipe, work / "measured").write("test", made.split.test)
+    sums = {name: measure_alpha(target, draft, texts, recipe, BATCH) for name, draft in drafts.items()}
+    before, *rest = sums.values()
+    gain = {"gain": str(estimate(each, before)) for each in rest}
+    return {name: str(estimate(each)) for name, each in sums.items()} | gain
+
+
 @torch.no_grad()
 def loss(model: LlamaForCausalLM, held_out: torch.Tensor, seed: int) -> float:
     """Nats a token on text that was not trained on."""
@@ -277,12 +292,14 @@ def main(
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
     target = train_target(tokens, target_steps, seed, work, device) if pair is None else endless(pair.target)
-    first: Any = "layers:2" if pair is None else endless(pair.models[1])
+    start_from: Any = "layers:2" if pair is None else endless(pair.models[1])
     command = shlex.join(["python", *sys.argv])
-    made = distil_draft(target, first, tokens, unseen, phases, passes, seed, bf16, work, command)
+    made = distil_draft(target, start_from, tokens, unseen, phases, passes, seed, bf16, work, command)
     draft: Any = made.pair.draft
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
-    facts |= {"target_perplexity": math.exp(facts["target_loss"]), "alpha": made.after.value}
+    facts |= {"target_perplexity": math.exp(facts["target_loss"])}
+    first = {} if pair is None else {"alpha_before": pair.models[1]}
+    facts |= held_out_alpha(target, first | {"alpha": draft}, made, seed, work)
     console.print_json(data=facts)
     for model in (target, draft):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
@@ -293,7 +310,9 @@ def main(
         config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
-        config = replace(pair.config, notes=f"{pair.config.notes}\n\n{made.pair.config.notes}", measurements=[])
+        head, mark, tail = pair.config.notes.partition("## Intended use")
+        more = made.pair.config.notes.replace("## How the draft was made", "## How the draft was trained further")
+        config = replace(pair.config, notes=f"{head}{more}\n\n{mark}{tail}", measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
 
