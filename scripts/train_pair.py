@@ -225,9 +225,9 @@ def held_out_alpha(
     recipe = TrainingRecipe(max_new_tokens=MEASURED, seed=seed)
     texts = Writer(target, made.pair.models[1], recipe, work / "measured").write("test", made.split.test)
     sums = {name: measure_alpha(target, draft, texts, recipe, BATCH) for name, draft in drafts.items()}
+    found = {name: str(estimate(each)) for name, each in sums.items()}
     before, *rest = sums.values()
-    gain = {"gain": str(estimate(each, before)) for each in rest}
-    return {name: str(estimate(each)) for name, each in sums.items()} | gain
+    return found | {"gain": str(estimate(rest[0], before))} if rest else found
 
 
 @torch.no_grad()
