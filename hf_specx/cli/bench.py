@@ -31,10 +31,9 @@ from .options import (
     Trust,
     check_dtype,
     hub_options,
-    read_prompts,
     typed,
 )
-from .prompts import check_messages
+from .prompts import prompts_of_file
 
 
 GRID_FILE = Path("specx-bench.json")
@@ -99,8 +98,7 @@ def bench(
         cells = choose_cells(grid, full, only or [], given, others, pair if pair and grafted else named.name)
         check_out(out)
         check_plots(plots)
-        prompts = [] if file is None else read_prompts([], file, "")
-        check_messages(prompts, chat)
+        prompts = prompts_of_file(file, chat)
         made = measure(cells, named, prompts, chat, kept, full)
         show_cells(made)
         if grid or full or only:
@@ -117,12 +115,14 @@ def measure(
         from hf_specx.measure.grid import results, run_grid
         from hf_specx.pairs.fingerprint import digest_of
 
-        from .loading import bench_loader, check_full
+        from .loading import bench_loader, check_full, device_map, models_digest
     check_full(full)
+    models = models_digest(named)
+    cells = [replace(cell, models=models) if cell.pair == named.name else cell for cell in cells]
     if prompts:
         digest = digest_of([json.dumps([prompts, chat]).encode()])
         cells = [replace(cell, prompts=digest) for cell in cells]
-    store = results(out)
+    store = results(out, device_map(named.device))
     with progress("contenders in turns", sum(cell.turns for cell in cells)) as advance:
         return run_grid(cells, store, typed(), bench_loader(named, prompts, chat), advance)
 
@@ -158,8 +158,9 @@ def choose_cells(
     check_runs(batches)
     check_dtype(asked["dtype"])
     check_grafted(pair)
-    own = sorted(others.keys() & {"--target", "--draft"}) if pair.startswith(PREFIX) else []
-    require(not own, f"{pair} is made with its own target and draft; leave {', '.join(own)} out.")
+    own = sorted(others.keys() & {"--target", "--draft", "--device", "--file"}) if pair.startswith(PREFIX) else []
+    told = f"{pair} has its own models, made where an accelerator is, and random tokens; leave {', '.join(own)} out."
+    require(not own, told)
     for name in contenders:
         way(name)
     return quick_cells(pair, batches, contenders, **asked)

@@ -36,10 +36,9 @@ from .options import (
     TopP,
     Trust,
     hub_options,
-    read_prompts,
     typed,
 )
-from .prompts import check_messages
+from .prompts import prompts_of_file
 
 
 COLOURS = {PASSED: "green", FAILED: "red", UNTOLD: "yellow"}
@@ -88,9 +87,8 @@ def check(
         check_can_write(report)
         how = temperature, top_p, top_k, tuple(verification or CHECKED)
         settings = Settings(tuple(batch or (1, 8)), new_tokens, *how, samples, num_draft_tokens, seed, level)
-        given = None if file is None else read_prompts([], file, "with --file")
-        check_messages(given or [], chat)
-        result = run_named(named, settings, given, chat, resume, timed=report is not None)
+        prompts = prompts_of_file(file, chat)
+        result = run_named(named, settings, prompts, chat, resume, timed=report is not None)
         show_result(result)
         for path, write in ((out, result.save), (report, partial(write_report, result))):
             if path is not None:
@@ -102,7 +100,7 @@ def check(
 def run_named(
     named: Named,
     settings: Settings,
-    given: list[str | Messages] | None,
+    given: list[str | Messages],
     chat: bool,
     resume: Path | None,
     timed: bool,
@@ -111,7 +109,7 @@ def run_named(
 
     Args:
         named, settings, resume: what is checked, how, and the file of partial results.
-        given: prompts in place of the pair's own; `chat` is as in `texts_of`.
+        given: prompts in place of the pair's own, [] for these; `chat` is as in `texts_of`.
         timed: whether speed is measured for a report.
     """
     with imports():
@@ -121,7 +119,7 @@ def run_named(
         from .loading import load_named, texts_of
     read_cells(resume, "check")  # raises for another file
     loaded = load_named(named)
-    prompts = None if given is None else texts_of(given, loaded.tokenizer, chat, named.name)
+    prompts = texts_of(given, loaded.tokenizer, chat, named.name)
     subject = subject_of(loaded, prompts or loaded.prompts, settings)
     steps = settings.steps(len(subject.prompts), timed=timed)
     with progress("plain and speculative, and both compared", steps) as advance:

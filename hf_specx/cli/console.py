@@ -140,14 +140,24 @@ def error_line(error: object) -> str:
     return text
 
 
+def say(message: str, style: str = "") -> None:
+    """One line on stderr, if anybody reads it."""
+    try:
+        Output(stderr=True).print(Text(message, style), soft_wrap=True)
+    except BrokenPipeError:
+        drop_output()
+
+
 def say_error(message: str) -> None:
     """One red line on stderr."""
-    Output(stderr=True).print(Text(f"error: {message}", "red"), soft_wrap=True)
+    say(f"error: {message}", "red")
 
 
 def drop_output() -> None:
     """What is left to write goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        os.dup2(nowhere, stream.fileno())
 
 
 @contextmanager
@@ -168,6 +178,5 @@ def errors_in_one_line(kept: Path | None = None) -> Iterator[None]:
         say_error(error_line(error))
         raise typer.Exit(WRONG) from error
     except KeyboardInterrupt as error:
-        said = "interrupted" if kept is None else f"interrupted; the same command goes on with {kept}"
-        Output(stderr=True).print(Text(said), soft_wrap=True)
+        say("interrupted" if kept is None else f"interrupted; the same command goes on with {kept}")
         raise typer.Exit(INTERRUPTED) from error

@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -96,7 +96,7 @@ def distill(
 
     Prompts come from --file or standard input. Give --temperature and the like as you will generate with the pair.
     """
-    folder = folder or out.with_name(f"{out.name}.training")
+    folder = folder or Path(f"{out if out.name else out.absolute()}.training")
     with errors_in_one_line(kept=folder):
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
         options |= {"loss": loss, "phases": phases, "texts_per_phase": texts, "passes": passes, "patience": patience}
@@ -157,7 +157,7 @@ def train(
         loaded, own = load(*target, study, study.device_map), None
         if first_layers_wanted(draft[0]) is None:
             own = load(*draft, study, {"": last_device(loaded.model)})
-    with shown_progress() as tell:
+    with shown_progress() if processes().is_main_process else nullcontext(lambda now: None) as tell:
         result = train_draft(
             loaded.model,
             draft[0] if own is None else own.model,
@@ -185,7 +185,11 @@ def keep_pair(
     console, source = Output(stderr=as_json), result.pair.sources["target"]
     console.print(Text(str(result)), soft_wrap=True)
     if measured:
-        time_pair(result)
+        try:
+            time_pair(result)
+        except RuntimeError as error:  # memory, most likely; what was trained is saved all the same
+            first = str(error).partition("\n")[0]
+            console.print(Text(f"the pair is saved without all figures, as timing failed: {first}", "yellow"))
     assert source is not None
     result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
     for m in result.pair.config.measurements:
@@ -223,7 +227,8 @@ def shown_progress() -> "Iterator[Tell]":
 
         def tell(now: training_progress.TrainingProgress) -> None:
             if now.doing == training_progress.EVALUATED:
-                print(now, file=sys.stderr)
+                with suppress(OSError):  # nobody reads it
+                    print(now, file=sys.stderr)
                 return
             what = f"phase {now.phase}, {now.doing}" if now.phase else now.doing
             doing[0] = f"{what}: {now.done} of {now.total}" if now.total else what

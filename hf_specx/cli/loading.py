@@ -13,15 +13,17 @@ from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
+from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
 from hf_specx.measure.checks import looking_for
 from hf_specx.measure.compatibility import ERROR, find_fit
 from hf_specx.measure.inputs import LoadBenchPair, load_bench_pair
 from hf_specx.measure.study import DraftTrial, Study, weightless_draft
 from hf_specx.measure.tune import Loaded, LoadedDraft, describe, load
 from hf_specx.measure.ways import SUFFIX
-from hf_specx.pair_files.fetch import SMALL_FILES, get_files
-from hf_specx.pair_files.pair_config import ModelSource
+from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource
+from hf_specx.pair_files.weights import shards
+from hf_specx.pairs.fingerprint import digest_of
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -108,6 +110,22 @@ def bench_loader(named: Named, prompts: list[str | Messages], chat: bool) -> Loa
         return pair
 
     return partial(load_bench_pair, load=load)
+
+
+def models_digest(named: Named) -> str:
+    """Tells the models of a name from others that had it: other weights in a folder, or another revision.
+
+    "" for a name on the Hub without a revision.
+    """
+    revision = (named.hub or {}).get("revision")
+    parts = [] if revision is None else [revision.encode()]
+    for name in filter(None, (named.target or named.shown_pair, named.draft)):
+        folder = embedded_folder() if is_embedded(name) else Path(name)
+        if (folder / CONFIG_NAME).is_file():  # which has the fingerprints of both models
+            parts.append((folder / CONFIG_NAME).read_bytes())
+        elif (folder / shards(folder)[0]).is_file():
+            parts.append(fingerprint(folder).encode())
+    return digest_of(parts) if parts else ""
 
 
 def check_full(full: bool) -> None:

@@ -37,12 +37,12 @@ Token = Annotated[
     str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
 ]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
-HELP_DRAFT = (
-    "suffix: no model, but what followed the same tokens before; both: the better of this and the pair's own; "
-    "exit:4: the target's first 4 layers; else the pair's own."
+HELP_KINDS = (
+    "suffix: no model, but what followed the same tokens before",
+    "exit:4: the target's first 4 layers",
+    "both: the better of suffix and the pair's own",
 )
-DraftKind = Annotated[str | None, typer.Option("--draft", help=HELP_DRAFT)]
-HELP_NAMED = f"Id or folder of a draft for the target; or {HELP_DRAFT}"
+HELP_NAMED = f"Id or folder of a draft for the target; or {'; '.join(HELP_KINDS)}; else the pair's own."
 DraftName = Annotated[str | None, typer.Option("--draft", help=HELP_NAMED)]
 TargetName = Annotated[str | None, typer.Option("--target", help="Id or folder of a target, in place of a pair.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")]
@@ -190,10 +190,10 @@ def is_kind(draft: str | None) -> bool:
     return draft in DRAFTS or (draft is not None and exit_layer_of(draft) is not None)
 
 
-def check_draft_kind(draft: str | None) -> None:
-    """Raise a ValueError if --draft is no kind of draft, where it names no model."""
-    known = draft is None or is_kind(draft)
-    require(known, f"--draft {draft} is unknown; choose one of {', '.join(DRAFTS)}, exit:4 or the like.")
+def check_saved_kind(draft: str | None) -> None:
+    """Raise a ValueError if --draft is no kind of draft that a pair is saved with."""
+    known = draft is None or (is_kind(draft) and draft != DRAFTS[1])
+    require(known, f"--draft {draft} is no kind of draft to save; choose {SUFFIX}, exit:4 or the like.")
 
 
 def check_dtype(dtype: str) -> None:

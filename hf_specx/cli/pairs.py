@@ -12,7 +12,10 @@ from hf_specx.hub.known_pairs import NAMES, is_known
 from hf_specx.measure.checks import check_out
 
 from .console import errors_in_one_line, imports, lines_now_and_then
-from .options import AsJson, DraftKind, Overwrite, Revision, Token, Trust, check_draft_kind, check_name, hub_options
+from .options import HELP_KINDS, AsJson, Overwrite, Revision, Token, Trust, check_name, check_saved_kind, hub_options
+
+
+HELP_SAVED = f"{'; '.join(HELP_KINDS[:2])}; else the pair's own."
 
 
 def card(
@@ -74,7 +77,7 @@ def publish(
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     branch: Annotated[str | None, typer.Option(help="The branch to publish to; made if need be.")] = None,
     overwrite: Overwrite = False,
-    draft: DraftKind = None,
+    draft: Annotated[str | None, typer.Option(help=HELP_SAVED)] = None,
     reference_target: Annotated[
         bool | None, typer.Option("--reference-target/--inside-target", help="Its id, or its weights; else as it is.")
     ] = None,
@@ -101,7 +104,7 @@ def publish(
             check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
             check_folder(folder, overwrite)
         check_name(pair)
-        check_draft_kind(draft)
+        check_saved_kind(draft)
         with imports():
             from .loading import default_device_map, load_given_pair, with_draft
             from .reading import publish_pair

@@ -12,12 +12,20 @@ Prompts = list[str | Messages]
 
 
 def given_prompts(prompts: list[str], file: Path | None, others: str, demo: bool) -> "Prompts | FilePrompts":
-    """As `read_prompts`, but those of a file are read one by one."""
-    if file is None or prompts or demo:
+    """As `read_prompts`, but those of a file are read one by one; a pipe, which can be read once, is read whole."""
+    if file is None or prompts or demo or not file.is_file():
         return read_prompts(prompts, file, others, demo)
     found = FilePrompts(file)
     require(len(found) > 0, f"no prompts; give them {others}.")
     return found
+
+
+def prompts_of_file(file: Path | None, chat: bool) -> Prompts:
+    """The prompts of --file, [] without one; --chat is for them alone."""
+    require(file is not None or not chat, "--chat is for prompts of --file; give it, or leave --chat out.")
+    prompts = [] if file is None else read_prompts([], file, "with --file")
+    check_messages(prompts, chat)
+    return prompts
 
 
 def check_messages(prompts: "Iterable[str | Messages]", chat: bool) -> None:

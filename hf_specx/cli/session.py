@@ -83,7 +83,7 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
     compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=size))
-    schema = file.read_text()
+    schema = file.read_text(encoding="utf-8-sig")
     try:
         grammar = compiler.compile_json_schema(schema, any_whitespace=False)
     except (ValueError, RuntimeError) as error:

@@ -57,6 +57,7 @@ class Cell:
         seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
         texts: kind of prompts, one of `copying.KINDS`; "" for those of the pair.
         prompts: digest of texts that are in place of the pair's own; "" for these.
+        models: tells those of this pair's name from others that had it; "" where a name means the same ones always.
 
     Raises:
         ValueError: for sizes, repeats or sampling with which there is nothing to time.
@@ -76,6 +77,7 @@ class Cell:
     seed: int = 0
     texts: str = ""
     prompts: str = ""
+    models: str = ""
 
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
@@ -102,7 +104,7 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are in a file of results."""
         values = asdict(self) | {"contenders": list(self.contenders), "bare": list(self.bare)}
-        return {name: value for name, value in values.items() if name not in ("texts", "prompts") or value}
+        return {name: value for name, value in values.items() if name not in ("texts", "prompts", "models") or value}
 
     def __str__(self) -> str:
         warped = "" if (self.temperature, self.top_p) == (1, 1) else f", T={self.temperature:g}"

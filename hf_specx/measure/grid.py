@@ -39,14 +39,19 @@ LIMITS = (  # what the forwards say, and by how much plain `generate` takes long
 COUNTED = ("alpha", "tokens_per_round", "num_draft_tokens", "rounds", "layout")
 
 
-def results(path: Path | None) -> Store:
+def results(path: Path | None, device: str | None = None) -> Store:
     """Measured cells, as a file has them; those of the same settings, machine, versions and code are not made again.
+
+    Args:
+        path: of the file.
+        device: where pairs are; None and "auto" are where accelerators are, if there are any.
 
     Raises:
         ValueError: for a file that is something else.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    made = provenance(device) | {"code": measuring_code()}
+    if device is None or device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = provenance(torch.device(device)) | {"code": measuring_code()}
     return Store(path, "schema", {name: made[name] for name in MACHINE})
 
 

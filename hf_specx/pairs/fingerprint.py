@@ -46,6 +46,8 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
     made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair)}
     made |= {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens", "seed": seed}
     made |= {name: getattr(strategy, name) for name in ("num_draft_tokens", "verification")} | options
+    if strategy.tokenizer_match != "auto":  # files of before it was told apart have none
+        made["tokenizer_match"] = strategy.tokenizer_match
     return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}
 
 

@@ -2,10 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
-from transformers import PreTrainedModel
-
 from hf_specx.common.devices import execution_device
+from hf_specx.common.padding import padded_rows
 from hf_specx.measure.inputs import Inputs
 from hf_specx.measure.study import Study
 from hf_specx.measure.tune import Loaded, LoadedDraft, measure_draft
@@ -41,17 +39,14 @@ def measure_pair(
     own, trained = pair.models
     target = Loaded(own, pair.tokenizer, model_facts(own))
     draft = LoadedDraft(trained, pair.draft_tokenizer, model_facts(trained))
-    inputs = {rows: [_batch(pair.target, prompts, rows, run) for run in runs] for rows in batches}
+    inputs = {rows: [_batch(pair, prompts, rows, run) for run in runs] for rows in batches}
     total = study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
     measure_draft(target, draft, inputs, study, pair.config, lambda: advance(total))
     pair.strategy = pair._strategy()
 
 
-def _batch(target: PreTrainedModel, prompts: Sequence[list[int]], rows: int, run: int) -> Inputs:
+def _batch(pair: DraftTargetPair, prompts: Sequence[list[int]], rows: int, run: int) -> Inputs:
     """The inputs of a run, padded on the left."""
     taken = [prompts[(run * rows + row) % len(prompts)] for row in range(rows)]
-    width = max(map(len, taken))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in taken])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in taken])
-    device = execution_device(target)
-    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+    padded = padded_rows(taken, "left", pair.tokenizer)
+    return {name: tensor.to(execution_device(pair.target)) for name, tensor in padded.items()}

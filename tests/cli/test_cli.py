@@ -264,10 +264,10 @@ def test_demo_without_prompts(pair):
 
 
 def test_json_schema(tmp_path):
-    """By the embedded pair; plain `generate` gets a new processor in each of its turns."""
+    """By the embedded pair; plain `generate` gets a new processor in each of its turns. The file begins with a BOM."""
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"kind": {"const": "measurement"}}, "required": ["kind"]}
-    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "schema.json").write_text(json.dumps(schema), encoding="utf-8-sig")
     arguments = ("Tom said", "--greedy", "--max-new-tokens", "24", "--json")
     result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"), "--compare", "--repeats", "1")
     run = document(result)["runs"][0]

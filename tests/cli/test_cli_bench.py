@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.bench import COLUMNS, rows_of
+from hf_specx.cli.loading import models_digest
+from hf_specx.cli.options import Named
 from hf_specx.measure.cells import cpu_grid
 from hf_specx.measure.points import claims
 from hf_specx.measure.ways import in_words
@@ -98,6 +101,39 @@ def test_other_prompts_are_measured_anew(folder, texts, tmp_path):
     assert len({cell["cell"]["prompts"] for cell in cells}) == len(cells) == 2
 
 
+def test_other_models_of_the_same_name_are_measured(texts, tmp_path):
+    folder, draft, out = tmp_path / "my-pair", tmp_path / "draft", tmp_path / "results.json"
+    target = tiny(**SIZES)
+    for noise in (0.1, 0.2, 0.2):
+        near(target, noise).save_pretrained(draft)
+        DraftTargetPair(target, near(target, noise), tiny_tokenizer()).save_pretrained(folder, overwrite=True)
+        for named in ([], ["--draft", draft]):
+            assert specx(folder, *ONE, "--file", texts, "--out", out, *named).exit_code == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert len({cell["cell"]["models"] for cell in cells}) == len(cells) == 4
+
+
+def test_models_are_told_apart(tmp_path, monkeypatch):
+    """Where they can be without loading them."""
+    revisions = [models_digest(Named("org/pair", hub=hub)) for hub in ({}, {"revision": "a"}, {"revision": "b"})]
+    assert len(set(revisions)) == 3
+    tiny().save_pretrained(tmp_path / "embedded", max_shard_size="10KB")  # comes before the pair in the package
+    digests = [models_digest(Named()), models_digest(Named(target=str(tmp_path / "embedded"), draft="suffix"))]
+    monkeypatch.chdir(tmp_path)
+    digests.append(models_digest(Named()))
+    assert "" not in digests
+    assert len(set(digests)) == 2
+
+
+def test_results_of_the_cpu_are_taken_up_where_there_is_a_gpu(folder, texts, tmp_path, monkeypatch):
+    arguments = [folder, *ONE, "--file", texts, "--out", tmp_path / "results.json", "--device", "cpu"]
+    first = specx(*arguments)
+    assert first.exit_code == 0, first.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
+    assert specx(*arguments).stdout == first.stdout
+
+
 def test_no_word_is_cut_at_80_columns(folder, texts):
     result = command(
         "bench", folder, *QUICK, "--batch", "1", "--file", texts, "--contender", "coupled-5", COLUMNS="80"
@@ -130,7 +166,9 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
     assert "failed: RuntimeError: memory" in result.stdout
     assert "grafted pairs are synthetic" in result.stdout
     specx("--grid", "--out", "other.json")
-    assert (seen[1][0], str(seen[1][1])) == (cpu_grid(), "other.json")
+    cells, path = seen[1]
+    assert ([replace(cell, models="") for cell in cells], str(path)) == (cpu_grid(), "other.json")
+    assert all(bool(cell.models) == (cell.pair == "embedded") for cell in cells)
 
 
 def test_what_cannot_run_is_said(monkeypatch):
@@ -155,7 +193,9 @@ def test_what_cannot_run_is_said(monkeypatch):
         (["--dtype", "int8"], "--dtype int8 is unknown"),
         (["--contender", "fast"], "contender 'fast' is unknown"),
         (["grafted-3B"], "'grafted-3B' is unknown; choose one of grafted-30M"),
-        (["grafted-30M", "--draft", "suffix"], "made with its own target and draft; leave --draft out"),
+        (["grafted-30M", "--draft", "suffix"], "has its own models, made where an accelerator is, and random tokens"),
+        (["grafted-30M", "--device", "cpu", "--file", "FILE"], "leave --device, --file out"),
+        (["--chat"], "--chat is for prompts of --file; give it, or leave --chat out"),
         (["no-such-pair"], "no-such-pair"),
         (["--grid", "--full"], "--grid and --full are two grids"),
         (["--grid", "embedded", "--seed", "0"], "leave --seed, PAIR out"),

@@ -153,6 +153,13 @@ def test_a_report(monkeypatch, folder, texts, tmp_path, fault):
     assert len(json.loads(out.read_text())["speed"]["numbers"]) == 8
 
 
+def test_chat_is_for_prompts_of_a_file(monkeypatch):
+    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
+    result = specx("--chat")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--chat is for prompts of --file" in result.stderr
+
+
 def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
     result = specx("--report", "report.pdf")

@@ -1,6 +1,7 @@
 """`specx generate --out`: prompts from files of two kinds, an interruption, and what is refused."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -68,6 +69,16 @@ def test_lines_of_text_and_of_standard_input(pair: DraftTargetPair, tmp_path: Pa
         assert result.exit_code == 0, result.stderr
         found.append(texts_of(out))
     assert found == [pair.complete(TEXTS, max_new_tokens=128, do_sample=False)] * 3
+
+
+def test_a_pipe_is_read_once(pair: DraftTargetPair, tmp_path: Path):
+    out, (read, write) = tmp_path / "done.jsonl", os.pipe()
+    os.write(write, "\n".join(TEXTS).encode())
+    os.close(write)
+    result = specx("--file", f"/dev/fd/{read}", "--out", out, "--greedy", "--max-new-tokens", "8")
+    os.close(read)
+    assert result.exit_code == 0, result.stderr
+    assert texts_of(out) == pair.complete(TEXTS, max_new_tokens=8, do_sample=False)
 
 
 def test_json_lines_without_out(pair: DraftTargetPair, file: Path):

@@ -4,11 +4,13 @@ import json
 import sys
 
 import pytest
+import torch
 from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli import distill as cli_distill
+from hf_specx.training.progress import EVALUATED, TrainingProgress
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1, "initializer_range": 0.2, "num_hidden_layers": 3}
@@ -55,6 +57,26 @@ def test_speed_is_measured(folders, tmp_path):
     assert [m.batch for m in measured] == [1, 8]
 
 
+def test_the_pair_is_saved_where_it_cannot_be_timed(folders, tmp_path, monkeypatch):
+    def full(result):
+        raise torch.OutOfMemoryError("out of memory\nand more")
+
+    monkeypatch.setattr(cli_distill, "time_pair", full)
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", *QUICK, "--phases", 1)
+    assert result.exit_code == 0, result.stderr
+    assert "saved without all figures, as timing failed: out of memory\n" in result.stdout
+    assert DraftTargetPair.from_pretrained(tmp_path / "pair").config.measurements == []
+
+
+def test_a_reader_that_has_gone_ends_no_training(monkeypatch):
+    def closed(*given: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.print", closed)
+    with cli_distill.shown_progress() as tell:
+        tell(TrainingProgress(phases=1, doing=EVALUATED))
+
+
 @pytest.mark.parametrize(
     ("told", "target", "draft", "options"),
     [
@@ -90,10 +112,13 @@ def test_control_c(folders, tmp_path, monkeypatch):
     assert result.stderr == f"interrupted; the same command goes on with {tmp_path / 'pair.training'}\n"
 
 
-def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch):
+@pytest.mark.parametrize("out", ["../mine", ".", ""])
+def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch, out: str):
     monkeypatch.setattr(cli_distill, "train", pytest.fail)
-    (tmp_path / "thesis.tex").touch()
-    result = specx(folders["target"], folders["draft"], "--out", tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    monkeypatch.chdir(tmp_path / "mine")
+    result = specx(folders["target"], folders["draft"], "--out", out)
     assert result.exit_code == 2
     assert "is there already" in result.stderr
 

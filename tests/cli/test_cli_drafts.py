@@ -86,10 +86,12 @@ def test_a_named_draft_goes_where_its_target_ends(tmp_path: Path, monkeypatch: p
     assert maps == ["auto", {"": last_device(pair.target)}]
 
 
-def test_another_kind(pair: DraftTargetPair):
-    result = command("publish", "org/pair", "org/name", "--draft", "ngram")
+@pytest.mark.parametrize("kind", ["ngram", "both"])
+def test_kinds_that_a_pair_is_not_saved_with(monkeypatch: pytest.MonkeyPatch, kind: str):
+    monkeypatch.setattr(loading, "load_given_pair", None)
+    result = command("publish", "org/pair", "org/name", "--draft", kind)
     assert result.exit_code == 2
-    assert "--draft ngram is unknown; choose one of suffix, both, exit:4 or the like." in result.stderr
+    assert f"--draft {kind} is no kind of draft to save; choose suffix, exit:4 or the like." in result.stderr
 
 
 def test_a_draft_that_is_not_there_is_named(pair: DraftTargetPair):

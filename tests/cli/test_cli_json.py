@@ -5,7 +5,10 @@ A command that is given --json and is not here fails the first test.
 
 import json
 import re
+import threading
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from command import command, saved_models
@@ -15,6 +18,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import console
 from hf_specx.cli.commands import app, export
+from hf_specx.pairs import shares
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1, "num_hidden_layers": 3}
@@ -89,21 +93,30 @@ def test_progress_of_others(folders, tmp_path, line):
     assert not re.search(" of [0-9]+, [0-9]+ s$", result.stdout, re.MULTILINE)
 
 
+@pytest.mark.usefixtures("restless")
+def test_training_is_shown_by_the_first_process_alone(folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(shares, "processes", lambda: SimpleNamespace(is_main_process=False))
+    result = written(f"distill TARGET layers:1 --out OUT {DISTILL}", folders, tmp_path / "out")
+    assert all(line.startswith("loading ") for line in result.stderr.splitlines())
+
+
 def test_what_is_done_soon_has_no_lines(folders, tmp_path):
     assert written("publish PAIR --folder OUT", folders, tmp_path / "out").stderr == ""
 
 
-def test_lines_end_with_the_work(monkeypatch, capsys):
-    """Also where it fails, and where nobody reads them."""
-    monkeypatch.setattr(console, "SECONDS", 0.0001)
-    with pytest.raises(RuntimeError), console.lines_now_and_then(lambda: "working"):
-        raise RuntimeError
-    capsys.readouterr()
+@pytest.mark.usefixtures("restless")
+def test_lines_end_with_the_work(monkeypatch):
+    """Also where it fails; not before, where nobody reads them."""
+    threads, printed = threading.active_count(), threading.Event()
 
     def closed(*given: object, **options: object) -> None:
+        printed.set()
         raise BrokenPipeError
 
     monkeypatch.setattr("builtins.print", closed)
-    with console.lines_now_and_then(lambda: "working"):
-        pass
-    assert capsys.readouterr().err == ""
+    with suppress(RuntimeError), console.lines_now_and_then(lambda: "working"):
+        for _ in range(2):
+            assert printed.wait(60)
+            printed.clear()
+        raise RuntimeError
+    assert threading.active_count() == threads

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 from command import command
@@ -211,3 +212,15 @@ def test_a_reader_that_has_gone(kind):
     os.close(write)
     assert process.communicate()[1] == ""
     assert process.returncode == 141
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "ValueError"])
+def test_nobody_reads_what_is_said_of_an_error(error):
+    """The exit code still says it."""
+    code = f"from hf_specx.cli.console import errors_in_one_line\nwith errors_in_one_line():\n    raise {error}\n"
+    code = f"import sys, typer\ntry:\n{indent(code, '    ')}except typer.Exit as end:\n    sys.exit(end.exit_code)"
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run([sys.executable, "-c", code], stderr=write)
+    os.close(write)
+    assert process.returncode == {"KeyboardInterrupt": 130, "ValueError": 2}[error]

@@ -156,6 +156,17 @@ def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
     assert arguments_of(suffixes[0], 0, {}) == arguments_of(suffixes[1], 0, {}) != arguments_of(one, 0, {})
 
 
+def test_ways_to_match_tokenizers_are_told_apart(pair: DraftTargetPair):
+    """Under "token" and "block" the text depends on what was drafted."""
+    told = []
+    for match in ("auto", "tokens", "text"):
+        own = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
+        own.strategy.tokenizer_match = match
+        told.append(arguments_of(own, 0, {}))
+    assert [each.pop("tokenizer_match", None) for each in told] == [None, "tokens", "text"]
+    assert told[0] == told[1] == told[2]
+
+
 def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):
     out, content = tmp_path / "done.jsonl", '{"notes": "of mine"}\n'
     out.write_text(content)
