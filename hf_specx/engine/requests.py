@@ -283,14 +283,14 @@ def prepared(
     found: list[tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]] = []
 
     def hold(
-        _: PreTrainedModel,
+        inner: PreTrainedModel,  # of PEFT's wrapper; else the model itself
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> torch.Tensor:
-        found.append((Prompt(model, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
+        found.append((Prompt(inner, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
         return input_ids
 
     model.generate(input_ids, attention_mask=attention_mask, **options, custom_generate=hold)  # type: ignore[operator]
