@@ -281,6 +281,7 @@ class SpeculativeDecoding(NoModel):
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""
+        model = unwrapped(model, adapters=True)
         if self._served is not None and self._served() is not model:
             self.costs, self.schedule = Costs(), None
         self._served = weakref.ref(model)

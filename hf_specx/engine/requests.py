@@ -20,7 +20,7 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.inputs import check_encoder_positions, check_positions, unknown_token
-from hf_specx.validation.models import frequencies_that_change
+from hf_specx.validation.models import check_adapter, frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
 from .ranks import synced_by_default
@@ -290,6 +290,7 @@ def prepared(
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> torch.Tensor:
+        check_adapter(inner)
         found.append((Prompt(inner, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
         return input_ids
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny import near, prompts, tiny
+from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
@@ -42,6 +42,10 @@ def by_strategy(target, draft):
     return target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
 
 
+def by_queue(target, draft):
+    return SpeculativeDecoding(draft).generate_many(target, [[1, 2]], **GREEDY)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 @pytest.mark.parametrize("call", [by_function, by_pair, by_strategy])
 def test_padded_rows_have_the_text_of_generate(call: Callable, model_type: str):
@@ -58,3 +62,18 @@ def test_requests_have_the_text_of_generate(model_type: str):
         ids = asked[done.index].input_ids[None]
         options = GREEDY | {"max_new_tokens": asked[done.index].max_new_tokens}
         assert done.tokens == target.generate(input_ids=ids, **options)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("call", [by_function, by_pair, by_strategy, by_queue])
+def test_a_learned_prompt_is_refused(call: Callable):
+    base = tiny()
+    target = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
+        call(target, near(base, 0.05))
+    assert not forwards.ids
+
+
+def test_what_is_learned_in_a_call_is_kept():
+    pair = DraftTargetPair(adapted(), near(tiny(), 0.05))
+    pair.generate(**prompts(3), **GREEDY)
+    assert pair.strategy.costs.alpha.keys() == {"greedy"}
