@@ -236,7 +236,7 @@ class SpeculativeDecoding(NoModel):
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        return attached(model, self)
+        return attached(unwrapped(model), self)
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
