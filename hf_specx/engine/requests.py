@@ -234,7 +234,7 @@ class Waiting:
             ok = False
         told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
         require(ok, told)
-        unknown_token(self.model, ids)
+        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         return ids.to(self.device, torch.int64)
 
     def _with_masks(
