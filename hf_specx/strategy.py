@@ -211,7 +211,7 @@ class SpeculativeDecoding(NoModel):
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
-                limit. By default as many as half of the memory that is free on the device has room for.
+                limit; compiled forwards round up. By default what half of the device's free memory holds.
             **generate_kwargs: of `generate`, for all requests.
 
         Returns:
@@ -225,7 +225,8 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model)
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
-        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
+        models = [model] if drafter.model is None else [model, drafter.model]
+        waiting = Waiting(models, requests, options, max_batch_tokens or free_tokens(models))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
         return in_order(completions) if ordered else completions
 

@@ -109,20 +109,20 @@ class Waiting:
     """Requests that are still to be read, taken from an iterable as they are needed.
 
     Args:
-        model: the target.
+        models: the target, and the draft if it is a model.
         requests: lists of tokens, or `Request`.
         options: arguments of `generate` for all of them.
-        max_batch_tokens: the most slots of a cache, rows times their length; None is no limit.
+        most: slots of a cache, rows times their length; None is no limit.
     """
 
     def __init__(
-        self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
+        self, models: Sequence[PreTrainedModel], requests: Iterable[Any], options: dict[str, Any], most: int | None
     ):
-        told = "the target is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(model), told + "load a copy on each process, or call generate for batches.")
-        self.model, self.requests, self.options = model, enumerate(requests), dict(options)
-        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
-        self.max_batch_tokens = max_batch_tokens
+        told = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
+        require(not synced_by_default(*models), told + "load a copy on each process, or call generate for batches.")
+        self.model, self.requests, self.options = models[0], enumerate(requests), dict(options)
+        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(self.model)
+        self.max_batch_tokens = most
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
