@@ -297,4 +297,4 @@ class SpeculativeDecoding(NoModel):
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
-        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, drafter, self.costs)
+        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, input_ids, drafter, self.costs)

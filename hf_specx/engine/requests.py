@@ -198,7 +198,8 @@ class Waiting:
         start = prompt.input_ids[0]
         stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
         ours, stateful = self._with_masks(processors, prompt, stopping)
-        seed = int(torch.randint(MAX_SEED - 1, ())) if request.seed is None else request.seed
+        draws = request.seed is None and prompt.generation_config.do_sample
+        seed = int(torch.randint(MAX_SEED - 1, ())) if draws else 0 if request.seed is None else request.seed
         told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
         require(is_int(seed) and 0 <= seed < MAX_SEED, told)
         alike = request.logits_processor is None

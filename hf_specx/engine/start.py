@@ -219,13 +219,11 @@ def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
     return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
-def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:
-    """Time bare forwards of both models after a prompt, and put the times into `costs`."""
+def calibrate(call: Call, prompt: Prompt, input_ids: torch.Tensor, drafter: Drafter, costs: Costs) -> None:
+    """Time bare forwards of both models after a prompt, made of `input_ids`, and put the times into `costs`."""
     rows, width = prompt.input_ids.shape
     stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
-    run = start(
-        call, make_plan(call, prompt, drafter, []), prompt, prompt.input_ids, drafter, [], stopping, costs, None
-    )
+    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs, None)
     run.target.read()
     drafter.read(run.reading)
     step = drafter.cost(run.batch) or (lambda _: None)

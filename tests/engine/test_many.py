@@ -333,3 +333,10 @@ def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypa
     with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
         SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)
     assert not forwards.ids
+
+
+def test_greedy_requests_leave_the_random_numbers_alone():
+    target = tiny()
+    before = torch.get_rng_state()
+    list(SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2).generate_many(target, [[1], [-1]], **GREEDY))
+    assert torch.equal(torch.get_rng_state(), before)

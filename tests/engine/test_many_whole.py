@@ -182,3 +182,11 @@ def test_a_minimum_below_the_limits_of_requests_warns_of_nothing():
         warnings.simplefilter("error")
         (done,) = strategy.generate_many(target, [Request([4, 5], 6)], do_sample=False, min_new_tokens=4)
     assert len(done.tokens) == 6
+
+
+def test_calibration_gives_the_encoder_of_a_draft_what_that_of_the_target_reads():
+    target, read = zoo.build("seq2seq", "t5"), []
+    draft = near(target, 0.1)
+    draft.get_encoder().register_forward_pre_hook(lambda _, args, given: read.append(given), with_kwargs=True)
+    SpeculativeDecoding(draft).calibrate(target, torch.full((2, 6), 5))
+    assert [given["input_ids"].shape for given in read] == [(2, 6)]
