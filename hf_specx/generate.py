@@ -238,10 +238,11 @@ def run(
     strategy.report = None
 
     @functools.wraps(strategy.__call__)
-    def called(_: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def called(given: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
+        target = model if given is served else given  # PEFT gives the model inside its wrapper
         with ended(strategy.streamer):
-            return strategy.decode(withheld, model, *args, **kwargs)
+            return strategy.decode(withheld, target, *args, **kwargs)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)

@@ -211,7 +211,7 @@ class SpeculativeDecoding(NoModel):
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
             max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
-                limit. By default as many as half of the memory that is free on the device has room for.
+                limit; compiled forwards round up. By default what half of the device's free memory holds.
             **generate_kwargs: of `generate`, for all requests.
 
         Returns:
@@ -225,7 +225,8 @@ class SpeculativeDecoding(NoModel):
         model = unwrapped(model)
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
-        waiting = Waiting(model, requests, options, max_batch_tokens or free_tokens(model, drafter.model))
+        models = [model] if drafter.model is None else [model, drafter.model]
+        waiting = Waiting(models, requests, options, max_batch_tokens or free_tokens(models))
         completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
         return in_order(completions) if ordered else completions
 
@@ -236,7 +237,7 @@ class SpeculativeDecoding(NoModel):
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        return attached(model, self)
+        return attached(unwrapped(model), self)
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
@@ -281,6 +282,7 @@ class SpeculativeDecoding(NoModel):
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""
+        model = unwrapped(model, adapters=True)
         if self._served is not None and self._served() is not model:
             self.costs, self.schedule = Costs(), None
         self._served = weakref.ref(model)
@@ -295,4 +297,4 @@ class SpeculativeDecoding(NoModel):
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
-        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, drafter, self.costs)
+        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, input_ids, drafter, self.costs)

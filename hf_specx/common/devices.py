@@ -1,7 +1,7 @@
 """Where a model runs. `model.device` does not say so if weights are offloaded: they are on "meta" between forwards."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -42,10 +42,9 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize(device)
 
 
-def free_tokens(target: PreTrainedModel, draft: PreTrainedModel | None) -> int | None:
+def free_tokens(models: Sequence[PreTrainedModel]) -> int | None:
     """For how many tokens half of the free memory has room in the caches of models; None if that is not known."""
-    free = _free_bytes(execution_device(target))
-    needed = _bytes_per_token(target) + (0 if draft is None else _bytes_per_token(draft))
+    free, needed = _free_bytes(execution_device(models[0])), sum(map(_bytes_per_token, models))
     return None if free is None or not needed else max(1, free // 2 // needed)
 
 

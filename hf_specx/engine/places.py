@@ -66,6 +66,8 @@ class Places:
         options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens, "stop_strings": None}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
         prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
+        if not self.entries[0].stateful:  # whose criteria may see scores; completions have no other outputs
+            prompt.generation_config.return_dict_in_generate = False
         return prompt, ids if encodes else None
 
     def settle(self, plan: Plan, prompt: Prompt, drafter: Drafter) -> Plan:

@@ -129,7 +129,8 @@ class SpeculationReport(RoundCounts):
             both._let_go(row)
         names = self.seconds | other.seconds
         both.seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        both.opened = self.opened + other.opened + other._first_steps
+        again = [rows[1][0] for rows in zip(self.history, other.history, strict=False) if all(rows)]
+        both.opened = self.opened + other.opened + Counter(record for record in again if not record.drafted)
         both.laps, both.sources = other.laps, dict(self.sources)
         for source, counts in other.sources.items():
             both._count(source, counts)

@@ -20,7 +20,7 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.inputs import check_encoder_positions, check_positions, unknown_token
-from hf_specx.validation.models import frequencies_that_change
+from hf_specx.validation.models import check_adapter, frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
 from .ranks import synced_by_default
@@ -109,20 +109,20 @@ class Waiting:
     """Requests that are still to be read, taken from an iterable as they are needed.
 
     Args:
-        model: the target.
+        models: the target, and the draft if it is a model.
         requests: lists of tokens, or `Request`.
         options: arguments of `generate` for all of them.
-        max_batch_tokens: the most slots of a cache, rows times their length; None is no limit.
+        most: slots of a cache, rows times their length; None is no limit.
     """
 
     def __init__(
-        self, model: PreTrainedModel, requests: Iterable[Any], options: dict[str, Any], max_batch_tokens: int | None
+        self, models: Sequence[PreTrainedModel], requests: Iterable[Any], options: dict[str, Any], most: int | None
     ):
-        told = "the target is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(model), told + "load a copy on each process, or call generate for batches.")
-        self.model, self.requests, self.options = model, enumerate(requests), dict(options)
-        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
-        self.max_batch_tokens = max_batch_tokens
+        told = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
+        require(not synced_by_default(*models), told + "load a copy on each process, or call generate for batches.")
+        self.model, self.requests, self.options = models[0], enumerate(requests), dict(options)
+        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(self.model)
+        self.max_batch_tokens = most
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
         self.next: Entry | None = None
         self.refused: list[Completion] = []
@@ -198,7 +198,8 @@ class Waiting:
         start = prompt.input_ids[0]
         stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
         ours, stateful = self._with_masks(processors, prompt, stopping)
-        seed = int(torch.randint(MAX_SEED - 1, ())) if request.seed is None else request.seed
+        draws = request.seed is None and prompt.generation_config.do_sample
+        seed = int(torch.randint(MAX_SEED - 1, ())) if draws else 0 if request.seed is None else request.seed
         told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
         require(is_int(seed) and 0 <= seed < MAX_SEED, told)
         alike = request.logits_processor is None
@@ -234,7 +235,7 @@ class Waiting:
             ok = False
         told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
         require(ok, told)
-        unknown_token(self.model, ids)
+        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         return ids.to(self.device, torch.int64)
 
     def _with_masks(
@@ -283,14 +284,15 @@ def prepared(
     found: list[tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]] = []
 
     def hold(
-        _: PreTrainedModel,
+        inner: PreTrainedModel,  # of PEFT's wrapper; else the model itself
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         **inputs: Any,
     ) -> torch.Tensor:
-        found.append((Prompt(model, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
+        check_adapter(inner)
+        found.append((Prompt(inner, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
         return input_ids
 
     model.generate(input_ids, attention_mask=attention_mask, **options, custom_generate=hold)  # type: ignore[operator]

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
@@ -63,7 +62,6 @@ def start(
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
     described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
     reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
-    shown = prompt.generation_config if places is None else GenerationConfig()  # completions have no other outputs
     return Run(
         target=reading.target,
         drafter=_with_forced(drafter, processors, reading),
@@ -77,7 +75,7 @@ def start(
             keeps=None if places is None else KEPT_ROUNDS,
             matching=drafter.matching,
         ),
-        outputs=Outputs(shown, len(prompt.input_ids), reading.target.notes),
+        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),
@@ -221,13 +219,11 @@ def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
     return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
-def calibrate(call: Call, prompt: Prompt, drafter: Drafter, costs: Costs) -> None:
-    """Time bare forwards of both models after a prompt, and put the times into `costs`."""
+def calibrate(call: Call, prompt: Prompt, input_ids: torch.Tensor, drafter: Drafter, costs: Costs) -> None:
+    """Time bare forwards of both models after a prompt, made of `input_ids`, and put the times into `costs`."""
     rows, width = prompt.input_ids.shape
     stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
-    run = start(
-        call, make_plan(call, prompt, drafter, []), prompt, prompt.input_ids, drafter, [], stopping, costs, None
-    )
+    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs, None)
     run.target.read()
     drafter.read(run.reading)
     step = drafter.cost(run.batch) or (lambda _: None)

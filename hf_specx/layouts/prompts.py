@@ -50,6 +50,11 @@ class Prompt:
     gives_hidden: bool = False
     limits: list[int] | None = None
 
+    @property
+    def longest_limit(self) -> int:
+        """The most new tokens of the rows that are known now."""
+        return self.max_new_tokens if self.limits is None else max(self.limits)
+
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
     """The draft's prompt, made from the target's.

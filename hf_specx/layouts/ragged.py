@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.cache.export import Columns
-from hf_specx.cache.slots import SlotCache, with_slots
+from hf_specx.cache.slots import MARGIN, SlotCache, with_slots
 from hf_specx.common.architectures import ASK_FOR_MASKS
 from hf_specx.common.batch import Batch
 
@@ -21,7 +21,7 @@ class RaggedDecoder(Decoder):
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
-        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest_limit)
         assert isinstance(self.cache, SlotCache)
         self.masks = Masks(self.model)
 
@@ -94,6 +94,7 @@ class RaggedDecoder(Decoder):
 
     def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
         """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
+        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
         self.cache.take(fresh.cache, indices, start, end)
 
     def _mask(

@@ -115,7 +115,7 @@ class Completer:
         if not self.fits:
             options = {"tokenizer": self.tokenizer} | options
             most = options.pop("max_batch_tokens", None)
-            waiting = Waiting(self.pair.target, [Request([0], seed=0)], options, most)
+            waiting = Waiting(self.pair.models, [Request([0], seed=0)], options, most)
             require(waiting.peek() is not None, "no prompt can be completed with these options.")
             self.fits = True
 

@@ -13,8 +13,8 @@ WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, but see what it h
 
 
 @refusal
-def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor) -> str | None:
-    size = _known_tokens(model)
+def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> str | None:
+    size = _known_tokens(model, encoded)
     if size is None or not input_ids.numel():
         return None
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
@@ -196,17 +196,19 @@ def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int,
     holes_in_the_mask(model, name, mask)
 
 
-def _embedding(model: PreTrainedModel) -> torch.nn.Embedding | None:
-    """The embedding of a decoder-only model's text; None if it is not a plain table."""
-    if model.config.is_encoder_decoder:
+def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:
+    """The embedding of a decoder-only model's text, or of what an encoder reads; None if it is not a plain table."""
+    if model.config.is_encoder_decoder != encoded:
         return None
-    embedding = model.get_input_embeddings()
+    embedding = (model.get_encoder() if encoded else model).get_input_embeddings()
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
-def _known_tokens(model: PreTrainedModel) -> int | None:
+def _known_tokens(model: PreTrainedModel, encoded: bool) -> int | None:
     """How many token ids can be read; None if a model may use higher ids for something other than text."""
-    config, embedding = model.config, _embedding(model)
+    config, embedding = model.config, _embedding(model, encoded)
+    if embedding is not None and encoded:
+        return embedding.num_embeddings
     if embedding is None or config.get_text_config(decoder=True) is not config:
         return None
     return max(embedding.num_embeddings, getattr(config, "vocab_size", 0))  # a table may be spread over devices

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import ENCODERS, vocabulary
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import refusal, require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 
 from .vocabularies import compare_vocabularies
@@ -215,11 +215,20 @@ def _active_dropout(model: PreTrainedModel) -> Iterator[str]:
 
 def check_target(model: PreTrainedModel, max_length: int) -> None:
     """Check that the target can be decoded exactly, whatever the draft."""
+    check_adapter(model)
     random_in_training("target", model)
     trained_without_a_cache("target", model)
     weights_not_loaded("target", model)
     attends_in_both_directions(model)
     frequencies_that_change(model, max_length)
+
+
+def check_adapter(inner: PreTrainedModel) -> None:
+    """Check a target that PEFT's `generate` hands over: a learned prompt is no part of it, as learned weights are."""
+    wrapper = getattr(inner.prepare_inputs_for_generation, "__self__", None)  # put there while PEFT's `generate` runs
+    config = getattr(wrapper, "active_peft_config", None)
+    told = f"the target has a learned prompt ({type(config).__name__}), which PEFT's own generate alone puts before "
+    require(not getattr(config, "is_prompt_learning", False), f"{told}the text; use adapters in the weights, as LoRA.")
 
 
 def check_own_text(

@@ -16,6 +16,7 @@ from hf_specx import (
     SuffixDraft,
     SuffixPool,
 )
+from hf_specx.cache.slots import MARGIN, SlotLayer
 
 
 GREEDY = {"do_sample": False, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24}
@@ -174,6 +175,23 @@ def test_a_bounded_cache():
     assert max(seen) <= 60
 
 
+@pytest.mark.parametrize("sizes", [[(80, 5), (80, 9), (90, 4), (100, 10)], [(10, 5), (10, 5), (10, 100), (10, 100)]])
+def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatch: pytest.MonkeyPatch):
+    """Not even as other requests come, with longer prompts and limits."""
+    target, taken, written = tiny(), [], SlotLayer._written
+
+    def noting(layer, stored, states):
+        stored = written(layer, stored, states)
+        taken.append(stored.shape[0] * (stored.shape[2] - MARGIN))
+        return stored
+
+    monkeypatch.setattr(SlotLayer, "_written", noting)
+    asked = [Request([1] * length, limit) for length, limit in sizes]
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    completed(strategy, target, asked, batch_size=2, max_batch_tokens=220, **GREEDY | {"eos_token_id": None})
+    assert max(taken) <= 220
+
+
 class Watch:
     """How many slots of the cache rows have taken."""
 
@@ -306,9 +324,19 @@ def test_an_offloaded_target():
     assert [found[index].tokens for index in range(4)] == expected
 
 
-def test_models_that_are_spread_over_processes_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hf_specx.engine.requests.synced_by_default", lambda *models: True)
-    target = tiny()
-    with Forwards(target) as forwards, pytest.raises(ValueError, match=r"spread over processes \(FSDP or ZeRO-3\)"):
-        SpeculativeDecoding(near(target, 0.2)).generate_many(target, [[1]], **GREEDY)
+@pytest.mark.parametrize("spread", [0, 1])
+def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypatch: pytest.MonkeyPatch):
+    """The target or the draft."""
+    models = [tiny(), near(tiny(), 0.2)]
+    monkeypatch.setattr("hf_specx.engine.requests.synced_by_default", lambda *asked: models[spread] in asked)
+    told = r"spread over processes \(FSDP or ZeRO-3\)"
+    with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
+        SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)
     assert not forwards.ids
+
+
+def test_greedy_requests_leave_the_random_numbers_alone():
+    target = tiny()
+    before = torch.get_rng_state()
+    list(SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2).generate_many(target, [[1], [-1]], **GREEDY))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -73,8 +73,11 @@ def test_a_queue_keeps_no_outputs_that_nobody_can_read(monkeypatch: pytest.Monke
         monkeypatch.setattr(kind, "put", pytest.fail)
     target, asked = tiny(num_hidden_layers=1), requests(6)
     wanted = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    strategy, asked_for = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2), []
+    target.register_forward_pre_hook(lambda _, args, given: asked_for.append(given), with_kwargs=True)
     completed(strategy, target, asked, batch_size=2, generation_config=wanted, **GREEDY)
+    assert asked_for
+    assert not any(given.get("output_hidden_states") for given in asked_for)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

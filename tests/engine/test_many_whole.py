@@ -51,6 +51,15 @@ def test_whole_batches(name: str, options: dict):
     assert len(forwards) < sum(map(len, expected)) / 2
 
 
+def test_a_token_that_an_encoder_does_not_know():
+    """It is refused in its request, and the others go on."""
+    target = zoo.build("seq2seq", "t5")
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=2)
+    found = completed(strategy, target, [[5, 6], [10**6], [-1], [7]], batch_size=4, **GREEDY)
+    assert [found[index].finish_reason == "refused" for index in range(4)] == [False, True, True, False]
+    assert "the token id 1000000" in found[1].error
+
+
 def test_lockstep_takes_the_coupled_text_by_default():
     """Under "block" a row's numbers of candidates would follow the others, and with them its text."""
     target, asked = tiny(), requests(6)
@@ -173,3 +182,11 @@ def test_a_minimum_below_the_limits_of_requests_warns_of_nothing():
         warnings.simplefilter("error")
         (done,) = strategy.generate_many(target, [Request([4, 5], 6)], do_sample=False, min_new_tokens=4)
     assert len(done.tokens) == 6
+
+
+def test_calibration_gives_the_encoder_of_a_draft_what_that_of_the_target_reads():
+    target, read = zoo.build("seq2seq", "t5"), []
+    draft = near(target, 0.1)
+    draft.get_encoder().register_forward_pre_hook(lambda _, args, given: read.append(given), with_kwargs=True)
+    SpeculativeDecoding(draft).calibrate(target, torch.full((2, 6), 5))
+    assert [given["input_ids"].shape for given in read] == [(2, 6)]

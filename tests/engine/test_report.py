@@ -214,11 +214,12 @@ def test_every_round_has_a_lap_of_each_phase():
     assert sum(map(sum, made.laps.values())) < made.seconds["total"]
 
 
-def test_several_calls_add_up():
-    """As for the windows of a long sound, where later calls may have fewer rows."""
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3)])
+def test_several_calls_add_up(sizes: tuple[int, int]):
+    """Later calls may have fewer rows, as for the windows of a long sound, or more, as in a queue."""
     target = tiny()
     draft, reports = near(target, 0.05), []
-    for rows in (3, 2):
+    for rows in sizes:
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
         target.generate(**prompts(rows), do_sample=True, max_new_tokens=12, custom_generate=strategy)
         reports.append(strategy.report)

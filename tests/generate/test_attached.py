@@ -27,6 +27,15 @@ def test_generate_is_speculative_within():
     assert vars(target) == before
 
 
+def test_a_compiled_model():
+    target = tiny()
+    around, expected = torch.compile(target, backend="eager"), text(target)
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=2, verification="coupled")
+    with strategy.attached(around):
+        assert torch.equal(text(around), expected)
+    assert strategy.report.emitted == 60
+
+
 def test_the_model_is_left_as_it_was_after_an_error():
     target = tiny()
     with pytest.raises(ZeroDivisionError), SpeculativeDecoding(near(target, 0.1)).attached(target):

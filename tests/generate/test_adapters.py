@@ -1,0 +1,79 @@
+"""A target with adapters of PEFT: its `generate` hands over the model inside, and that one decodes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, generate
+
+
+peft = pytest.importorskip("peft")
+GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames what peft uses
+
+
+def adapted(model_type: str = "llama") -> PreTrainedModel:
+    """One whose adapter changes the text; its draft is near to the model without."""
+    target = peft.get_peft_model(
+        tiny(model_type),
+        peft.LoraConfig(r=4, fan_in_fan_out=model_type == "gpt2", task_type="CAUSAL_LM", target_modules="all-linear"),
+    )
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in target.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.05, generator=made)
+    return target.eval()
+
+
+def by_function(target, draft):
+    return generate(**prompts(3), **GREEDY, model=target, draft_model=draft, num_draft_tokens=3)
+
+
+def by_pair(target, draft):
+    return DraftTargetPair(target, draft).generate(**prompts(3), **GREEDY, num_draft_tokens=3)
+
+
+def by_strategy(target, draft):
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    return target.generate(**prompts(3), **GREEDY, custom_generate=strategy)
+
+
+def by_queue(target, draft):
+    return SpeculativeDecoding(draft).generate_many(target, [[1, 2]], **GREEDY)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("call", [by_function, by_pair, by_strategy])
+def test_padded_rows_have_the_text_of_generate(call: Callable, model_type: str):
+    target, draft = adapted(model_type), near(tiny(model_type), 0.05)
+    assert torch.equal(call(target, draft), target.generate(**prompts(3), **GREEDY))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_requests_have_the_text_of_generate(model_type: str):
+    target = adapted(model_type)
+    asked = [Request(torch.arange(1, 1 + length), limit) for length, limit in ((3, 9), (8, 20), (5, 14), (1, 20))]
+    strategy = SpeculativeDecoding(near(tiny(model_type), 0.05), num_draft_tokens=3)
+    for done in strategy.generate_many(target, asked, batch_size=3, **GREEDY):
+        ids = asked[done.index].input_ids[None]
+        options = GREEDY | {"max_new_tokens": asked[done.index].max_new_tokens}
+        assert done.tokens == target.generate(input_ids=ids, **options)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("call", [by_function, by_pair, by_strategy, by_queue])
+def test_a_learned_prompt_is_refused(call: Callable):
+    base = tiny()
+    target = peft.get_peft_model(base, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).eval()
+    with Forwards(base) as forwards, pytest.raises(ValueError, match=r"a learned prompt \(PromptTuningConfig\)"):
+        call(target, near(base, 0.05))
+    assert not forwards.ids
+
+
+def test_what_is_learned_in_a_call_is_kept():
+    pair = DraftTargetPair(adapted(), near(tiny(), 0.05))
+    pair.generate(**prompts(3), **GREEDY)
+    assert pair.strategy.costs.alpha.keys() == {"greedy"}
