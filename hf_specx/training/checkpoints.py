@@ -28,7 +28,9 @@ def mark_complete(checkpoint: Path) -> None:
 
 
 def discard_broken(folder: Path) -> None:
-    """Delete checkpoints that were not written to their end."""
+    """Delete checkpoints of a training of ours that were not written to their end."""
+    if not (folder / SETTINGS_FILE).is_file():
+        return
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if not (path / COMPLETE).exists():
             shutil.rmtree(path)
