@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of
 from safetensors import SafetensorError
-from tiny import tiny
+from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from training_cases import QUICK, models, same, silent, some_prompts, trained, weights
 from transformers import TrainerCallback
@@ -71,6 +71,13 @@ def test_reported_alpha_is_that_of_generating():
     assert strategy.report.alpha > result.before.high
 
 
+def test_learning_from_prompts():
+    """As the draft in the package did."""
+    result = trained(learn_from_prompts=True)
+    assert result.gain.low > 0
+    assert "inside these prompts" in result.pair.config.notes
+
+
 class Interrupt(TrainerCallback):
     """Ends the process, as far as a test can: in the middle of a phase, and as soon as anything is written."""
 
@@ -98,6 +105,23 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, undisturb
     assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
     assert again.alphas == undisturbed.alphas
     assert again.after == undisturbed.after
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("kind", ["dropout", "lora"])
+def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
+    """The state of random numbers, and adapters."""
+    if kind == "lora":
+        pytest.importorskip("peft")
+    drops = tiny("gpt2", initializer_range=0.2)
+    given = {"lora": 4, "learning_rate": 2e-2} if kind == "lora" else {"target": drops, "draft": near(drops, 0.8)}
+    undisturbed = trained(**given)
+    assert undisturbed.steps > 4
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Interrupt(6)], **given)
+    again = trained(folder=tmp_path, **given)
+    assert again.alphas == undisturbed.alphas
+    assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
 
 
 def test_a_checkpoint_that_is_half_written_does_not_count(tmp_path, undisturbed):

@@ -9,6 +9,7 @@ from hf_specx.training.held_out import logits_where_written
 from hf_specx.training.reading import collate
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text
+from hf_specx.training.trainer import training_arguments
 
 
 SAMPLED = ({}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 1.4, "top_p": 0.8, "top_k": 12})
@@ -74,6 +75,15 @@ def test_only_what_the_target_wrote_counts(keeps: bool):
         assert widths == [4 if keeps else 5]  # not the first prompt's first token, which has no label next
         alone = [model(torch.tensor([row])).logits[0] for row in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])]
     torch.testing.assert_close(found, torch.cat([alone[0][1:4], alone[1][3:4]]))
+
+
+def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
+    """Also where there is an accelerator; and in its own precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    args = training_arguments(TrainingRecipe(), tmp_path, 1e-3, 1, torch.device("cpu"))
+    assert (args.device.type, args.bf16) == ("cpu", False)
 
 
 WRONG = {
