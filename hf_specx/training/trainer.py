@@ -165,6 +165,11 @@ class _EachPhase(TrainerCallback):
     def __init__(self, trainer: DistillationTrainer):
         self.trainer = trainer
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)  # the folder may have been moved
+
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         run, phase = self.trainer.run, round(state.epoch or 0)
         run.progress.phase = phase + 1
