@@ -74,7 +74,7 @@ def check_same_training(folder: Path, settings: dict[str, Any], parts: dict[str,
 
 
 def check_space(folder: Path, trained: int, saved: int) -> None:
-    """Whether there is room for checkpoints and the draft.
+    """Whether there is room for checkpoints, those that are there already included, and the draft.
 
     Args:
         folder: where they will be.
@@ -87,7 +87,8 @@ def check_space(folder: Path, trained: int, saved: int) -> None:
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     told = f"{folder}: nothing can be written in {near}; name another folder for texts and checkpoints."
     require(near.is_dir() and os.access(near, os.W_OK), told)
-    needed, free = trained * CHECKPOINTS_KEPT * 3 * 4 + saved, shutil.disk_usage(near).free
+    there = sum(file.stat().st_size for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/*"))
+    needed, free = max(0, trained * CHECKPOINTS_KEPT * 3 * 4 - there) + saved, shutil.disk_usage(near).free
     unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
     told = f"{folder} needs about {needed / unit:.1f} {name} for checkpoints and the draft, and {free / unit:.1f} "
     require(free >= needed, f"{told}{name} are free; make room, or name a folder on another disk.")

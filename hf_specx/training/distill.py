@@ -179,8 +179,8 @@ def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -
     if processes().is_main_process:
         weights = start.draft.num_parameters()
         trained = 0 if recipe.lora else weights  # adapters take next to nothing
-        check_space(folder, trained, weights * start.draft.dtype.itemsize)
         discard_broken(folder)
+        check_space(folder, trained, weights * start.draft.dtype.itemsize)
         parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
         parts["prompts"] = hashed(start.split)
         if start.vocabularies is not None:
