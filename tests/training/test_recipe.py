@@ -1,5 +1,7 @@
 """Recipes: the distributions that text is drawn from, what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import tiny
@@ -98,6 +100,9 @@ WRONG = {
     "seed=-1 is not an int of 0 or more": {"seed": -1},
     "lora=0 is no rank": {"lora": 0},
     "learning_rate=0.0 is no number above 0": {"learning_rate": 0.0},
+    "learning_rate='1e-3' is no number above 0": {"learning_rate": "1e-3"},
+    "'save_only_model'.*is set by distill": {"training": {"save_only_model": True}},
+    "'logging_dir'.* cannot be written as JSON": {"training": {"logging_dir": Path("x")}},
     "loss='reverse_kl' is infinite where": {"loss": "reverse_kl", "top_p": 0.9},
     "'max_steps'.*is set by distill": {"training": {"max_steps": 5}},
     "'fsdp'.*the draft is whole on each device, since every process writes texts": {
