@@ -64,7 +64,6 @@ def distill(
 
     The target writes texts for the prompts, the draft is trained on what the target says of them, and so on in phases,
     until α on held-out prompts no longer rises (the data of DistillSpec, arXiv 2310.08461). A float32 copy is trained.
-    α knows temperature, top-p and top-k; texts are written under all of the target's `generation_config`.
 
     Args:
         target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
