@@ -26,6 +26,7 @@ OPTIONS = {  # argument to option
     "do_sample=False": "--greedy",
     "batch_size=": "--batch-size ",
     "lora=": "--lora ",
+    "max_new_tokens": "--max-new-tokens",
 }
 WRONG, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 and the number of the signal
 SECONDS = 10.0  # between lines of progress

@@ -28,7 +28,9 @@ def mark_complete(checkpoint: Path) -> None:
 
 
 def discard_broken(folder: Path) -> None:
-    """Delete checkpoints that were not written to their end."""
+    """Delete checkpoints of a training of ours that were not written to their end."""
+    if not (folder / SETTINGS_FILE).is_file():
+        return
     for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         if not (path / COMPLETE).exists():
             shutil.rmtree(path)
@@ -72,7 +74,7 @@ def check_same_training(folder: Path, settings: dict[str, Any], parts: dict[str,
 
 
 def check_space(folder: Path, trained: int, saved: int) -> None:
-    """Whether there is room for checkpoints and the draft.
+    """Whether there is room for checkpoints, those that are there already included, and the draft.
 
     Args:
         folder: where they will be.
@@ -85,7 +87,8 @@ def check_space(folder: Path, trained: int, saved: int) -> None:
     near = next(path for path in [folder.resolve(), *folder.resolve().parents] if path.exists())
     told = f"{folder}: nothing can be written in {near}; name another folder for texts and checkpoints."
     require(near.is_dir() and os.access(near, os.W_OK), told)
-    needed, free = trained * CHECKPOINTS_KEPT * 3 * 4 + saved, shutil.disk_usage(near).free
+    there = sum(file.stat().st_size for file in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*/*"))
+    needed, free = max(0, trained * CHECKPOINTS_KEPT * 3 * 4 - there) + saved, shutil.disk_usage(near).free
     unit, name = (1e9, "GB") if needed >= 1e9 else (1e6, "MB")
     told = f"{folder} needs about {needed / unit:.1f} {name} for checkpoints and the draft, and {free / unit:.1f} "
     require(free >= needed, f"{told}{name} are free; make room, or name a folder on another disk.")
@@ -116,5 +119,8 @@ def _remedy(error: Exception, folder: Path, batch_size: int) -> str | None:
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         same = "with training={'gradient_accumulation_steps': ...} raised as much, the result is the same"
         told = f"memory is not enough with batch_size={batch_size}; lower it ({same} within rounding), lower "
-        return f"{told}max_new_tokens, or use lora. torch said: {text.splitlines()[0]}"
+        told += (
+            "max_new_tokens, or use lora. A training that has a checkpoint keeps its settings: name another folder. "
+        )
+        return f"{told}torch said: {text.splitlines()[0]}"
     return None

@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 
+from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.pair_config import PairConfig
@@ -66,7 +67,7 @@ def distill(
 
     Args:
         target: a decoder-only model in evaluation mode; it stays on its device and in its precision.
-        draft: a smaller model, or "layers:N" to start from the target's first N layers.
+        draft: a smaller model, trained where it is, or "layers:N" to start from the target's first N layers.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
         draft_tokenizer: the draft's own; without it only sizes are compared. The tokens that both have are proposed.
@@ -90,9 +91,9 @@ def distill(
 
     recipe = TrainingRecipe.of(options)
     _check_launch()
-    check_training(recipe)
     with random_state_kept():  # also while a draft of first layers is made
         start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)
+        check_training(recipe, execution_device(start.draft))
         with _working(start, recipe, folder, progress) as (run, where):
             return _result(_train(run, start, where, list(callbacks)), run, start, command)
 
@@ -150,7 +151,8 @@ def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list
     run.progress.phase = len(alphas)
     run.tell(EVALUATED)
     phases = len(alphas) if run.has_stopped(alphas) else recipe.phases
-    args = training_arguments(recipe, folder, recipe.rate(hidden_size(first), run.from_layers), phases)
+    rate = recipe.rate(hidden_size(first), run.from_layers)
+    args = training_arguments(recipe, folder, rate, phases, execution_device(first))
     trainer = DistillationTrainer(trained, run, args, Phases(writer, split.training), callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
@@ -177,8 +179,8 @@ def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -
     if processes().is_main_process:
         weights = start.draft.num_parameters()
         trained = 0 if recipe.lora else weights  # adapters take next to nothing
-        check_space(folder, trained, weights * start.draft.dtype.itemsize)
         discard_broken(folder)
+        check_space(folder, trained, weights * start.draft.dtype.itemsize)
         parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
         parts["prompts"] = hashed(start.split)
         if start.vocabularies is not None:

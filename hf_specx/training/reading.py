@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_specx.common.padding import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
@@ -43,7 +44,9 @@ def last_logits(
     wanted = wanted[:, int(wanted.any(0).int().argmax()) :]
     kept = wanted.shape[1] + 1  # the last of them has no next token
     inputs: dict[str, Any] = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    if "logits_to_keep" in inspect.signature(unwrapped_draft(model).forward).parameters:
+    inner = unwrapped_draft(model)
+    inner = unwrapped_draft(inner.module) if isinstance(inner, DistributedDataParallel) else inner
+    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
         inputs["logits_to_keep"] = kept
     return model(**inputs, use_cache=False).logits[:, -kept:-1], wanted
 

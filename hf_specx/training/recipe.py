@@ -1,5 +1,6 @@
 """How a draft is trained: the loss, the sampling of later, how much and how long. Nothing here imports torch."""
 
+import json
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -14,6 +15,7 @@ RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, t
 SET_BY_DISTILL = ["output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "learning_rate"]
 SET_BY_DISTILL += ["seed", "eval_strategy", "save_strategy", "load_best_model_at_end", "metric_for_best_model"]
 SET_BY_DISTILL += ["remove_unused_columns", "eval_on_start", "eval_delay", "dataloader_persistent_workers"]
+SET_BY_DISTILL += ["save_only_model", "label_smoothing_factor"]
 OF_SHARDS = ("fsdp", "fsdp_config", "deepspeed")
 
 
@@ -89,8 +91,8 @@ class TrainingRecipe:
         told = f"lora={brief(self.lora)} is no rank; give an int of 1 or more, like 16."
         require(self.lora is None or (is_int(self.lora) and self.lora >= 1), told)
         rate = self.learning_rate
-        possible = rate is None or 0 < rate < math.inf
-        require(possible, f"learning_rate={rate} is no number above 0.")
+        possible = rate is None or (isinstance(rate, int | float) and 0 < rate < math.inf)
+        require(possible, f"learning_rate={brief(rate)} is no number above 0.")
         truncated = self.top_p < 1 or self.top_k > 0 or not self.do_sample
         told = "loss='reverse_kl' is infinite where the target's distribution has zeros, as top_p, top_k and "
         told += "do_sample=False leave it; choose another loss, such as 'jsd'."
@@ -109,6 +111,10 @@ class TrainingRecipe:
             told = f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
             told += "with it; leave it out, and lower batch_size or use lora if memory is short."
             require(name not in OF_SHARDS, told)
+            told = (
+                f"training={{{name!r}: {brief(self.training[name])}}} cannot be written as JSON; give a plain value."
+            )
+            require(is_plain(self.training[name]), told)
 
     @property
     def generate_options(self) -> dict[str, Any]:
@@ -126,6 +132,15 @@ class TrainingRecipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON has a form for it."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def first_layers_wanted(draft: Any) -> int | None:

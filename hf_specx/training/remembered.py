@@ -1,5 +1,6 @@
 """What the target's head reads of each text: one that is trained on again costs no other forward of the target."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ class Remembered:
     A text is read with its neighbours, whichever of them is asked for first, since rounding depends on what else is in
     a forward: so what is kept does not depend on whether a training was interrupted. Texts beyond the room are read
     each time, and so are all of a model whose logits are not what its head gives, as where they are capped or scaled.
+    States lie in one block for each phase: small tensors that stay, between large ones that are freed, would have an
+    allocator take many times their size.
 
     Args:
         target: in evaluation mode.
@@ -29,14 +32,13 @@ class Remembered:
         room: bytes, for as many texts of the largest length as fit, the first ones.
     """
 
-    def __init__(
-        self, target: PreTrainedModel, phases: Phases, reader: Reader | None = None, room: int = REMEMBERED_BYTES
-    ):
-        self.target, self.phases, self.reader, self.room = target, phases, reader or Reader(), room
+    def __init__(self, target: PreTrainedModel, phases: Phases, reader: Reader, room: int = REMEMBERED_BYTES):
+        self.target, self.phases, self.reader, self.room = target, phases, reader, room
         self.longest = phases.longest if self.reader.learn_from_prompts else phases.recipe.max_new_tokens
         self.head: Any = target.get_output_embeddings()
-        self.states: dict[int, torch.Tensor] = {}  # by the number of a text: [N, H]
-        self.bytes_per_token: int | None = None
+        self.states: dict[int, torch.Tensor] = {}  # by the number of a text: [N, H], a part of its block
+        self.blocks: dict[int, torch.Tensor] = {}  # by the number of a phase: [texts, longest, H]
+        self.most = 0 if self.head is None else math.inf  # texts; known after the first forward
 
     @torch.no_grad()
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -52,13 +54,19 @@ class Remembered:
 
     def _states(self, number: int) -> Any:
         """Those of a text, None where it is to be read anew."""
-        if number not in self.states and self._fits(number):
+        if number not in self.states and number < self.most:
             first, texts = self.phases.neighbours(number)
-            self.states |= {n: states for n, states in enumerate(self._read(texts), first) if self._fits(n)}
+            for each, states in enumerate(self._read(texts), first):
+                if each < self.most:
+                    self._keep(each, states)
         return self.states.get(number)
 
-    def _fits(self, number: int) -> bool:
-        return self.head is not None and (number + 1) * self.longest * (self.bytes_per_token or 0) <= self.room
+    def _keep(self, number: int, states: torch.Tensor) -> None:
+        phase, place = divmod(number, self.phases.recipe.texts_per_phase)
+        if phase not in self.blocks:
+            texts = min(self.phases.recipe.texts_per_phase, int(self.most) - number + place)
+            self.blocks[phase] = states.new_empty(texts, self.longest, states.shape[-1])
+        self.states[number] = self.blocks[phase][place, : len(states)].copy_(states)
 
     def _read(self, texts: Sequence[Text]) -> list[torch.Tensor]:
         """What the head reads in a forward, [N, H] for each text; none at all if that does not give the logits."""
@@ -71,12 +79,13 @@ class Remembered:
         finally:
             hook.remove()
         places = slice(-logits.shape[1] - 1, -1)
-        if self.bytes_per_token is None:
+        if self.most == math.inf:
             gives = len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
-            gives = gives and torch.equal(self.head(seen[0])[:, places].to(logits), logits)  # both where the inputs are
-            self.head = self.head if gives else None
-            self.bytes_per_token = seen[0][0, 0].nbytes if gives else 0
-        if self.head is None:
+            gives = gives and torch.equal(
+                self.head(seen[0])[:, places].to(logits), logits
+            )  # both where the inputs are
+            self.most = self.room // (self.longest * seen[0][0, 0].nbytes) if gives else 0
+        if self.most == 0:
             return []
         rows = zip(seen[0][:, places].cpu(), wanted.cpu(), strict=True)
         return [row[at] for row, at in rows]

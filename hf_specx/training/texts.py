@@ -127,11 +127,14 @@ def write_whole(file: Path, content: str) -> None:
 def fingerprint_of(model: PreTrainedModel) -> str:
     """A hash of some numbers of each weight, and of how the model generates unless it is told.
 
-    Weights that are offloaded count by their names and shapes.
+    Weights that are offloaded count by their names, shapes and types, and by where the model came from.
     """
     total = hashlib.sha256(model.generation_config.to_json_string(ignore_metadata=True).encode())
-    for name, tensor in model.state_dict().items():
-        total.update(f"{name} {list(tensor.shape)}".encode())
+    weights = model.state_dict()
+    if any(tensor.is_meta for tensor in weights.values()):
+        total.update(f"{model.name_or_path} {getattr(model.config, '_commit_hash', None)}".encode())
+    for name, tensor in weights.items():
+        total.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
         if not tensor.is_meta:
             flat = tensor.detach().flatten()
             some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()

@@ -30,7 +30,9 @@ ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
 
 
-def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: float, phases: int) -> TrainingArguments:
+def training_arguments(
+    recipe: TrainingRecipe, folder: Path, learning_rate: float, phases: int, device: torch.device
+) -> TrainingArguments:
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     Args:
@@ -38,8 +40,9 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
         folder: of the checkpoints.
         learning_rate: the largest.
         phases: as many as the recipe has; of a training that has stopped those that it had, so that none is added.
+        device: where the draft is: on a CPU it is trained there, also where there is an accelerator.
     """
-    accelerated = torch.cuda.is_available()
+    accelerated = device.type == "cuda"
     own: dict[str, Any] = {
         "output_dir": str(folder),
         "num_train_epochs": phases,
@@ -62,7 +65,7 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
         "disable_tqdm": True,
         "save_total_limit": 2,
         "bf16": accelerated and torch.cuda.is_bf16_supported(),
-        "use_cpu": not torch.accelerator.is_available(),  # without it bf16 is refused there
+        "use_cpu": device.type == "cpu",  # without it bf16 is refused there
         "dataloader_pin_memory": accelerated,
         "ddp_find_unused_parameters": False,
     }
@@ -71,14 +74,14 @@ def training_arguments(recipe: TrainingRecipe, folder: Path, learning_rate: floa
     return args
 
 
-def check_training(recipe: TrainingRecipe) -> None:
+def check_training(recipe: TrainingRecipe, device: torch.device) -> None:
     """Check the arguments that go to transformers; nothing is written.
 
     Raises:
         ValueError: transformers does not know them, or cannot do what they ask for.
     """
     try:
-        training_arguments(recipe, Path(), 1.0, 1)
+        training_arguments(recipe, Path(), 1.0, 1, device)
     except (TypeError, ValueError, ImportError) as error:
         told = str(error).removeprefix("TrainingArguments.__init__() ")
         raise ValueError(f"training={brief(recipe.training)} is refused by TrainingArguments: {told}") from error
@@ -161,6 +164,11 @@ class _EachPhase(TrainerCallback):
 
     def __init__(self, trainer: DistillationTrainer):
         self.trainer = trainer
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
+        if best.is_dir():
+            state.best_model_checkpoint = str(best)  # the folder may have been moved
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         run, phase = self.trainer.run, round(state.epoch or 0)

@@ -50,11 +50,14 @@ def test_a_pair_is_trained_and_saved(folders, tmp_path, monkeypatch, draft: str)
 
 
 def test_speed_is_measured(folders, tmp_path):
-    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", *QUICK)
+    """And the draft learns from the prompts too."""
+    given = [*QUICK, "--learn-from-prompts"]
+    result = specx(folders["target"], folders["draft"], "--out", tmp_path / "pair", *given)
     assert result.exit_code == 0, result.stderr
     assert "batch 8: " in result.stdout
-    measured = DraftTargetPair.from_pretrained(tmp_path / "pair").config.measurements
-    assert [m.batch for m in measured] == [1, 8]
+    config = DraftTargetPair.from_pretrained(tmp_path / "pair").config
+    assert [m.batch for m in config.measurements] == [1, 8]
+    assert "inside these prompts" in config.notes
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(folders, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from accelerate import cpu_offload
 from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of
 from safetensors import SafetensorError
-from tiny import tiny
+from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from training_cases import QUICK, models, same, silent, some_prompts, trained, weights
 from transformers import TrainerCallback
@@ -71,6 +71,13 @@ def test_reported_alpha_is_that_of_generating():
     assert strategy.report.alpha > result.before.high
 
 
+def test_learning_from_prompts():
+    """As the draft in the package did."""
+    result = trained(learn_from_prompts=True)
+    assert result.gain.low > 0
+    assert "inside these prompts" in result.pair.config.notes
+
+
 class Interrupt(TrainerCallback):
     """Ends the process, as far as a test can: in the middle of a phase, and as soon as anything is written."""
 
@@ -98,6 +105,23 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, undisturb
     assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
     assert again.alphas == undisturbed.alphas
     assert again.after == undisturbed.after
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("kind", ["dropout", "lora"])
+def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
+    """The state of random numbers, and adapters."""
+    if kind == "lora":
+        pytest.importorskip("peft")
+    drops = tiny("gpt2", initializer_range=0.2)
+    given = {"lora": 4, "learning_rate": 2e-2} if kind == "lora" else {"target": drops, "draft": near(drops, 0.8)}
+    undisturbed = trained(**given)
+    assert undisturbed.steps > 4
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Interrupt(6)], **given)
+    again = trained(folder=tmp_path, **given)
+    assert again.alphas == undisturbed.alphas
+    assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
 
 
 def test_a_checkpoint_that_is_half_written_does_not_count(tmp_path, undisturbed):
@@ -163,8 +187,8 @@ def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
     assert "No phase was better" in result.pair.config.notes
 
 
-def test_the_best_phase_is_taken(monkeypatch):
-    """Of three phases the second: what is returned has its α on the texts that decide."""
+def test_the_best_phase_is_taken(monkeypatch, tmp_path):
+    """Of three phases the second: what is returned has its α on the texts that decide; also from a moved folder."""
     found = [0.4, 0.5, 0.7, 0.6]
     monkeypatch.setattr("hf_specx.training.trainer.alpha", lambda sums: found[len(seen)])
     monkeypatch.setattr("hf_specx.training.distill.alpha", lambda sums: found[0])
@@ -178,9 +202,12 @@ def test_the_best_phase_is_taken(monkeypatch):
         if now.doing == EVALUATED:
             seen.append(now.alpha)
 
-    result = trained(progress=progress, callbacks=[Note()])
+    result = trained(progress=progress, callbacks=[Note()], folder=tmp_path / "here")
     assert result.alphas == found
     assert same(weights(result.pair.draft), taken[1])
+    again = trained(folder=(tmp_path / "here").rename(tmp_path / "there"))
+    assert again.alphas == found
+    assert same(weights(again.pair.draft), taken[1])
 
 
 def test_accumulated_batches_are_one_batch():
@@ -383,7 +410,9 @@ class Fail(TrainerCallback):
 
 ERRORS = {
     "memory is not enough with batch_size=8; lower it": torch.OutOfMemoryError("CUDA out of memory. Tried"),
-    "memory is not enough.* or use lora": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    "memory is not enough.* A training that has a checkpoint keeps": RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried"
+    ),
     "is full; make room and start again: it goes on": OSError(28, "No space left on device"),
     "the disk of .* is full": SafetensorError("Error while serializing: I/O error: No space left on device"),
     "is full; make room": RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/3"),

@@ -4,12 +4,15 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from other_tokens import PROMPTS, draft_of, target_of, tokenizer_of, vocabularies_of
+from tiny import tiny
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.training.distributions import losses_of, overlap
 from hf_specx.training.losses import LOSSES
-from hf_specx.training.reading import Reader, collate, own_tokens
+from hf_specx.training.reading import Reader, collate, last_logits, own_tokens
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text
 
@@ -90,6 +93,26 @@ def test_learning_from_prompts_asks_for_all_but_the_first_token():
     other, texts = vocabularies_of(KIND, "unigram"), [text for text, _ in generated("unigram")]
     asked = [int((Reader(other, said).collate(texts)["labels"] != -100).sum()) for said in (False, True)]
     assert asked[0] < asked[1] < sum(len(text.prompt) + len(text.new) - 1 for text in texts)
+
+
+@pytest.fixture
+def one_process():
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_head_is_asked_only_where_there_is_something_to_learn():
+    """Also inside what the Trainer puts around a draft where there are several processes."""
+    model, widths = tiny(), []
+    model.lm_head.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
+    batch = collate([Text([1, 2, 3, 4, 5, 6], [7, 8])])
+    plain, _ = last_logits(model, CPU, batch)
+    around, _ = last_logits(DistributedDataParallel(model), CPU, batch)
+    assert torch.equal(around, plain)
+    assert widths == [3, 3]
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -1,5 +1,7 @@
 """Recipes: the distributions that text is drawn from, what is refused."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import tiny
@@ -9,6 +11,7 @@ from hf_specx.training.held_out import logits_where_written
 from hf_specx.training.reading import collate
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Text
+from hf_specx.training.trainer import training_arguments
 
 
 SAMPLED = ({}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 1.4, "top_p": 0.8, "top_k": 12})
@@ -76,6 +79,15 @@ def test_only_what_the_target_wrote_counts(keeps: bool):
     torch.testing.assert_close(found, torch.cat([alone[0][1:4], alone[1][3:4]]))
 
 
+def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
+    """Also where there is an accelerator; and in its own precision."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    args = training_arguments(TrainingRecipe(), tmp_path, 1e-3, 1, torch.device("cpu"))
+    assert (args.device.type, args.bf16) == ("cpu", False)
+
+
 WRONG = {
     "loss='kl' is unknown; choose one of forward_kl, reverse_kl": {"loss": "kl"},
     "temperature=0 is not above 0": {"temperature": 0},
@@ -88,6 +100,9 @@ WRONG = {
     "seed=-1 is not an int of 0 or more": {"seed": -1},
     "lora=0 is no rank": {"lora": 0},
     "learning_rate=0.0 is no number above 0": {"learning_rate": 0.0},
+    "learning_rate='1e-3' is no number above 0": {"learning_rate": "1e-3"},
+    "'save_only_model'.*is set by distill": {"training": {"save_only_model": True}},
+    "'logging_dir'.* cannot be written as JSON": {"training": {"logging_dir": Path("x")}},
     "loss='reverse_kl' is infinite where": {"loss": "reverse_kl", "top_p": 0.9},
     "'max_steps'.*is set by distill": {"training": {"max_steps": 5}},
     "'fsdp'.*the draft is whole on each device, since every process writes texts": {

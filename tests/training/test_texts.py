@@ -1,15 +1,17 @@
 """Texts: those of plain `generate`, whatever the draft; which of them a phase has; how they are kept."""
 
+import copy
 import json
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from counting import counting
-from tiny import near
+from tiny import near, tiny
 from training_cases import models, some_prompts
 
 from hf_specx.training.recipe import TrainingRecipe
-from hf_specx.training.texts import Phases, Writer, seed_of
+from hf_specx.training.texts import Phases, Writer, fingerprint_of, seed_of
 
 
 pytestmark = pytest.mark.usefixtures("draft_pays")
@@ -61,6 +63,16 @@ def test_kept_texts_are_taken_only_for_what_they_were_made_of(tmp_path):
     for other in (writer(tmp_path, max_new_tokens=8), writer(tmp_path, seed=1), writer(tmp_path, temperature=0.5)):
         assert other.write("some", some_prompts(3)) != texts
     assert first.write("some", some_prompts(4))[:3] == texts
+
+
+def test_targets_that_differ_in_precision_or_name():
+    """Weights that are offloaded cannot be read."""
+    offloaded = [cpu_offload(tiny(), torch.device("cpu")) for _ in range(2)]
+    for number, model in enumerate(offloaded):
+        model.name_or_path = f"org/{number}"
+    half = tiny().to(torch.bfloat16)
+    models = [half, copy.deepcopy(half).float(), *offloaded]
+    assert len({fingerprint_of(model) for model in models}) == 4
 
 
 def test_a_file_that_is_half_written_is_not_read(tmp_path):
