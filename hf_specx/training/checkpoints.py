@@ -119,8 +119,6 @@ def _remedy(error: Exception, folder: Path, batch_size: int) -> str | None:
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
         same = "with training={'gradient_accumulation_steps': ...} raised as much, the result is the same"
         told = f"memory is not enough with batch_size={batch_size}; lower it ({same} within rounding), lower "
-        told += (
-            "max_new_tokens, or use lora. A training that has a checkpoint keeps its settings: name another folder. "
-        )
+        told += "max_new_tokens, or use lora. A training with a checkpoint keeps its settings: name another folder. "
         return f"{told}torch said: {text.splitlines()[0]}"
     return None

@@ -42,9 +42,8 @@ def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedMode
         draft.load_state_dict(layers.state_dict())
         own = dict(draft.named_buffers())
         for name, buffer in layers.named_buffers():
-            own[name].data = buffer.to(
-                own[name].device, copy=True
-            )  # such as rotary frequencies: not in the state, nor in the weights' dtype
+            # such as rotary frequencies: not in the state, nor in the weights' dtype
+            own[name].data = buffer.to(own[name].device, copy=True)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{told} {error}") from error
     draft.generation_config = copy.deepcopy(target.generation_config)

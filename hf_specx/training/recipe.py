@@ -111,9 +111,8 @@ class TrainingRecipe:
             told = f"training={{{name!r}: ...}}: the draft is whole on each device, since every process writes texts "
             told += "with it; leave it out, and lower batch_size or use lora if memory is short."
             require(name not in OF_SHARDS, told)
-            told = (
-                f"training={{{name!r}: {brief(self.training[name])}}} cannot be written as JSON; give a plain value."
-            )
+            given = f"training={{{name!r}: {brief(self.training[name])}}}"
+            told = f"{given} cannot be written as JSON; give a plain value."
             require(is_plain(self.training[name]), told)
 
     @property

@@ -81,9 +81,7 @@ class Remembered:
         places = slice(-logits.shape[1] - 1, -1)
         if self.most == math.inf:
             gives = len(seen) == 1 and seen[0].dim() == 3  # [B, L, H], or [B, K + 1, H]
-            gives = gives and torch.equal(
-                self.head(seen[0])[:, places].to(logits), logits
-            )  # both where the inputs are
+            gives = gives and torch.equal(self.head(seen[0])[:, places].to(logits), logits)
             self.most = self.room // (self.longest * seen[0][0, 0].nbytes) if gives else 0
         if self.most == 0:
             return []

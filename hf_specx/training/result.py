@@ -24,8 +24,7 @@ class Distilled:
     Attributes:
         pair: the target with the trained draft, in the precision of the one that was given.
         before, after, gain: α on held-out prompts that had no part in the training, and the difference text by text,
-            each with its 95% interval;
-            under temperature, top-p and top-k alone: other processors of the target's are not counted.
+            each with its 95% interval; under temperature, top-p and top-k alone, whatever else its config has.
         alphas: α on the held-out prompts by which training stops, before it and after each phase.
         steps: of the optimizer, up to the weights that were taken.
         recipe: how the draft was trained.
