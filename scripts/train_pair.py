@@ -219,7 +219,7 @@ def distil_draft(
 
 
 def held_out_alpha(
-    target: LlamaForCausalLM, drafts: dict[str, LlamaForCausalLM], made: Distilled, seed: int, work: Path
+    target: LlamaForCausalLM, drafts: dict[str, Any], made: Distilled, seed: int, work: Path
 ) -> dict[str, str]:
     """α of each draft on longer texts than those of the training, and what the second has more than the first."""
     recipe = TrainingRecipe(max_new_tokens=MEASURED, seed=seed)
