@@ -200,7 +200,8 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
     """The embedding of a decoder-only model's text, or of what an encoder reads; None if it is not a plain table."""
     if model.config.is_encoder_decoder != encoded:
         return None
-    embedding = (model.get_encoder() if encoded else model).get_input_embeddings()
+    reads: Any = model.get_encoder() if encoded else model
+    embedding = (reads if hasattr(reads, "get_input_embeddings") else model).get_input_embeddings()  # FSMT's has none
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 

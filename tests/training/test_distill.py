@@ -410,7 +410,7 @@ class Fail(TrainerCallback):
 
 ERRORS = {
     "memory is not enough with batch_size=8; lower it": torch.OutOfMemoryError("CUDA out of memory. Tried"),
-    "memory is not enough.* A training that has a checkpoint keeps": RuntimeError(
+    "memory is not enough.* A training with a checkpoint keeps": RuntimeError(
         "DefaultCPUAllocator: can't allocate memory: you tried"
     ),
     "is full; make room and start again: it goes on": OSError(28, "No space left on device"),
