@@ -1,10 +1,12 @@
 """Train the draft of the embedded pair for English documentation: `pydoc_data.topics`, half of it held out.
 
 The embedded pair knows the source code of the standard library; this is a text that neither model was trained on.
+`--fine-tune` trains the target on it first, by transformers' `Trainer`: a target that has no draft of its own.
 
     python scripts/distill_topics.py --folder build/topics             # goes on if it was interrupted
     python scripts/distill_topics.py --folder build/topics --speed     # then: both drafts and plain generate, in turns
-    python scripts/distill_topics.py --draft layers:2 --folder build/layers     # from the target's first two layers
+    python scripts/distill_topics.py --folder build/tuned --fine-tune 300       # the draft of a fine-tuned target
+    python scripts/distill_topics.py --folder build/layers --draft layers:2     # from the target's first two layers
 """
 
 import statistics
@@ -15,7 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import PreTrainedModel
+from safetensors.torch import load_model, save_model
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender
@@ -43,6 +46,39 @@ def topic_prompts(pair: DraftTargetPair, tokens: int = PROMPT_TOKENS) -> tuple[l
         halves[number % 2].extend(ids[start : start + length] for start in starts)
     every = max(1, len(halves[1]) // HELD_OUT)
     return halves[0], halves[1][::every][:HELD_OUT]
+
+
+def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: bool) -> None:
+    """Train the target on the half that is not held out, or take what an earlier run of this folder has trained."""
+    file, (learned, held_out) = folder / f"target-{steps}.safetensors", topic_prompts(pair, LEARNED)
+    before = loss(pair.target, held_out)
+    if file.exists():
+        load_model(pair.target, file)
+    else:
+        data = [{"input_ids": ids, "labels": ids} for ids in learned if len(ids) == LEARNED]
+        args = TrainingArguments(
+            str(folder),
+            max_steps=steps,
+            learning_rate=5e-4,
+            warmup_steps=steps // 10,
+            per_device_train_batch_size=8,
+            bf16=bf16,
+            seed=seed,
+            save_strategy="no",
+            report_to="none",
+        )
+        Trainer(pair.target, args, train_dataset=data).train()  # type: ignore[arg-type]  # a list is a dataset
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(pair.target, str(file))
+    after = loss(pair.target.eval(), held_out)
+    console.print(f"the target's loss on the other half: {before:.2f} nats a token, {after:.2f} after {steps} steps")
+
+
+@torch.no_grad()
+def loss(model: PreTrainedModel, texts: list[list[int]]) -> float:
+    """Nats a token on texts of one length."""
+    ids = torch.tensor(texts)
+    return float(model(ids, labels=ids).loss)
 
 
 def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any) -> Distilled:
@@ -85,20 +121,24 @@ def compare(pair: DraftTargetPair, drafts: dict[str, PreTrainedModel], rows: int
 
 def main(
     draft: Annotated[str, typer.Option(help="embedded, or layers:N")] = "embedded",
-    folder: Annotated[Path | None, typer.Option(help="texts and checkpoints; none are kept if not given")] = None,
-    loss: str = TrainingRecipe().loss,
+    folder: Annotated[Path, typer.Option(help="weights, texts and checkpoints")] = Path("build/topics"),
+    fine_tune_steps: Annotated[int, typer.Option("--fine-tune", help="steps that the target is trained first")] = 0,
+    loss_name: Annotated[str, typer.Option("--loss")] = TrainingRecipe().loss,
     phases: int = 16,
     texts_per_phase: int = 64,
     passes: int = 4,
     learn_from_prompts: bool = False,
     learning_rate: float | None = None,
     seed: int = 0,
+    bf16: Annotated[bool, typer.Option("--bf16", help="training in mixed precision, faster on some CPUs")] = False,
     speed: Annotated[bool, typer.Option("--speed", help="time the drafts after the training")] = False,
 ) -> None:
     pair = DraftTargetPair.embedded()
-    how: dict[str, Any] = {"loss": loss, "phases": phases, "texts_per_phase": texts_per_phase, "passes": passes}
-    how |= {"learn_from_prompts": learn_from_prompts}
-    result = train(pair, draft, folder, **how, learning_rate=learning_rate, seed=seed)
+    if fine_tune_steps:
+        fine_tune(pair, fine_tune_steps, folder, seed, bf16)
+    how: dict[str, Any] = {"loss": loss_name, "phases": phases, "texts_per_phase": texts_per_phase, "passes": passes}
+    how |= {"learn_from_prompts": learn_from_prompts, "patience": phases, "training": {"bf16": True} if bf16 else {}}
+    result = train(pair, draft, folder / "draft", **how, learning_rate=learning_rate, seed=seed)
     console.print(str(result))
     for rows in (1, 8) if speed else ():
         compare(pair, {"shipped draft": pair.models[1], "trained draft": result.pair.models[1]}, rows)

@@ -1,4 +1,4 @@
-"""Offline, quiet and on one thread; versions in the header."""
+"""Offline, quiet and on one thread, here and in processes that tests start; versions in the header."""
 
 import os
 import shutil
@@ -7,6 +7,7 @@ import weakref
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # two threads that share a core with another process wait for each other
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp()  # of this process: others must not write there meanwhile
 
 import pytest
