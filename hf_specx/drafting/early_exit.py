@@ -15,6 +15,7 @@ from hf_specx.common.round import Draft
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Notes
 from hf_specx.layouts.ragged import RaggedDecoder
+from hf_specx.scheduling.prior import ForwardSize
 
 from .candidates import SampledCandidateGenerator
 from .drafter import Drafter, Reading
@@ -61,7 +62,7 @@ class EarlyExitDraft(Drafter):
 
     def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
         """The drafter of one call with this target."""
-        return EarlyExitDrafter(self.first_layers(target))
+        return EarlyExitDrafter(self.first_layers(target), self.exit_layer)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
@@ -109,9 +110,18 @@ class EarlyExitDraft(Drafter):
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):
-    """Samples candidates from the first layers of a target; see `EarlyExitDraft`."""
+    """Samples candidates from the first layers of a target, so many of them; see `EarlyExitDraft`."""
 
     source = "early exit"
+
+    def __init__(self, model: PreTrainedModel, layers: int):
+        super().__init__(model)
+        self.layers = layers
+
+    def size(self) -> ForwardSize | None:
+        """That of these layers, while the config is the whole target's."""
+        size = super().size()
+        return size and size._replace(layers=self.layers)
 
     def _decoder(self, reading: Reading) -> Decoder:
         target = reading.target

@@ -8,7 +8,7 @@ from tiny import near, prompts, tiny
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hf_specx import SpeculativeDecoding, SuffixDraft
+from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
 from hf_specx.scheduling.costs import SHARE, Costs
 from hf_specx.scheduling.measuring import TIMED_ROUNDS
 from hf_specx.scheduling.prior import ACCELERATOR, NOTHING, QUERY_LENGTHS, ForwardSize, assumed_times, size_of
@@ -48,6 +48,10 @@ def test_plain_steps_give_no_time_for_measuring():
         target.generate(**prompts(2), **SAMPLED, eos_token_id=None, custom_generate=strategy)
     assert len(seen) == 3 * SAMPLED["max_new_tokens"]
     assert strategy.costs.allowance == 0
+
+
+def test_an_early_exit_costs_what_a_model_of_its_layers_costs():
+    assert EarlyExitDraft(2).of(tiny(num_hidden_layers=5)).size() == size_of(tiny(num_hidden_layers=2))
 
 
 def test_what_is_assumed_is_not_reported_as_measured():
