@@ -23,9 +23,12 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender
 from hf_specx.measure.timer import Timer, speedups
+from hf_specx.training.checkpoints import TEXTS
 from hf_specx.training.distill import distill
+from hf_specx.training.held_out import estimate, measure_alpha
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.result import Distilled
+from hf_specx.training.texts import Writer
 
 
 PROMPT_TOKENS, APART = 64, 128  # tokens of a prompt, and from the start of one to the start of the next
@@ -63,6 +66,7 @@ def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: 
             warmup_steps=steps // 10,
             per_device_train_batch_size=8,
             bf16=bf16,
+            use_cpu=not torch.cuda.is_available(),
             seed=seed,
             save_strategy="no",
             report_to="none",
@@ -81,7 +85,7 @@ def loss(model: PreTrainedModel, texts: list[list[int]]) -> float:
     return float(model(ids, labels=ids).loss)
 
 
-def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any) -> Distilled:
+def train(pair: DraftTargetPair, draft: str, folder: Path, **options: Any) -> Distilled:
     """Train the embedded draft, or "layers:N"."""
     prompts, held_out = topic_prompts(pair, LEARNED if options.get("learn_from_prompts") else PROMPT_TOKENS)
     console.print(f"{len(prompts)} prompts to train on, {len(held_out)} held out")
@@ -96,6 +100,17 @@ def train(pair: DraftTargetPair, draft: str, folder: Path | None, **options: Any
         draft_tokenizer=pair.tokenizer,
         **options,
     )
+
+
+def on_learned_prompts(pair: DraftTargetPair, made: Distilled, folder: Path) -> str:
+    """α of both drafts after prompts that were trained on: how much of what is missing more prompts could bring."""
+    known = made.split.training[:: max(1, len(made.split.training) // HELD_OUT)][:HELD_OUT]
+    writer = Writer(pair.target, made.pair.models[1], made.recipe, folder / TEXTS)
+    texts = writer.write("learned", [ids[:PROMPT_TOKENS] for ids in known])
+    drafts = pair.models[1], made.pair.models[1]
+    shipped, trained = (measure_alpha(pair.target, each, texts, made.recipe, made.recipe.batch_size) for each in drafts)
+    gain = estimate(trained, shipped)
+    return f"after prompts that were trained on: {estimate(shipped)} shipped, {estimate(trained)} trained, gain {gain}"
 
 
 def compare(pair: DraftTargetPair, drafts: dict[str, PreTrainedModel], rows: int) -> None:
@@ -139,7 +154,8 @@ def main(
     how: dict[str, Any] = {"loss": loss_name, "phases": phases, "texts_per_phase": texts_per_phase, "passes": passes}
     how |= {"learn_from_prompts": learn_from_prompts, "patience": phases, "training": {"bf16": True} if bf16 else {}}
     result = train(pair, draft, folder / "draft", **how, learning_rate=learning_rate, seed=seed)
-    console.print(str(result))
+    console.print(str(result), soft_wrap=True)
+    console.print(on_learned_prompts(pair, result, folder / "draft"), soft_wrap=True)
     for rows in (1, 8) if speed else ():
         compare(pair, {"shipped draft": pair.models[1], "trained draft": result.pair.models[1]}, rows)
 
