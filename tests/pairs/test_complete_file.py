@@ -12,7 +12,7 @@ import pytest
 import torch
 from completing import MANY, SAMPLED, load, save
 from tiny_tokenizer import tiny_tokenizer
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from zoo import build
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
@@ -138,6 +138,8 @@ def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
 
     assert told(logits_processor=[Processor(0.5)]) == told(logits_processor=[Processor(0.5)])
     assert told(logits_processor=[Processor(0.5)]) != told(logits_processor=[Processor(0.6)])
+    for kind in (LogitsProcessorList, StoppingCriteriaList, tuple):
+        assert told(given=kind([Processor(0.5)])) == told(given=[Processor(0.5)])
     assert told(max_batch_tokens=100) == told()
     before, weight = told(), next(pair.draft.parameters())
     weight.data[0, 0] += 1
@@ -145,6 +147,13 @@ def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
         assert told() != before
     finally:
         weight.data[0, 0] -= 1
+
+
+def test_a_pair_that_was_moved_is_the_same(tmp_path: Path):
+    out = load(save(tmp_path / "pair")).complete(TEXTS[:1], out=tmp_path / "done.jsonl", **SAMPLED)
+    (tmp_path / "pair").rename(tmp_path / "moved")
+    load(tmp_path / "moved").complete(TEXTS[:2], out=out, **SAMPLED)
+    assert out.read_bytes().count(b"\n") == 2
 
 
 def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
