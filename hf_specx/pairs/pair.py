@@ -120,7 +120,8 @@ class DraftTargetPair(NoModel):
             **kwargs: see `load_pair`.
 
         Raises:
-            ValueError: the pair's files are incomplete, wrong or unsafe; nothing of them is loaded then.
+            ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not
+                loaded.
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
