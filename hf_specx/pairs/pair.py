@@ -136,8 +136,10 @@ class DraftTargetPair(NoModel):
             **kwargs: see `load_pair`.
         """
         if dtype in (None, "auto"):
-            spread = kwargs.get("device_map") not in (None, "cpu") and torch.accelerator.is_available()
-            dtype = "auto" if spread else torch.float32
+            places = kwargs.get("device_map")
+            places = places.values() if isinstance(places, dict) else [places]
+            on_cpu = all(str(place) in ("None", "cpu") for place in places) or not torch.accelerator.is_available()
+            dtype = torch.float32 if on_cpu else "auto"
         return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
 
     complete = complete_texts
