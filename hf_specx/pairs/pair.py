@@ -160,7 +160,7 @@ class DraftTargetPair(NoModel):
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Upload the pair with its card, and with the code to use it without this package.
+        """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
 
         Args:
             repo_id: "owner/name".
