@@ -259,13 +259,13 @@ class Waiting:
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""
-        given = [x for name in ("logits_processor", "stopping_criteria") for x in self.options.get(name) or []]
-        shared = next((name for x in given if (name := type(x).__name__) in stateful), None)
-        told = (
-            f"{shared} may keep state, and all requests would share it; give each its own, as "
-            f"Request(..., logits_processor=[{shared}(...)]), or set its attribute stateless = True if it keeps none."
-        )
-        require(shared is None, told)
+        remedies = {"logits_processor": "give each its own, to generate_many as Request(..., logits_processor=[...])"}
+        remedies["stopping_criteria"] = "call generate for each"
+        for name, remedy in remedies.items():
+            kinds = [type(given).__name__ for given in self.options.get(name) or []]
+            shared = next((kind for kind in kinds if kind in stateful), None)
+            told = f"{shared} may keep state, and all requests would share it; {remedy}, or set its attribute "
+            require(shared is None, f"{told}stateless = True if it keeps none.")
 
 
 def _check_types(request: Request) -> None:

@@ -64,7 +64,7 @@ class Settings:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_runs(self.batch_sizes)
+        check_runs(self.batch_sizes, name="batch_sizes")
         check_sampling(self.temperature, self.top_p, self.top_k)
         names, number = self.verifications, self.num_draft_tokens
         known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)

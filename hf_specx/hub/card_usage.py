@@ -38,13 +38,15 @@ class Card:
 
     Attributes:
         config: of the pair.
-        name: id of its repository, "embedded", or a title for a pair that is not published.
+        name: id or folder of its repository, "embedded", or a title for a pair that is not published.
         published: whether its repository has the code to use it.
+        title: what the pair is called.
     """
 
     config: PairConfig
     name: str
     published: bool
+    title: str
 
     @property
     def auto_class(self) -> str:
@@ -54,7 +56,7 @@ class Card:
     @property
     def chats(self) -> bool:
         """Whether the target expects a conversation, judging by its name."""
-        return self.auto_class == TEXT and CHATS.search(self.config.target.name or self.name) is not None
+        return self.auto_class == TEXT and CHATS.search(self.config.target.name or self.title) is not None
 
     @property
     def embedded(self) -> bool:

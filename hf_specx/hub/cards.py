@@ -42,15 +42,16 @@ HEADER = (
 )
 
 
-def render(config: PairConfig, name: str, published: bool = False) -> str:
+def render(config: PairConfig, name: str, published: bool = False, title: str | None = None) -> str:
     """The model card of a pair, with front matter; equal arguments give the same text.
 
     Args:
         config: of the pair. A fact that is None is shown as "not checked", a missing figure as "not measured".
-        name: id of its repository, "embedded", or both models' ids for a pair that is not published.
+        name: id or folder of its repository, "embedded", or both models' ids for a pair that is not published.
         published: whether its repository has the code to use it, in `custom_generate/`.
+        title: what the pair is called; `name` unless given.
     """
-    card = Card(config, name, published)
+    card = Card(config, name, published, title or name)
     sections = [
         _front_matter(card),
         f"# {_title(card)}",
@@ -108,7 +109,7 @@ def _front_matter(card: Card) -> str:
 
 
 def _title(card: Card) -> str:
-    return "The embedded pair" if card.embedded else escaped(card.name)
+    return "The embedded pair" if card.embedded else escaped(card.title)
 
 
 def _description(card: Card) -> str:

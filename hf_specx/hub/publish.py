@@ -8,8 +8,9 @@ from typing import Any
 from huggingface_hub import HfApi
 from transformers.utils import CHAT_TEMPLATE_DIR
 
+from hf_specx.common.errors import require
 from hf_specx.pair_files import pair_source
-from hf_specx.pair_files.pair_config import PairConfig
+from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 from .cards import render
 from .flatten import SOURCE, published_code
@@ -18,7 +19,7 @@ from .saving import save
 
 
 CODE = "custom_generate"
-NEEDS = {"torch": "2.6", "transformers": "5.17"}  # the lowest versions, as in pyproject.toml
+NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
 SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # by `save`
 
 
@@ -35,8 +36,7 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
     for module, text in (published_code() | {SOURCE: source}).items():
         (code / f"{module}.py").write_text(text, encoding="utf-8")
-    needs = "".join(f"{package}>={lowest}\n" for package, lowest in NEEDS.items())
-    (code / "requirements.txt").write_text(needs, encoding="utf-8")
+    (code / "requirements.txt").write_text("".join(f"{bound}\n" for bound in NEEDS), encoding="utf-8")
 
 
 def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
@@ -56,14 +56,14 @@ def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfi
     path = Path(folder).absolute()
 
     def finish(new: Path, config: PairConfig) -> None:
-        _write_card(new, config, path.name)
+        _write_card(new, config, str(path), path.name)
         write_code(new, str(path))
 
     return save(pair, path, finish=finish, **options)
 
 
-def _write_card(folder: Path, config: PairConfig, name: str) -> None:
-    (folder / "README.md").write_text(render(config, name, published=True), encoding="utf-8")
+def _write_card(folder: Path, config: PairConfig, name: str, title: str) -> None:
+    (folder / "README.md").write_text(render(config, name, published=True, title=title), encoding="utf-8")
 
 
 def _is_saved(name: str) -> bool:
@@ -85,6 +85,9 @@ def publish(
 ) -> str:
     """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
 
+    In a repository that is a pair already, files of the kinds in `SAVED` that are at the root or in `draft/`, and code
+    in `custom_generate/`, are deleted if this pair has none of their name, whoever wrote them.
+
     Args:
         pair: a `DraftTargetPair`.
         repo_id: "owner/name"; made if it does not exist.
@@ -97,7 +100,7 @@ def publish(
         The second commit.
 
     Raises:
-        ValueError: as `save`, and if `repo_id` cannot be the name of a repository.
+        ValueError: as `save`; or `repo_id` cannot be the name of a repository, or is one with such files and no pair.
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
@@ -106,7 +109,7 @@ def publish(
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work) / "pair"
             config = save(pair, folder, target=target, draft=draft)
-            _write_card(folder, config, repo_id)
+            _write_card(folder, config, repo_id, repo_id)
             api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
@@ -125,7 +128,10 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
     if to["revision"] is not None:
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
-    stale = [name for name in api.list_repo_files(**to) if _is_saved(name)]
+    there = api.list_repo_files(**to)
+    stale = sorted(filter(_is_saved, there))
+    told = f"{to['repo_id']} is no pair, and has {stale[:3]}, which a pair would replace; name another repository."
+    require(CONFIG_NAME in there or not stale, told)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
     write_code(folder, to["repo_id"], models.oid)
     return api.upload_folder(

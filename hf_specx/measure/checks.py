@@ -11,10 +11,10 @@ from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_writable
 
 
-def check_runs(batches: Sequence[int], repeats: int = 1) -> None:
-    """Whether there are batches of these sizes, and timed runs of them."""
+def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") -> None:
+    """Whether there are batches of these sizes, an argument of this name, and timed runs of them."""
     sizes = batches and all(size >= 1 for size in batches) and len(set(batches)) == len(batches)
-    told = f"batches={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
+    told = f"{name}={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
     require(bool(sizes), told)
     require(repeats >= 1, f"repeats={repeats} is no number of timed runs; give 1 or more.")
 

@@ -2,7 +2,8 @@
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,6 +27,11 @@ from .schema import HUB_ID
 
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 SIZE = ("parameters", "max_positions")
+REMEDIES = {  # for who loads a pair; a call has none of these arguments
+    "pass trust_remote_code=True": "load the draft yourself and pass draft_model=",
+    "pass use_safetensors=False": "load the draft yourself and pass draft_model=",
+    "as target= or draft=": "as draft_model=",
+}
 
 
 class Found(NamedTuple):
@@ -61,12 +67,26 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
         ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    source = find_source(target, given.get("revision"), hub)
-    with LOADING:
-        loaded = LOADED.setdefault(target, {})
-        if source not in loaded:
-            loaded[source] = _load(target, *source, hub)
-        return loaded[source]
+    with _remedies_of_a_call():
+        source = find_source(target, given.get("revision"), hub)
+        with LOADING:
+            loaded = LOADED.setdefault(target, {})
+            if source not in loaded:
+                loaded[source] = _load(target, *source, hub)
+            return loaded[source]
+
+
+@contextmanager
+def _remedies_of_a_call() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        told = str(error)
+        for of_pair, of_call in REMEDIES.items():
+            told = told.replace(of_pair, of_call)
+        if told == str(error):
+            raise
+        raise ValueError(told) from error
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:

@@ -61,14 +61,14 @@ def complete(
             nor changed.
         out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"}; in the order of the prompts once
             it is complete. Beside it `out` + ".arguments" says what it was made with.
-        **options: of `generate` and `SpeculativeDecoding`, such as `max_new_tokens`.
+        **options: of `generate` and `SpeculativeDecoding`; a processor or criterion of yours needs `stateless = True`.
 
     Returns:
         Without `out`, what was generated for each text, without special tokens, on every process; else the file.
 
     Raises:
         ValueError: a prompt has no tokens or can never be completed (without `out`), an option belongs to a single
-            call, the models are in shards, or the file is of other prompts or options.
+            call or may keep state, the models are in shards, or the file is of other prompts or options.
         OSError: the file cannot be written; what it holds stays good.
         RuntimeError: another process failed (without `out`).
     """

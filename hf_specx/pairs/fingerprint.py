@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 NUMBERS = 64  # of each weight, that tell one model from another
 INDIFFERENT = ("max_batch_tokens", "costs")  # a text does not depend on them
-_NOISE = ("transformers_version", "_from_model_config")  # of a config
+_NOISE = ("transformers_version", "_from_model_config", "_name_or_path")  # of a config
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -78,7 +78,7 @@ def plain_value(value: Any) -> Any:
         value = {name: item for name, item in value.to_dict().items() if item is not None and name not in _NOISE}
     if isinstance(value, dict):
         return {str(name): plain_value(item) for name, item in sorted(value.items(), key=lambda item: str(item[0]))}
-    if type(value) in (list, tuple):
+    if isinstance(value, list | tuple):  # also a `LogitsProcessorList`
         return [plain_value(item) for item in value]
     kind = value if hasattr(value, "__qualname__") else type(value)
     attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if isinstance(item, _PLAIN)}

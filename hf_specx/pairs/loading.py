@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import last_device
+from hf_specx.common.errors import require
 from hf_specx.pair_files.exit_head import get_head, with_head
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.fetch import (
@@ -78,15 +79,15 @@ def load_pair(
         **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
 
     Raises:
-        ValueError: the pair's files are incomplete, wrong or unsafe.
+        ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not loaded.
     """
-    own = _own(kwargs, draft_kwargs or {})
-    hub = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     trust, sizes = {"trust_remote_code": trust_remote_code}, {"max_memory": max_memory, "cache_tokens": cache_tokens}
     shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     pair, config = get_pair(name_or_path, revision, **hub)
     weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
+    _check_used(asked, device_map, own["target"].get("quantization_config"), draft_device_map, draft_kwargs)
     checks = trust | {"use_safetensors": use_safetensors}
     found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
     if any(each.changed for each in found.values()):
@@ -114,6 +115,25 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
     return {"target": target, "draft": draft_kwargs}
+
+
+def _check_used(
+    asked: dict[str, Any], device_map: Any, quantization_config: Any, draft_device_map: Any, draft_kwargs: Any
+) -> None:
+    """Whether the models that arguments are for are loaded at all.
+
+    Args:
+        asked: by role, what takes the place of the pair's own model; without the draft where it has no weights.
+        device_map, ..., draft_kwargs: of `load_pair`.
+    """
+    of_target = {"device_map": device_map, "quantization_config": quantization_config}
+    of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": draft_kwargs or None}
+    for role, given in {"target": of_target, "draft": of_draft}.items():
+        loaded = role in asked and not isinstance(asked[role], PreTrainedModel)
+        why = "is given as a model" if role in asked else "of this pair has no weights of its own"
+        for name, value in given.items():
+            told = f"{name}= says how the {role} is loaded, and the {role} {why}; leave it out."
+            require(loaded or value is None, told)
 
 
 class FoundModel(NamedTuple):
@@ -185,15 +205,14 @@ def _tokenizers(
 ) -> tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]:
     """The target's tokenizer (the pair's, unless the target is from elsewhere), and the draft's, if it may differ."""
     own = get_tokenizer(pair, "", config.tokenizers, trust_remote_code)
-    others = []
-    for each in found.values():
-        elsewhere = None if each.files is None or each.files == pair else each.files
-        others.append(elsewhere and get_tokenizer(elsewhere, each.source.subfolder, None, trust_remote_code))
-    if config.draft_tokenizer is not None and "draft" in found and found["draft"].files == pair:
-        folder = found["draft"].source.subfolder
-        others[-1] = get_tokenizer(pair, folder, config.draft_tokenizer, trust_remote_code)
-    target, draft = others[0], others[-1]
-    return target or own, draft or (own if target else None)
+    others = {}
+    for role, each in found.items():
+        named = each.source != ModelSource()  # by the pair, and not given in place of what it names
+        facts = config.draft_tokenizer if role == "draft" and named else None
+        if each.files is not None and (each.files != pair or facts is not None):
+            others[role] = get_tokenizer(each.files, each.source.subfolder, facts, trust_remote_code)
+    target, draft = others.get("target"), others.get("draft")
+    return target or own, draft or (own if target and "draft" in found else None)
 
 
 def _reference(found: FoundModel) -> ModelSource | None:

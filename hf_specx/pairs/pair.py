@@ -120,7 +120,8 @@ class DraftTargetPair(NoModel):
             **kwargs: see `load_pair`.
 
         Raises:
-            ValueError: the pair's files are incomplete, wrong or unsafe; nothing of them is loaded then.
+            ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not
+                loaded.
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)
@@ -135,8 +136,10 @@ class DraftTargetPair(NoModel):
             **kwargs: see `load_pair`.
         """
         if dtype in (None, "auto"):
-            spread = kwargs.get("device_map") not in (None, "cpu") and torch.accelerator.is_available()
-            dtype = "auto" if spread else torch.float32
+            places = kwargs.get("device_map")
+            places = places.values() if isinstance(places, dict) else [places]
+            on_cpu = all(str(place) in ("None", "cpu") for place in places) or not torch.accelerator.is_available()
+            dtype = torch.float32 if on_cpu else "auto"
         return cls.from_loaded(load_pair(embedded_folder(), dtype=dtype, **kwargs))
 
     complete = complete_texts
@@ -157,7 +160,7 @@ class DraftTargetPair(NoModel):
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """Upload the pair with its card, and with the code to use it without this package.
+        """Upload the pair with its card and the code to use it without this package, in place of an earlier pair.
 
         Args:
             repo_id: "owner/name".

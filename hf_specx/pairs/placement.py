@@ -19,7 +19,7 @@ from transformers.integrations.accelerate import (
 from transformers.quantizers.auto import get_hf_quantizer
 
 from hf_specx.common.errors import require
-from hf_specx.pair_files.loading import auto_class
+from hf_specx.pair_files.facts import auto_class
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 

@@ -22,13 +22,9 @@ class Meter:
         self.emitted = self.drafted = self.accepted = 0
 
     def observe(self, done: Round) -> None:
-        self.add(sum(done.emitted), sum(done.draft.lengths), sum(done.accepted))
-
-    def add(self, emitted: int, drafted: int, accepted: int) -> None:
-        """Count tokens of any number of rounds."""
-        self.emitted += emitted
-        self.drafted += drafted
-        self.accepted += accepted
+        self.emitted += sum(done.emitted)
+        self.drafted += sum(done.draft.lengths)
+        self.accepted += sum(done.accepted)
 
     def said(self, seconds: float) -> str:
         """Tokens in a second, and the share of candidates that were accepted."""

@@ -22,13 +22,13 @@ class CompletedText:
     Attributes:
         prompt: it.
         text: what was generated, without special tokens; None if the prompt was refused.
-        finish_reason: as in `Completion`; None where whole batches do not tell.
+        finish_reason: as in `Completion`.
         error: why the prompt was refused.
     """
 
     prompt: NumberedText
     text: str | None
-    finish_reason: str | None
+    finish_reason: str
     error: str | None = None
 
     def line(self) -> bytes:

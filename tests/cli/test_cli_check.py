@@ -101,7 +101,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch", "0"], "batches=[0]"),
+        (["--batch", "0"], "batch_sizes=[0]"),
         (["--new-tokens", "1"], "new_tokens=1 and samples=None leave nothing to compare"),
         (["--temperature", "0"], "--temperature 0.0 is not above 0"),
         (["--verification", "magic"], "give some of greedy, coupled, token, block"),

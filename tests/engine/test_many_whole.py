@@ -145,6 +145,8 @@ def test_state_that_requests_would_share_is_refused():
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3)
     found = completed(strategy, target, [[1, 2]], logits_processor=[Counting()], **GREEDY)
     assert "Counting may keep state, and all requests would share it; give each its own" in found[0].error
+    found = completed(strategy, target, [[1, 2]], stopping_criteria=[Counting()], **GREEDY)
+    assert "all requests would share it; call generate for each, or set" in found[0].error
 
 
 @pytest.mark.parametrize("of_call", [True, False])

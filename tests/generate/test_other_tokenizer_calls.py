@@ -1,6 +1,7 @@
 """Drafts with another tokenizer in all kinds of calls: many prompts, several drafts, masks, other layouts, pairs."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.drafting.other_tokenizer import OwnText
-from hf_specx.pair_files.pair_config import CONFIG_NAME
+from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"
@@ -263,3 +264,21 @@ def test_a_pair_whose_draft_tokenizer_was_replaced_is_refused(saved: Path):
     tokenizer_of("byte-level, with a space before").save_pretrained(saved / "draft")
     with pytest.raises(ValueError, match="tokenizer of .* has 386 tokens, and its pair was checked with 380"):
         DraftTargetPair.from_pretrained(saved)
+
+
+def test_the_tokenizer_of_a_draft_elsewhere_is_compared(saved: Path, tmp_path: Path):
+    """One that is missing is not replaced by the target's, whose tokens this draft does not know."""
+    commit = "d" * 40
+    repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
+    shutil.move(saved / "draft", repository)
+    config = PairConfig.from_file(saved / CONFIG_NAME)
+    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
+    (saved / CONFIG_NAME).write_text(config.to_text())
+    pair = DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")
+    assert pair.draft_tokenizer.get_vocab() == tokenizer_of(OTHER).get_vocab()
+    tokenizer_of("byte-level, with a space before").save_pretrained(repository)
+    with pytest.raises(ValueError, match="tokenizer of org/draft has 386 tokens, and its pair was checked with 380"):
+        DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")
+    (repository / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="has no tokenizer_config.json, though its pair was saved with a tokenizer"):
+        DraftTargetPair.from_pretrained(saved, cache_dir=tmp_path / "hub")

@@ -284,6 +284,17 @@ def test_a_push_leaves_nothing_of_an_earlier_pair(hub: Hub, client: Clients, tar
     assert client(package=False)(by_string_with_the_target, NAME) == expected()
 
 
+def test_a_repository_of_something_else_is_left_alone(hub: Hub, client: Clients):
+    """Unless a pair would replace none of its files."""
+    publisher, files = client("publisher"), {"train.py": b"mine", "pytorch_model.bin": b"", "README.md": b"mine"}
+    hub.put(NAME, files)
+    with pytest.raises(Failed, match="org/pair is no pair, and has .'pytorch_model.bin', 'train.py'., which a pair"):
+        publisher(push, NAME)
+    assert hub.files(NAME) == files
+    hub.put("org/card", {"README.md": b"mine"})
+    publisher(push, "org/card")
+
+
 def test_pairs_of_one_name_are_two(hub: Hub, client: Clients):
     """In one process, of two owners; by string, since there modules of code are shared by name."""
     publisher, user = client("publisher"), client(package=False)

@@ -85,6 +85,14 @@ CASES = {
             edit("config.json", text_config={"model_type": TEXT_MODEL, "auto_map": {"AutoModel": "own.Model"}}),
         ),
     ),
+    "model_with_code, method": (
+        "which is not run; read it, and load the draft yourself and pass draft_model= if you trust it",
+        after(
+            with_code("draft/own.py", "Config Model"),
+            edit("draft/config.json", model_type="own", auto_map={"AutoConfig": "own.Config"}),
+            use=load_draft,
+        ),
+    ),
     "model_with_kernels": ("attn_implementation='org/k', code from elsewhere", model(attn_implementation="org/k")),
     "model_with_kernels, private": ("'org/k:f', code", model(_attn_implementation="org/k:f")),
     "model_with_kernels, part": ("'org/k', code", model(text_config={"experts_implementation": "org/k"})),
@@ -163,7 +171,7 @@ CASES = {
     "weights_that_may_run_code, draft": ("draft has its weights in model.pt", after(pickled("draft/model.pt"))),
     "weights_that_may_run_code, bare": ("in x.pkl, a pickle", after(pickled("x.pkl", bare=True))),
     "weights_that_may_run_code, method": (
-        "draft has its weights in pytorch_model.bin, a pickle",
+        "draft has its .* convert it to safetensors, or load the draft yourself and pass draft_model= if",
         after(pickled("draft/pytorch_model.bin"), use=load_draft),
     ),
     "weights_of_several_processes": (

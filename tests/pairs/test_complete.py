@@ -39,6 +39,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
 class Failing(LogitsProcessor):
     """Fails in the process that reads the longest prompt."""
 
+    stateless = True
+
     def __call__(self, input_ids, scores):
         if input_ids.shape[1] > 6:
             raise ArithmeticError("out of numbers")

@@ -1,6 +1,5 @@
 """Prompts to a file: whatever happens to it or to the process, the same call completes it, to the same bytes."""
 
-import copy
 import json
 import resource
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 import torch
 from completing import MANY, SAMPLED, load, save
 from tiny_tokenizer import tiny_tokenizer
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from zoo import build
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
@@ -138,6 +137,8 @@ def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
 
     assert told(logits_processor=[Processor(0.5)]) == told(logits_processor=[Processor(0.5)])
     assert told(logits_processor=[Processor(0.5)]) != told(logits_processor=[Processor(0.6)])
+    for kind in (LogitsProcessorList, StoppingCriteriaList, tuple):
+        assert told(given=kind([Processor(0.5)])) == told(given=[Processor(0.5)])
     assert told(max_batch_tokens=100) == told()
     before, weight = told(), next(pair.draft.parameters())
     weight.data[0, 0] += 1
@@ -145,6 +146,13 @@ def test_what_texts_depend_on_tells_calls_apart(pair: DraftTargetPair):
         assert told() != before
     finally:
         weight.data[0, 0] -= 1
+
+
+def test_a_pair_that_was_moved_is_the_same(tmp_path: Path):
+    out = load(save(tmp_path / "pair")).complete(TEXTS[:1], out=tmp_path / "done.jsonl", **SAMPLED)
+    (tmp_path / "pair").rename(tmp_path / "moved")
+    load(tmp_path / "moved").complete(TEXTS[:2], out=out, **SAMPLED)
+    assert out.read_bytes().count(b"\n") == 2
 
 
 def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
@@ -298,47 +306,38 @@ def test_an_error_in_the_options_is_no_fault_of_the_prompts(
     out = tmp_path / "done.jsonl"
     with pytest.raises(ValueError, match=message):
         pair.complete(TEXTS, out=out, **SAMPLED | options)
-    assert out.read_bytes() == b""
+    assert not out.exists()
     with pytest.raises(ValueError, match=message):
         pair.complete(TEXTS, **SAMPLED | options)
 
 
-class Counted(LogitsProcessor):
-    """Keeps state, so that it must be shown each token once, in order."""
+class Banning(LogitsProcessor):
+    """Looks at the text alone, but may keep state for all that is known of it."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.masked_fill(torch.arange(scores.shape[1]) % 7 == input_ids.shape[1] % 7, -float("inf"))
+        return scores.masked_fill((torch.arange(scores.shape[1]) - input_ids[:, -1:]) % 3 == 0, -float("inf"))
 
 
-def test_what_keeps_state_takes_whole_batches(pair: DraftTargetPair, tmp_path: Path):
-    options = SAMPLED | {"verification": "coupled", "logits_processor": [Counted()], "batch_size": 1}
-    out = pair.complete(TEXTS[:3], out=tmp_path / "done.jsonl", **options)
-    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
-    assert texts == pair.complete(TEXTS[:3], **options)
-    plain = {name: value for name, value in SAMPLED.items() if name != "seed"} | {"logits_processor": [Counted()]}
-    for index, text in enumerate(TEXTS[:3]):
-        torch.manual_seed(SAMPLED["seed"] + index)
-        inputs = pair.tokenizer([text], return_tensors="pt")
-        output = pair.target.generate(inputs["input_ids"], attention_mask=inputs["attention_mask"], **plain)
-        new = output[0, inputs["input_ids"].shape[1] :]
-        assert texts[index] == pair.tokenizer.decode(new, skip_special_tokens=True)
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("logits_processor", "give each its own"), ("stopping_criteria", "call generate for each")]
+)
+def test_what_may_keep_state_is_refused_before_any_prompt_is_taken(
+    pair: DraftTargetPair, tmp_path: Path, requests: list[int], name: str, remedy: str
+):
+    """All prompts would share it, so that a text would depend on those beside it and before it."""
+    out, options = tmp_path / "done.jsonl", SAMPLED | {name: [Banning()]}
+    for where in ({"out": out}, {}):
+        with pytest.raises(ValueError, match=f"^Banning may keep state, and .* share it; {remedy}"):
+            pair.complete(TEXTS, **options, **where)
+    assert requests == []
+    assert not out.exists()
 
 
-WHOLE = {"do_sample": False, "max_new_tokens": 8, "logits_processor": [Counted()]}
-
-
-def test_prompts_that_rows_cannot_take_wait_for_their_batch(pair: DraftTargetPair):
-    """Rather than being refused one after the other, be there a million, before whole batches begin."""
-    prompts = (NumberedText(index, "a") for index in range(10))
-    next(Completer(pair, 2, 0, WHOLE)(prompts))
-    assert next(prompts).index == 2
-
-
-def test_whole_batches_of_a_tokenizer_without_a_pad_token(pair: DraftTargetPair):
-    tokenizer = copy.deepcopy(pair.tokenizer)
-    tokenizer.pad_token = None
-    found = DraftTargetPair(pair.target, pair.draft, tokenizer).complete(TEXTS[:3], **WHOLE)
-    assert found == pair.complete(TEXTS[:3], **WHOLE)
+def test_what_says_that_it_keeps_no_state_is_taken(pair: DraftTargetPair):
+    banning = Banning()
+    banning.stateless = True
+    found = [pair.complete(TEXTS[:4], **SAMPLED, logits_processor=[banning], batch_size=size) for size in (1, 3)]
+    assert found[0] == found[1] != pair.complete(TEXTS[:4], **SAMPLED)
 
 
 def test_without_prompts_the_last_report_stays(pair: DraftTargetPair):
@@ -401,17 +400,13 @@ def test_a_link_stays_one(pair: DraftTargetPair, undisturbed: bytes, tmp_path: P
     assert (tmp_path / "done.jsonl").read_bytes() == undisturbed
 
 
-def test_errors_of_other_calls_are_not_taken_for_those_of_the_models(pair: DraftTargetPair):
-    """A prompt that cannot be read is no reason to go on with whole batches."""
-
+def test_an_error_of_the_prompts_is_raised_as_it_is(pair: DraftTargetPair):
     def prompts() -> Iterator[NumberedText]:
         yield NumberedText(0, "a")
         raise ValueError("broken")
 
-    work = Completer(pair, 4, 0, {"max_new_tokens": 4})
-    with pytest.raises(ValueError, match="broken"):
-        list(work(prompts()))
-    assert not work.in_batches
+    with pytest.raises(ValueError, match="^broken"):
+        list(Completer(pair, 4, 0, {"max_new_tokens": 4})(prompts()))
 
 
 def test_results_survive_whatever_they_hold(tmp_path: Path):
@@ -429,7 +424,7 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
 
 def test_progress_says_how_fast_and_how_long(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     meter = Meter()
-    meter.add(1000, 400, 300)
+    meter.emitted, meter.drafted, meter.accepted = 1000, 400, 300
     progress = Progress(100, 40, meter)
     line = progress.line(60, 10)  # 20 in ten seconds
     assert line == "60 of 100 prompts in 00:10, 00:20 left, 100 tokens/s, 75% of candidates accepted"

@@ -85,6 +85,27 @@ def test_another_model_in_place_of_one(role: str, form: str, folder: Path, targe
     check_text(pair, other if role == "target" else target)
 
 
+@pytest.mark.parametrize(
+    ("role", "options"),
+    [
+        ("target", {"device_map": "auto"}),
+        ("target", {"quantization_config": object()}),
+        ("draft", {"draft_device_map": "cpu"}),
+        ("draft", {"draft_kwargs": {"dtype": torch.float64}}),
+    ],
+)
+def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dict, folder: Path):
+    name = next(iter(options))
+    with pytest.raises(ValueError, match=f"^{name}= says how the {role} is loaded, and the {role} is given as a"):
+        DraftTargetPair.from_pretrained(folder, **{role: tiny()}, **options)
+
+
+def test_arguments_for_a_draft_without_weights_are_refused(target: PreTrainedModel, tmp_path: Path):
+    DraftTargetPair(target, SuffixDraft()).save_pretrained(tmp_path / "pair")
+    with pytest.raises(ValueError, match="^draft_kwargs= says how .* draft of this pair has no weights of its own"):
+        DraftTargetPair.from_pretrained(tmp_path / "pair", draft_kwargs={"dtype": torch.float64})
+
+
 def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
     seen, load = [], pair_loading.load_model

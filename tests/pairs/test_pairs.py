@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,30 @@ def test_stop_strings(pair: DraftTargetPair, where: str):
 def test_other_dtypes_and_the_alias():
     pair = DraftTargetPair.from_pretrained("embedded", dtype=torch.bfloat16)
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device_map", "dtype"),
+    [
+        (None, torch.float32),
+        ("cpu", torch.float32),
+        (torch.device("cpu"), torch.float32),
+        ({"": "cpu"}, torch.float32),
+        ("auto", "auto"),
+        (0, "auto"),
+        ({"model": "cpu", "lm_head": 0}, "auto"),
+    ],
+)
+def test_the_precision_of_the_embedded_pair_is_that_of_its_device(
+    monkeypatch: pytest.MonkeyPatch, device_map: Any, dtype: Any
+):
+    """As on a machine with an accelerator."""
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("hf_specx.pairs.pair.load_pair", lambda _, **options: asked.append(options["dtype"]))
+    monkeypatch.setattr(DraftTargetPair, "from_loaded", lambda loaded: loaded)
+    DraftTargetPair.embedded(device_map=device_map)
+    assert asked == [dtype]
 
 
 def test_a_folder_of_two_models(tmp_path: Path, pair: DraftTargetPair, monkeypatch: pytest.MonkeyPatch):

@@ -39,7 +39,7 @@ def placed(**options: object):
 
 def completed(texts: object = ("a",), tokenizer: object = ..., **options: object):
     def misuse() -> None:
-        given = {"target": pair().target, "models": pair().models, "generate": None}
+        given = {"target": pair().target, "models": pair().models}
         complete(
             SimpleNamespace(**given, tokenizer=pair().tokenizer if tokenizer is ... else tokenizer), texts, **options
         )
