@@ -136,6 +136,17 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_row_under_its_seed_is_the_same_after_other_calls(verification: str):
+    """Whatever these have shown of acceptance."""
+    target, draft = models()
+    strategy, seeds = SpeculativeDecoding([SuffixDraft(), draft], verification=verification), [7, 8, 9, 10]
+    first = run(target, few_tokens(4), strategy, **SAMPLED, seeds=seeds)
+    run(target, few_tokens(4), strategy, **SAMPLED)
+    strategy.costs.alpha = {verification: 0.02}
+    assert torch.equal(run(target, few_tokens(4), strategy, **SAMPLED, seeds=seeds), first)
+
+
 @pytest.mark.parametrize("number", [4, "auto"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_where_no_suffix_matches_the_forwards_are_those_of_the_model_alone(rows: int, number: int | str):
