@@ -160,12 +160,14 @@ class Batch:
         self.emit(tokens, kept)
         leaving = stopping.update(self, kept, ended)
         lengths = draft.lengths
+        emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
         done = Round(
             batch=self,
             rows=rows,
             draft=draft,
             before=before,
-            emitted=[max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)],
+            emitted=emitted,
+            tokens=[one[:number] for one, number in zip(new, emitted, strict=True)],
             accepted=accepts,
             judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
             gained=gained,
