@@ -200,6 +200,7 @@ class TextDrafter(Drafter):
     def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
         self.model: PreTrainedModel = draft_model
         self.vocabularies, self.matching = vocabularies, matching
+        self.special = set(vocabularies.draft.special.values())
         self.text: OwnText | None = None
 
     def read(self, reading: Reading) -> None:
@@ -247,8 +248,7 @@ class TextDrafter(Drafter):
     def _in_target(self, tokens: list[int]) -> list[int]:
         """Tokens of the draft as those of the target, up to the first special one."""
         draft, target = self.vocabularies.draft, self.vocabularies.target
-        special = set(draft.special.values())
-        end = next((index for index, token in enumerate(tokens) if token in special), len(tokens))
+        end = next((index for index, token in enumerate(tokens) if token in self.special), len(tokens))
         content = draft.joined(tokens[:end])
         found = [number for number in target.encode(content) if number < self.vocab_size] if content else []
         meant = self.vocabularies.to_target[tokens[end]] if end < len(tokens) else -1
