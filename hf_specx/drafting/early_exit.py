@@ -16,7 +16,7 @@ from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.forward_outputs import Notes
 from hf_specx.layouts.ragged import RaggedDecoder
 
-from .candidates import SampledCandidateGenerator
+from .candidates import ModelDrafter
 from .drafter import Drafter, Reading
 
 
@@ -108,7 +108,7 @@ class EarlyExitDraft(Drafter):
         return made
 
 
-class EarlyExitDrafter(SampledCandidateGenerator):
+class EarlyExitDrafter(ModelDrafter):
     """Samples candidates from the first layers of a target; see `EarlyExitDraft`."""
 
     source = "early exit"
