@@ -1,5 +1,6 @@
 """Several drafts as one: each row and round takes its candidates from the one with the better expected gain."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -182,7 +183,7 @@ class SeveralDrafts(Drafter):
             seconds = 1 + ASSUMED * (width + steps)
         if batch.lockstep:
             least = min(map(len, chances))
-            return (1 + float(torch.tensor([row[:least] for row in chances]).prod(0).sum())) / seconds
+            return (1 + sum(map(math.prod, zip(*(row[:least] for row in chances), strict=True)))) / seconds
         left = [max(1, self.processors.room(batch, row)) for row in rows]
         weights = [(number / max(left)) ** HASTE for number in left]
         return sum(weight * (1 + sum(row)) for weight, row in zip(weights, chances, strict=True)) / seconds
