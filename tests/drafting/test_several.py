@@ -199,7 +199,7 @@ def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
     ("steps", "lockstep", "tokens", "seconds"),
     [
         (1, False, 1.5 + 2 * 0.5**8, 1.1 + 0.5),  # the second row has half as many tokens to go
-        (0, False, 1.5 + 2 * 0.5**8, 1.1 + 0.5 * 0.1),  # the model reads two tokens later, together with others
+        (0, False, 1.5 + 2 * 0.5**8, 1.1 + 0.5 * 0.2),  # the model reads two tokens more, later
         (1, True, 1 + 0.5 * 1.0, 1.1 + 0.5),  # as many as both rows keep
     ],
 )
