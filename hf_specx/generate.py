@@ -17,7 +17,7 @@ from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.plan import Withheld
-from hf_specx.engine.stop_strings import bind_stop_strings, setting
+from hf_specx.engine.stop_strings import bind_stop_strings, setting, unset
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy
 from hf_specx.pair_files.find_draft import find_draft
@@ -88,14 +88,15 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
+        check_given(inputs, model, kwargs)
         options = take_options(kwargs)
+        SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
         draft, recommended, costs = take_draft(model, kwargs)
         options = recommended | options
         strategy = SpeculativeDecoding(draft, **options)
         if "costs" in options:
             return run(strategy, owner, model, inputs, kwargs, reached)
-        strategy.costs = costs.apart()
-        strategy.costs.table = dict(costs.table)  # its own: times at batch sizes of other calls must not count
+        strategy.costs = costs.apart()  # times at batch sizes of other calls must not count
         with noted_times(strategy, model):
             return run(strategy, owner, model, inputs, kwargs, reached)
 
@@ -119,7 +120,7 @@ def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft 
         return None
     for name, value in zip(names, (number, size), strict=True):
         check_number(name, 1 if value is None else value, 1)
-    kwargs["prompt_lookup_num_tokens"] = None  # else `generate` would look them up itself
+    unset(names[0], model, kwargs)  # else `generate` would look them up itself
     return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
 
 
@@ -170,7 +171,7 @@ def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dic
         return draft, {}, Costs()
     exit_layer = setting("assistant_early_exit", model, kwargs)
     if exit_layer is not None:
-        kwargs["assistant_early_exit"] = None
+        unset("assistant_early_exit", model, kwargs)
         return early_exit(exit_layer, model), {}, Costs()
     lookup = lookup_draft(model, kwargs)
     if lookup is not None:
@@ -193,11 +194,18 @@ def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(**dict(zip(names, more, strict=False)), **kwargs)
 
 
+def check_given(inputs: Any, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Check the arguments of a call by name and type, before anything is loaded for it."""
+    named = {name: value for name, value in kwargs.items() if name not in LOADER_OPTIONS}
+    check_arguments(inputs, model, named, (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds"))
+
+
 def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Take the options of `SpeculativeDecoding` out of the arguments of a call; None counts as not given."""
     kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
     options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
-    if options["num_draft_tokens"] is None and kwargs.get("num_assistant_tokens") is not None:
+    asked = given_drafting(kwargs, kwargs.get("generation_config"))
+    if options["num_draft_tokens"] is None and "num_assistant_tokens" in asked:
         options["num_draft_tokens"] = "auto"  # so that the number that a pair recommends does not win over it
     return {name: value for name, value in options.items() if value is not None}
 
@@ -232,7 +240,6 @@ def run(
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
-    check_arguments(inputs, model, kwargs, (*STRATEGY_OPTIONS, "draft_model", "seeds"))
     drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
     withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
     strategy.report = None

@@ -1,6 +1,5 @@
 """The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
 
-import copy
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,9 +47,10 @@ class SpeculativeDecoding(NoModel):
 
     With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
     remembers costs and acceptance from one to the next. Calls in several threads may share it if they have the same
-    target and no streamer. `generate` takes one more argument: `seeds`, one int for each row (after
-    `num_return_sequences`) in a list, range, tensor or array, makes each row independent of the others; under
-    "coupled" its text is that of plain `generate` for this row alone under `torch.manual_seed` of its seed.
+    target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that serves one call at a time. `generate`
+    takes one more argument: `seeds`, one int for each row (after `num_return_sequences`) in a list, range, tensor or
+    array, makes each row independent of the others; under "coupled" its text is that of plain `generate` for this row
+    alone under `torch.manual_seed` of its seed.
 
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
@@ -63,7 +63,8 @@ class SpeculativeDecoding(NoModel):
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
             "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
-            `SuffixDraft`; "token" and "block" accept such a candidate x with probability p(x) or more.
+            `SuffixDraft`, or rows with `seeds` advance together. "token" and "block" accept a candidate x that was not
+            drawn with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
@@ -75,7 +76,8 @@ class SpeculativeDecoding(NoModel):
         tokenizer_match: how a draft with another tokenizer proposes. "tokens": by its distribution among the tokens
             that both have; "text": the text that it writes greedily, in the target's tokens; "auto": "tokens" if at
             least half of the tokens of a sample text are in both.
-        costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers.
+        costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
+            learn from the calls of either; `costs.apart()` is a copy.
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
@@ -171,9 +173,7 @@ class SpeculativeDecoding(NoModel):
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
         user_cache: Any = model_kwargs.get("past_key_values")
-        given = getattr(user_cache, "_is_user_defined", False)
-        if given:
-            model_kwargs["past_key_values"] = copy.deepcopy(user_cache)  # the user's own is filled at the end
+        given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
         earlier = self.report if withheld.adds_reports else None
         stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
         prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens)

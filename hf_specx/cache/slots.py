@@ -8,6 +8,7 @@ draft's holds a prefix of the same tokens, and is fed what is missing at its nex
 each plain step since it drafted. Nothing else is visible to attention.
 """
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -285,4 +286,9 @@ def with_slots(cache: Cache, max_length: int = 0) -> Cache:
     """
     text, limit = self_attention(cache), max_length + MARGIN
     slots = SlotCache.of(text, limit) if text.layers and text.get_seq_length() else SlotCache(limit)
-    return EncoderDecoderCache(slots, cache.cross_attention_cache) if isinstance(cache, EncoderDecoderCache) else slots
+    return EncoderDecoderCache(slots, own_copy(cache).cross_attention_cache) if text is not cache else slots
+
+
+def own_copy(cache: Any) -> Any:
+    """A copy of a cache that the user has passed, whose rows and columns stay as they are; any other as it is."""
+    return copy.deepcopy(cache) if getattr(cache, "_is_user_defined", False) else cache

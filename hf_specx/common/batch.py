@@ -160,12 +160,14 @@ class Batch:
         self.emit(tokens, kept)
         leaving = stopping.update(self, kept, ended)
         lengths = draft.lengths
+        emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
         done = Round(
             batch=self,
             rows=rows,
             draft=draft,
             before=before,
-            emitted=[max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)],
+            emitted=emitted,
+            tokens=[one[:number] for one, number in zip(new, emitted, strict=True)],
             accepted=accepts,
             judged=[min(number + 1, length) for number, length in zip(accepts, lengths, strict=True)],
             gained=gained,
@@ -190,13 +192,6 @@ class Batch:
         for row, number in zip(self.rows, kept, strict=True):
             self.counts[row] += number
         self._note_together()
-
-    def extend(self, input_ids: torch.Tensor) -> None:
-        """Take input_ids [B, L + n] as the text so far, all rows decoding."""
-        self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
-        self.revive()
-        self.reserve(0)
-        self.ids[:, : input_ids.shape[1]] = input_ids
 
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""

@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ def last_device(model: PreTrainedModel) -> torch.device:
 def hardware(device: torch.device) -> str:
     """The name of a processor, as a key for measured times; for a CPU also the number of threads."""
     if device.type == "cpu":
-        return f"{_cpu_name()}, {torch.get_num_threads()} threads"
+        return f"{_cpu_name(CPU_FACTS)}, {torch.get_num_threads()} threads"
     named = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return device.type if named is None else named(device)
 
@@ -69,8 +70,9 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
     return int(2 * pairs * width * model.dtype.itemsize)
 
 
-def _cpu_name() -> str:
-    facts = CPU_FACTS.read_text(errors="replace").splitlines() if CPU_FACTS.is_file() else []
+@cache  # the file of a large machine takes long
+def _cpu_name(path: Path) -> str:
+    facts = path.read_text(errors="replace").splitlines() if path.is_file() else []
     names = (fact.partition(":")[2].strip() for fact in facts if fact.startswith("model name"))
     return next(names, "") or platform.processor() or platform.machine()
 

@@ -95,7 +95,7 @@ class Round:
         rows: the R rows of the batch that took part.
         draft: what was judged.
         before: [R], tokens that each row had emitted before.
-        emitted: [R], tokens that entered the text, after any cut at a stop.
+        emitted: [R], how many tokens entered the text, after any cut at a stop; `tokens`: their ids.
         accepted: [R], candidates that the rule kept, before a cut.
         judged: [R], candidates whose predecessors were all kept.
         gained: [R], tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
@@ -111,6 +111,7 @@ class Round:
     draft: Draft
     before: list[int]
     emitted: list[int]
+    tokens: list[list[int]]
     accepted: list[int]
     judged: list[int]
     gained: list[int]

@@ -49,6 +49,7 @@ class Reading:
         forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
         costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
         number: candidates of a round that the user asked for; None is "auto".
+        alpha: acceptance in earlier calls with this verification; None where none was seen.
     """
 
     batch: Batch
@@ -63,6 +64,7 @@ class Reading:
     forces: bool = False
     costs: Costs | None = None
     number: int | None = None
+    alpha: float | None = None
 
 
 class Drafter(Protocol):

@@ -1,7 +1,7 @@
 """A draft that is its target's own first layers: without a second model, and in the ragged layout without a cache."""
 
 from functools import partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -210,15 +210,19 @@ def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
 def shallow(module: Any) -> Any:
     """A copy of a module that holds the same things, in a dict of modules of its own.
 
-    What was bound to the module, as forwards are under hooks of accelerate, is bound to the copy.
+    What was bound to the module, as forwards are under hooks of accelerate, is bound to the copy. What torch has
+    compiled of the module is not: it would run the module itself.
     """
     made = object.__new__(type(module))
-    vars(made).update({name: _rebound(value, module, made) for name, value in vars(module).items()})
+    held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
+    vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
     made._modules = dict(module._modules)
     return made
 
 
 def _rebound(value: Any, module: nn.Module, made: nn.Module) -> Any:
+    if isinstance(value, FunctionType):  # a forward that torch has compiled
+        value = getattr(value, "_torchdynamo_orig_callable", value)
     if value is module:
         return made
     if isinstance(value, MethodType):

@@ -34,13 +34,14 @@ def stands_apart(rule: Rule) -> bool:
 class Growth:
     """The candidates of a round while they are found, position by position.
 
-    A row goes on while a draft has a candidate for it, or the next one is forced; forced ones do not count. If the
-    draft says how sure it is, a round ends where too few rows are likely to keep what comes next.
+    A row goes on while a draft has a candidate for it, or the next one is forced. If the draft says how sure it is, a
+    round ends where too few rows are likely to keep what comes next.
 
     Args:
         processors: of the call.
         batch: the text; candidates are written after each row's end.
-        limits: [R], candidates of each row that a draft may find, forced ones aside.
+        limits: [R], up to how many positions a draft may find candidates of each row. Those count where it draws for
+            any row; where rows stand apart all do, with forced tokens among them.
         forces: whether forced tokens are looked for.
         apart: whether what a row gets must not depend on other rows.
 
@@ -185,7 +186,9 @@ class ForcedDrafter(Drafter):
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """What the other drafter proposes, up to `lengths` [R], and any number of forced tokens."""
-        draft = self.inner.propose(batch, lengths)
+        draft, self.own = self.inner.propose(batch, lengths), None
+        if not self.processors.mask_size:
+            return draft
         growth, columns = Given(self.processors, batch, draft, self.apart), []
         while growth.next():
             columns.append(growth.column())

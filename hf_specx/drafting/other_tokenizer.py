@@ -19,7 +19,7 @@ from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import UNLIMITED, prepare
 
-from .candidates import SampledCandidateGenerator
+from .candidates import ModelDrafter
 from .drafter import Drafter, Reading, TokenizerMatch, no_candidates
 from .row_by_row import ROW_BY_ROW, RowByRowDecoder
 from .vocabulary_map import VocabularyMap
@@ -152,7 +152,7 @@ class OwnText(Decoder):
         self.inner.rehearse(self.own, count)
 
 
-class OtherTokenizerDrafter(SampledCandidateGenerator):
+class OtherTokenizerDrafter(ModelDrafter):
     """Samples candidates from a draft with another tokenizer, among the tokens that both have.
 
     Args:
@@ -200,6 +200,7 @@ class TextDrafter(Drafter):
     def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
         self.model: PreTrainedModel = draft_model
         self.vocabularies, self.matching = vocabularies, matching
+        self.special = set(vocabularies.draft.special.values())
         self.text: OwnText | None = None
 
     def read(self, reading: Reading) -> None:
@@ -247,8 +248,7 @@ class TextDrafter(Drafter):
     def _in_target(self, tokens: list[int]) -> list[int]:
         """Tokens of the draft as those of the target, up to the first special one."""
         draft, target = self.vocabularies.draft, self.vocabularies.target
-        special = set(draft.special.values())
-        end = next((index for index, token in enumerate(tokens) if token in special), len(tokens))
+        end = next((index for index, token in enumerate(tokens) if token in self.special), len(tokens))
         content = draft.joined(tokens[:end])
         found = [number for number in target.encode(content) if number < self.vocab_size] if content else []
         meant = self.vocabularies.to_target[tokens[end]] if end < len(tokens) else -1

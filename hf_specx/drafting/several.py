@@ -1,5 +1,6 @@
 """Several drafts as one: each row and round takes its candidates from the one with the better expected gain."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -58,10 +59,9 @@ class SeveralDrafts(Drafter):
         if self.costly is not None:
             self.costly.read(reading)
             self.decoder = self.costly.decoder
-        alpha = max(self.costs.alpha.values(), default=None)
-        prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
+        alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
-        self.prior = prior
+        self.prior = prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
         own = [[Survival(*prior) for _ in range(rows if self.apart else 1)] for _ in self.parts]
         self.survival = [found if self.apart else found * rows for found in own]  # of each part and row
         self.taken: list[int] = []  # [R], the number of the part that each row took in the last round
@@ -104,7 +104,7 @@ class SeveralDrafts(Drafter):
         left = [max(1, self.processors.room(done.batch, row)) for row in done.rows]
         for number in set(self.taken):
             seen = [row for row, taken in enumerate(self.taken) if taken == number and done.survival[row]]
-            for rows in [[row] for row in seen] if self.apart else [seen] if seen else []:
+            for rows in self._groups(seen):
                 survival = [done.survival[row] for row in rows]
                 outcome = Outcome(max(map(len, survival)), survival, [left[row] for row in rows])
                 self.survival[number][done.rows[rows[0]]].take(outcome)
@@ -142,9 +142,13 @@ class SeveralDrafts(Drafter):
             survival = self.survival[number][row]
             chances = [more - less for less, more in pairwise(survival.expected_tokens())]
             while len(chances) < length:
-                chances.append(chances[-1] * survival.alpha[0] / survival.alpha[1])
+                chances.append(chances[-1] * survival.ratio)
             expected.append(chances[:length])
         return expected
+
+    def _groups(self, rows: Sequence[int]) -> list[Sequence[int]]:
+        """Rows that are counted, and that choose, together."""
+        return [[row] for row in rows] if self.apart else [rows] if rows else []
 
     def _asks_model(self, batch: Batch, offered: list[list[float]], hoped: list[list[float]]) -> list[bool]:
         """[R], whether each row takes the model's candidates.
@@ -154,7 +158,7 @@ class SeveralDrafts(Drafter):
             hoped: those of the model's.
         """
         asked = [not other or sum(own) > sum(other) for own, other in zip(hoped, offered, strict=True)]
-        for rows in [[row] for row in range(len(asked))] if self.apart else [range(len(asked))]:
+        for rows in self._groups(range(len(asked))):
             if not any(offered[row] for row in rows):
                 continue  # then the schedule has decided
             mixed = [hoped[row] if asked[row] else offered[row] for row in rows]
@@ -179,7 +183,7 @@ class SeveralDrafts(Drafter):
             seconds = 1 + ASSUMED * (width + steps)
         if batch.lockstep:
             least = min(map(len, chances))
-            return (1 + float(torch.tensor([row[:least] for row in chances]).prod(0).sum())) / seconds
+            return (1 + sum(map(math.prod, zip(*(row[:least] for row in chances), strict=True)))) / seconds
         left = [max(1, self.processors.room(batch, row)) for row in rows]
         weights = [(number / max(left)) ** HASTE for number in left]
         return sum(weight * (1 + sum(row)) for weight, row in zip(weights, chances, strict=True)) / seconds
@@ -202,20 +206,19 @@ def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> 
     ran, taken = len(drafts) > model, [min(number, len(drafts) - 1) for number in taken]
     lengths = [drafts[number].lengths[row] for row, number in enumerate(taken)]
     most, sources = max(lengths), [drafts[number].sources[row] for row, number in enumerate(taken)]
-    tokens = batch.index.new_zeros(len(lengths), most)
-    for row, number in enumerate(taken):
-        tokens[row, : lengths[row]] = drafts[number].tokens[row, : lengths[row]]
     if not most:
-        return Draft(tokens, lengths)
+        return Draft(batch.index.new_zeros(len(lengths), 0), lengths)
+    every = [torch.nn.functional.pad(draft.tokens.to(batch.ids), (0, most))[:, :most] for draft in drafts]
+    tokens = torch.stack(every, 1)[torch.arange(len(taken)), taken]
     free = [number != model and (length > 0 or not ran) for number, length in zip(taken, lengths, strict=True)]
     if ran and not any(free):
         return drafts[model]._replace(source=sources)
     probs = drafts[model].probs if ran else None
     if probs is not None:
-        here = probs.shape[1]
-        probs = torch.nn.functional.pad(probs, (0, 0, 0, max(0, most - here)))[:, :most].clone()
-        given = torch.tensor(free, device=probs.device)
-        probs[given] = torch.zeros_like(probs[given]).scatter_(-1, tokens[given][..., None], 1)
+        short, given = most - probs.shape[1], [row for row, is_free in enumerate(free) if is_free]
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, short)) if short > 0 else probs[:, :most].clone()
+        probs[given] = 0
+        probs[torch.tensor(given)[:, None], torch.arange(most), tokens[given]] = 1
     flags = [drafts[number].forced for number in taken]
     forced = [known[row] if known is not None else [False] * lengths[row] for row, known in enumerate(flags)]
     return Draft(tokens, lengths, probs, sources, forced if any(flags) else None, free=free)

@@ -1,8 +1,7 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
-import copy
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,16 +31,17 @@ class SuffixDraft(Drafter):
     It is looked for in the row itself, in the other rows of the batch and in a pool of earlier texts. Of several
     continuations the most frequent one is taken. How many candidates a row gets follows the number of tokens that
     match, and how often candidates after such matches were kept so far in all calls with this draft, down to none.
-    With `seeds` under "token" or "block" each row is looked for in itself alone, so that it is independent of others.
+    With `seeds` under "token" or "block" each row is looked for in itself alone, and goes by what was kept of it
+    alone, so that it is the same beside any others and after any other calls.
 
     Where candidates are judged by match ("coupled", the default, and greedy) the text is that of `generate`; under
     "token" and "block" it has the same distribution, as everywhere. Calls in several threads may share it.
 
     Args:
         max_candidates: of a row and round, at most; `num_draft_tokens` is less or the same where it is given.
-        min_match: tokens that must match at least.
+        min_match: tokens that must match at least, up to 32; more count as 32.
         pool: each call adds its rows to it at its end.
-        max_match: tokens that are compared at most, up to 32. A longer match is more often right.
+        max_match: tokens that are compared at most, as `min_match`. A longer match is more often right.
 
     Raises:
         ValueError: if a number is not an int of 1 or more, or the pool is no `SuffixPool`.
@@ -187,7 +187,7 @@ class SuffixCall:
 
     def observe(self, done: Round) -> None:
         """A round is over."""
-        for row, tokens in zip(done.rows, _emitted(done), strict=True):
+        for row, tokens in zip(done.rows, done.tokens, strict=True):
             self.rows[row].observe(row, tokens)
         if self.times is not None:
             others = {source for source, length in zip(done.draft.sources, done.draft.lengths, strict=True) if length}
@@ -202,9 +202,7 @@ class SuffixCall:
         """New prompts have the places of rows, whose texts go to the pool."""
         if self.times is not None:
             self.times.skip()
-        for row in rows:
-            if self.draft.pool is not None:
-                self.draft.pool.add(self._known(row))
+        self._learn(rows)
         texts = {row: self._text(batch, row) for row in rows}
         if self.apart:
             for row, text in texts.items():
@@ -213,11 +211,14 @@ class SuffixCall:
             self.rows[0].replace(texts)
 
     def _alone(self, row: int, text: array) -> Rows:
-        """A row that is looked for in itself alone."""
-        return Rows({row: text}, copy.deepcopy(self.draft.acceptance), (), self.draft.min_match)
+        """A row that is looked for in itself alone, whatever was kept in other rows and calls."""
+        return Rows({row: text}, Acceptance(), (), self.draft.min_match)
 
-    def _known(self, row: int) -> list[int]:
-        return [token for token in self.rows[row].texts[row] if token >= 0]
+    def _learn(self, rows: Iterable[int]) -> None:
+        """Add rows to the pool."""
+        if self.draft.pool is not None:
+            texts = (self.rows[row].texts[row] for row in rows)
+            self.draft.pool.add(*([token for token in text if token >= 0] for text in texts))
 
     def _text(self, batch: Batch, row: int) -> array:
         text = batch.row(row)
@@ -226,17 +227,4 @@ class SuffixCall:
     def _finish(self) -> None:
         if self.times is not None and self.costs is not None:
             self.costs.remember_rounds(self.times)
-        if self.draft.pool is not None:
-            self.draft.pool.add(*(self._known(row) for row in range(len(self.rows))))
-
-
-def _emitted(done: Round) -> Iterator[list[int]]:
-    """What each row has emitted in a round, by one transfer to the host."""
-    batch, most = done.batch, max(done.emitted)
-    if not most:
-        return iter([[]] * len(done.rows))
-    rows = torch.tensor(done.rows)
-    columns = torch.tensor([batch.width + batch.counts[row] for row in done.rows])[:, None] + torch.arange(-most, 0)
-    rows, columns = rows.to(batch.ids.device), columns.clamp(min=0).to(batch.ids.device)
-    tokens = batch.ids[rows[:, None], columns].tolist()
-    return iter([text[most - number :] for text, number in zip(tokens, done.emitted, strict=True)])
+        self._learn(range(len(self.rows)))

@@ -37,7 +37,6 @@ class SuffixPool:
 
     Attributes:
         indices: tuple of `SuffixIndex`, the oldest texts first; replaced as a whole, never changed.
-
         vocabulary: of the tokenizer, by `vocabulary_of`; None while that is not known.
 
     Raises:
@@ -128,10 +127,10 @@ class SuffixPool:
         """
         try:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
-            assert content["format"] == FORMAT
+            require(content["format"] == FORMAT, "another format")
             pool = cls(content["max_tokens"], content["vocab_size"])
             pool.vocabulary = content.get("vocabulary")
-            assert isinstance(pool.vocabulary, str | None)
+            require(isinstance(pool.vocabulary, str | None), "no vocabulary")
             pool.add(*content["tokens"].split(content["lengths"].tolist()))
         except OSError:
             raise

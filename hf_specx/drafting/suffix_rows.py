@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ class Acceptance:
     """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""
 
     def __init__(self) -> None:
-        self.kept: Counter[int] = Counter()
-        self.tried: Counter[int] = Counter()
+        self.kept = defaultdict[int, float](float)
+        self.tried = defaultdict[int, float](float)
 
     def rate(self, length: int) -> float:
         """The chance that a candidate is kept, if those before it are."""
@@ -127,8 +127,8 @@ class Acceptance:
     def note(self, length: int, accepted: int, judged: int) -> None:
         """A match of so many tokens was found; of its candidates so many were judged, maybe none."""
         size = length.bit_length()
-        self.kept[size] = self.kept[size] * REMEMBERED + accepted  # type: ignore[assignment]
-        self.tried[size] = self.tried[size] * REMEMBERED + judged  # type: ignore[assignment]
+        self.kept[size] = self.kept[size] * REMEMBERED + accepted
+        self.tried[size] = self.tried[size] * REMEMBERED + judged
 
 
 def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:

@@ -84,16 +84,18 @@ def _round(
     lengths = [length if is_live else 0 for length, is_live in zip(draft.lengths, live, strict=True)]
     judged = [min(length, len(row)) for length, row in zip(lengths, kept, strict=True)]
     accepted = [int(sum(same for same, _ in row[:number])) for row, number in zip(kept, judged, strict=True)]
-    tokens = [gained if is_live else 0 for is_live in live]
+    emitted = [gained if is_live else 0 for is_live in live]
+    texts = run.batch.last(gained).tolist()
     return Round(
         batch=run.batch,
         rows=run.batch.rows,
         draft=draft._replace(lengths=lengths),
         before=[run.batch.counts[0] - gained] * len(live),
-        emitted=tokens,
+        emitted=emitted,
+        tokens=[text[:number] for text, number in zip(texts, emitted, strict=True)],
         accepted=accepted,
         judged=judged,
-        gained=tokens,
+        gained=emitted,
         survival=[[float(i < count) for i in range(number)] for count, number in zip(accepted, judged, strict=True)],
         overlap=[[overlap for _, overlap in row[:number]] for row, number in zip(kept, judged, strict=True)],
         undefined=[gained] * len(live),  # an undefined position was refused at once

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.generation.streamers import BaseStreamer
@@ -20,7 +21,7 @@ from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
-from hf_specx.validation.calls import check_call, check_outputs, check_past
+from hf_specx.validation.calls import check_call, check_noise, check_outputs, check_past
 from hf_specx.validation.inputs import check_inputs, check_positions
 from hf_specx.validation.models import check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
@@ -196,7 +197,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
             why = "its best for a draft"
             check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
-    _check(plan, call, len(prompt.input_ids), drafter)
+    _check(plan, call, prompt.input_ids, drafter)
     return plan
 
 
@@ -221,8 +222,7 @@ def check_asked(
     """
     model, config = prompt.model, prompt.generation_config
     check_target(model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
-    asked = call.verification if config.do_sample else "greedy"
-    check_call(prompt.input_ids, config, prompt.kwargs, asked or "block", call.streamer)
+    check_call(prompt.input_ids, config, prompt.kwargs, call.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
@@ -263,12 +263,13 @@ def _layout(prompt: Prompt, layout: str) -> tuple[str, str]:
     return "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
 
 
-def _check(plan: Plan, call: Call, rows: int, drafter: Drafter) -> None:
+def _check(plan: Plan, call: Call, input_ids: torch.Tensor, drafter: Drafter) -> None:
     """Raise a `ValueError` if a call asks for something that does not go with its plan."""
     drafting = call.drafting
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
+    check_noise(input_ids.device, plan.verification)
     if call.seeds is not None:
-        check_seeds(call.seeds, rows, plan.verification, "lockstep" if plan.lockstep else plan.layout)
+        check_seeds(call.seeds, len(input_ids), plan.verification, "lockstep" if plan.lockstep else plan.layout)
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
         check_synced(plan.states, plan.stateful, several=bool(drafter.parts))

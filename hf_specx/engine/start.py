@@ -17,7 +17,6 @@ from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
 from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
-from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.costs import Costs
@@ -64,7 +63,7 @@ def start(
     reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
     return Run(
         target=reading.target,
-        drafter=_with_forced(drafter, processors, reading),
+        drafter=_with_forced(drafter, reading, places),
         rule=reading.rule,
         processors=of_target,
         stopping=stopping,
@@ -86,9 +85,10 @@ def start(
     )
 
 
-def _with_forced(drafter: Drafter, processors: Sequence[Processor], reading: Reading) -> Drafter:
+def _with_forced(drafter: Drafter, reading: Reading, places: Places | None) -> Drafter:
     """A drafter that adds forced tokens, if there may be any; a draft model's own adds them itself."""
-    if drafter.has_probs or not reading.forces or not any(isinstance(p, TokenMasks) for p in processors):
+    masks = places is not None or reading.processors.mask_size > 0  # requests that come later may have some
+    if drafter.has_probs or not reading.forces or not masks:
         return drafter
     return ForcedDrafter(drafter)
 
@@ -118,6 +118,7 @@ def _reading(
         forces=not (call.synced or plan.compiled),
         costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
         number=call.drafting.number,
+        alpha=None if call.shared else costs.alpha.get(plan.verification),
     )
 
 
@@ -204,7 +205,7 @@ def _measure(call: Call, plan: Plan, costs: Costs, run: Run, step: Callable[[int
     """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
     rows, forward = len(run.batch.rows), partial(run.target.rehearse, run.batch)
     if not call.synced:
-        costs.prepare(rows, forward, step, _prior(call, plan, run))
+        costs.prepare(rows, forward, step, None if costs.knows(rows) else _prior(call, plan, run))
     elif any_rank(rows not in costs.table, run.batch.ids.device):
         costs.measure(rows, forward, step)
 

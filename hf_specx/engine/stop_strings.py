@@ -1,5 +1,6 @@
 """Stop strings as a stopping criterion: `generate` does not pass a tokenizer on to a strategy."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,19 @@ def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:
         return kwargs[name]
     value = getattr(kwargs.get("generation_config"), name, None)
     return getattr(model.generation_config, name, None) if value is None else value
+
+
+def unset(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Take what `setting` has found out of a call: out of its config, which stays as it is, and out of the model's.
+
+    transformers warns of a keyword beside a config, so there is none where the model's has nothing that it must hide.
+    """
+    kwargs.pop(name, None)
+    if getattr(kwargs.get("generation_config"), name, None) is not None:
+        kwargs["generation_config"] = copy.copy(kwargs["generation_config"])
+        setattr(kwargs["generation_config"], name, None)
+    if getattr(model.generation_config, name, None) is not None:
+        kwargs[name] = None
 
 
 def bind_stop_strings(
@@ -41,4 +55,5 @@ def bind_stop_strings(
     criteria = list(kwargs.get("stopping_criteria") or [])
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # a user's own replaces it
         criteria.append(make(tokenizer, strings if isinstance(strings, str) else tuple(strings)))
-    kwargs |= {"stopping_criteria": StoppingCriteriaList(criteria), "stop_strings": None}
+    kwargs["stopping_criteria"] = StoppingCriteriaList(criteria)
+    unset("stop_strings", model, kwargs)

@@ -65,7 +65,7 @@ def measure_speed(subject: Subject, advance: Advance) -> dict[str, Any]:
 
 
 def strategies_of(subject: Subject, way: str, inputs: Inputs) -> dict[int, SpeculativeDecoding]:
-    """By number of candidates; they share one table of costs, and learn apart."""
+    """By number of candidates; they begin with one table of costs, and learn apart."""
     strategies = {number: subject.strategy(way, number) for number in TIMED if number}
     strategies[1].calibrate(subject.target, inputs["input_ids"])
     for number, strategy in strategies.items():

@@ -5,18 +5,23 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from hf_specx.cache.export import Columns, columns_of
 from hf_specx.cache.recurrent_state import states_of, without_limits
-from hf_specx.cache.slots import has_columns, self_attention
+from hf_specx.cache.slots import has_columns, own_copy, self_attention
 from hf_specx.common.batch import Batch
 from hf_specx.common.patching import Overriding
 
 from .forward_outputs import image_layers
 from .hosted import HostedDecoder
+from .prompts import Prompt
 
 
 class LockstepDecoder(HostedDecoder):
     """All rows have emitted equally many tokens, so a rollback crops the cache, and puts back states from before."""
 
     even = True
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = own_copy(self.cache)
 
     def _note_width(self, width: int) -> None:
         super()._note_width(width)

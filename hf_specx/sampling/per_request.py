@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 
-from .processors import WARPERS, Processor, Processors, RoundProcessor
+from .processors import WARPERS, Processor, Processors
 from .stopping import Stopping
 
 
@@ -65,13 +65,19 @@ class RequestProcessors(Processors):
         return torch.cat(found)
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
-        if not any(isinstance(processor, RoundProcessor) for one in self.own for processor in one.at_once):
+        if not (size := self.mask_size):
             return None
-        masks = [
-            self.own[row].allowed(batch.alone(row), ahead, [is_wanted])
-            for row, is_wanted in zip(batch.rows, wanted, strict=True)
-        ]
-        return None if all(mask is None for mask in masks) else [None if mask is None else mask[0] for mask in masks]
+        found = []
+        for row, is_wanted in zip(batch.rows, wanted, strict=True):
+            masks = self.own[row].allowed(batch.alone(row), ahead, [is_wanted])
+            if masks is None:  # a request without masks goes on as it does where no other has any
+                masks = [torch.ones(size, dtype=torch.bool) if is_wanted else None]
+            found.append(masks[0])
+        return found
+
+    @property
+    def mask_size(self) -> int:
+        return max(one.mask_size for one in self.own)
 
 
 class RequestStopping(Stopping):

@@ -73,10 +73,12 @@ class RoundProcessor:
     Attributes:
         barred: as in `Processors`; what it says of a candidate that was rejected since is taken out of it.
         max_rollback: how many candidates of a row it can take back.
+        vocab_size: V of its masks; 0 if it has none.
     """
 
     barred: Mapping[tuple[int, int], Exception] = MappingProxyType({})
     max_rollback: int = sys.maxsize
+    vocab_size: int = 0
 
     @property
     def name(self) -> str:
@@ -185,6 +187,11 @@ class Processors:
                 pairs = zip(together, masks, strict=True)
                 together = [None if one is None or other is None else one & other for one, other in pairs]
         return together
+
+    @property
+    def mask_size(self) -> int:
+        """V of their masks; 0 if none of them has any."""
+        return max((p.vocab_size for p in self.at_once if isinstance(p, RoundProcessor)), default=0)
 
     def room(self, batch: Batch, row: int) -> int:
         """How many tokens a row may still emit."""

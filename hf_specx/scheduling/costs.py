@@ -27,7 +27,8 @@ class Costs:
         table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
         assumed: batch sizes whose row is told by the models' sizes (see `prior`), and not measured yet.
         allowance: seconds that measuring may take next: `SHARE` of those of rounds with candidates, less those taken.
-        alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were.
+        alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
+            `survival_rate` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         clock: gives seconds; time is read nowhere else.
         measured: rows of earlier tables, by batch size; `prepare` takes one over instead of measuring it again.
@@ -60,10 +61,10 @@ class Costs:
         return batch in self.table and batch not in self.assumed
 
     def apart(self) -> "Costs":
-        """A copy that shares the table of forwards, but from now on remembers other calls."""
+        """A copy that from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
-        made = Costs(None, dict(self.alpha), rounds, self.clock)
-        made.table, made.assumed = self.table, self.assumed  # also where they are still empty
+        made = Costs(dict(self.table), dict(self.alpha), rounds, self.clock)
+        made.assumed = set(self.assumed)
         return made
 
     def allow(self, seconds: float, rounds: int, plain_steps: int) -> None:
@@ -253,7 +254,6 @@ class RoundTimes:
 
     def __init__(self, costs: Costs, online: bool, most: int = MAX_DRAFT_TOKENS):
         self.costs, self.online, self.most = costs.apart(), online, most
-        self.costs.table = dict(costs.table)
         self.seen: dict[tuple[int, int], deque[float]] = {}
         self.bare: dict[int, list[float]] = {}
         self.ended: float | None = None

@@ -17,7 +17,7 @@ FORGET = 0.98  # factor on the weight of earlier rounds at each round
 LEAST_WEIGHT = 6.0  # in candidates: the weight of earlier rounds is not reduced below this
 OFF, ON = 0.95, 1.03  # speed compared with plain steps: below OFF drafting ends, above ON it resumes
 PATIENCE = 32  # rounds for which drafting may be slower than plain steps at all
-EVIDENCE = 4.0  # candidates to be judged before a draft of which nothing was known can pause
+EVIDENCE = 4.0  # tokens to be expected of rounds before a draft of which nothing was known can pause
 HASTE = 8  # weight of a row: its open tokens to this power, since the call ends with the last row
 FIRST_WAIT, LAST_WAIT = 32, 1024  # plain steps before the first probe, and at most before later ones
 PROBE_SHARE = 0.01  # a later probe may take this share of the time of the plain steps before it
@@ -86,12 +86,16 @@ class Survival:
                 tokens += before / len(rows)
         return tokens
 
+    @property
+    def ratio(self) -> float:
+        """The estimate of S_i / S_{i-1} by all depths."""
+        return self.alpha[0] / self.alpha[1]
+
     def expected_tokens(self) -> list[float]:
         """E(γ) = 1 + S_1 + ... + S_γ for γ = 0 to `MAX_DRAFT_TOKENS`."""
-        alpha = self.alpha[0] / self.alpha[1]
         chance, tokens = 1.0, [1.0]
         for kept, tried in self.depths:
-            chance *= (kept + DEPTH_WEIGHT * alpha) / (tried + DEPTH_WEIGHT)
+            chance *= (kept + DEPTH_WEIGHT * self.ratio) / (tried + DEPTH_WEIGHT)
             tokens.append(tokens[-1] + chance)
         return tokens
 

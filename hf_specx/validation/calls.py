@@ -21,17 +21,20 @@ OTHER_MODES = {  # fields of a config that select another way of generating
     "constraints": "decoding under constraints",
     "force_words_ids": "decoding with forced words",
 }
+DRAFTS_INSTEAD = {"prompt_lookup_num_tokens": "SuffixDraft", "assistant_early_exit": "EarlyExitDraft"}
 
 
 @refusal
 def other_mode(config: GenerationConfig) -> str | None:
     for name, mode in OTHER_MODES.items():
         value = getattr(config, name, None)
-        if value is not None and value is not False:
-            return (
-                f"{name}={value!r} selects {mode}, which is not supported; for greedy decoding or sampling leave it "
-                "out, also of model.generation_config."
-            )
+        if value is None or value is False:
+            continue
+        remedy = "leave it out, also of model.generation_config."
+        if name in DRAFTS_INSTEAD:
+            ours = f"SpeculativeDecoding({DRAFTS_INSTEAD[name]}({value}))"
+            return f"{name}={value!r} selects {mode}, a draft here: use {ours} and {remedy}"
+        return f"{name}={value!r} selects {mode}, which is not supported; for greedy decoding or sampling {remedy}"
     return None
 
 
@@ -56,16 +59,27 @@ def noise_that_cannot_be_redrawn(device: torch.device, verification: str) -> str
     if verification != "coupled" or device.type in NOISE_DEVICES:
         return None
     return (
-        f"verification='coupled' cannot redraw the noise of plain sampling on device type {device.type!r}; use "
-        "'block' there."
+        f"verification='coupled' cannot redraw the noise of plain sampling on device type {device.type!r}; pass "
+        "verification='token' or 'block' there."
     )
+
+
+def check_noise(device: torch.device, verification: str) -> None:
+    """Check that the random numbers of a call can be drawn where its text is.
+
+    Args:
+        device: of `input_ids`.
+        verification: as chosen; "greedy" without `do_sample`, which draws none.
+    """
+    told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
+    require(verification == "greedy" or device.type != "mps", told)
+    noise_that_cannot_be_redrawn(device, verification)
 
 
 def check_call(
     input_ids: torch.Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    verification: str,
     streamer: Any,
 ) -> None:
     """Check what one call of `generate` asks for, besides its text.
@@ -73,12 +87,10 @@ def check_call(
     Args:
         input_ids: [B, L] int64.
         generation_config, model_kwargs: as `generate` prepared them.
-        verification: "greedy" without `do_sample`.
         streamer: of the strategy.
     """
     beam_search(generation_config)
     other_mode(generation_config)
-    noise_that_cannot_be_redrawn(input_ids.device, verification)
     cache, rows = generation_config.cache_implementation, len(input_ids)
     require(
         model_kwargs.get("use_cache") is not False,

@@ -12,16 +12,22 @@ from hf_specx.common.errors import is_int, kind, require, similar
 from .entry import check_entry, known_arguments
 
 
-OF_ONE_REQUEST: tuple[str, ...] = (
+OF_ONE_REQUEST = (
     "inputs",
     "input_ids",
     "attention_mask",
     "inputs_embeds",
     "position_ids",
     "past_key_values",
+    "seeds",
+    "streamer",
+    "num_return_sequences",
+    "return_dict_in_generate",
+    "custom_generate",
+    "synced_gpus",
+    "assistant_model",
+    "negative_prompt_ids",
 )
-OF_ONE_REQUEST += ("seeds", "streamer", "num_return_sequences", "return_dict_in_generate", "custom_generate")
-OF_ONE_REQUEST += ("synced_gpus", "assistant_model", "negative_prompt_ids")
 
 
 def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str) -> str | None:

@@ -60,7 +60,7 @@ def compare_vocabularies(
         return
     shared = tokenizer is not None and draft_tokenizer is tokenizer
     file, draft_file = _file_of(target), _file_of(draft)
-    if file is None or draft_file is None or file.read_bytes() != draft_file.read_bytes():
+    if file is None or draft_file is None or (file != draft_file and file.read_bytes() != draft_file.read_bytes()):
         vocab = _vocabulary(tokenizer, file)
         draft_vocab = _vocabulary(None if shared else draft_tokenizer, draft_file)
         if vocab is not None and draft_vocab is not None:

@@ -68,10 +68,11 @@ def test_a_model_that_does_not_say_which_its_embeddings_are(monkeypatch: pytest.
 
 def test_hardware_is_named_with_what_makes_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     facts = tmp_path / "cpuinfo"
-    monkeypatch.setattr(devices, "CPU_FACTS", facts)
+    monkeypatch.setattr(devices, "CPU_FACTS", tmp_path / "none")
     threads = f", {torch.get_num_threads()} threads"
     assert hardware(CPU) == f"{devices.platform.processor() or devices.platform.machine()}{threads}"
     facts.write_text("processor\t: 0\nmodel name\t: Cores: 2 of them\nmodel name\t: again\n")
+    monkeypatch.setattr(devices, "CPU_FACTS", facts)
     assert hardware(CPU) == f"Cores: 2 of them{threads}"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"number {device.index}")
     assert hardware(SECOND) == "number 1"

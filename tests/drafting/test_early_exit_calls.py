@@ -68,6 +68,22 @@ def test_the_target_is_not_kept_alive():
     assert not draft.models
 
 
+@pytest.mark.parametrize("how", ["compile", "forward"])
+def test_of_a_target_that_is_compiled_in_place_the_first_layers_alone_draft(how: str):
+    """And it is not kept alive by what was compiled."""
+    model, draft = target(), EarlyExitDraft(1)
+    expected = EarlyExitDraft(1).first_layers(target())(**prompts(2)).logits
+    if how == "compile":
+        model.compile(backend="eager")
+    else:
+        model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(draft.first_layers(model)(**prompts(2)).logits, expected)
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
 def test_a_target_that_was_changed_since():
     """Its first layers are those that it has now; as long as it is the same, so are they."""
     model, draft = target(), EarlyExitDraft(2)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,6 +137,17 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]
 
 
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_a_row_under_its_seed_is_the_same_after_other_calls(verification: str):
+    """Whatever these have shown of acceptance."""
+    target, draft = models()
+    strategy, seeds = SpeculativeDecoding([SuffixDraft(), draft], verification=verification), [7, 8, 9, 10]
+    first = run(target, few_tokens(4), strategy, **SAMPLED, seeds=seeds)
+    run(target, few_tokens(4), strategy, **SAMPLED)
+    strategy.costs.alpha = {verification: 0.02}
+    assert torch.equal(run(target, few_tokens(4), strategy, **SAMPLED, seeds=seeds), first)
+
+
 @pytest.mark.parametrize("number", [4, "auto"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_where_no_suffix_matches_the_forwards_are_those_of_the_model_alone(rows: int, number: int | str):
@@ -181,6 +193,21 @@ def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
     of_suffix = [n for n, (sources, _) in enumerate(steps) if n and sources == ["suffix"]]
     assert len(of_suffix) > 3
     assert all(steps[n][1] == steps[n - 1][1] for n in of_suffix)
+
+
+@pytest.mark.parametrize(
+    ("steps", "lockstep", "tokens", "seconds"),
+    [
+        (1, False, 1.5 + 2 * 0.5**8, 1.1 + 0.5),  # the second row has half as many tokens to go
+        (0, False, 1.5 + 2 * 0.5**8, 1.1 + 0.5 * 0.2),  # the model reads two tokens more, later
+        (1, True, 1 + 0.5 * 1.0, 1.1 + 0.5),  # as many as both rows keep
+    ],
+)
+def test_tokens_a_second_of_a_round(steps: int, lockstep: bool, tokens: float, seconds: float):
+    drafts, batch = SeveralDrafts([SuffixDraft()]), SimpleNamespace(lockstep=lockstep)
+    drafts.costs, drafts.apart = Costs({2: {"target": {1: 1.0, 9: 1.8}, "draft": 0.5}}), False
+    drafts.processors = SimpleNamespace(room=lambda batch, row: [10, 5][row])
+    assert drafts._rate(batch, [0, 1], [[0.5], [1.0]], steps) == pytest.approx(tokens / seconds)
 
 
 def rounds_in_turns(drafts: SeveralDrafts, batch, offered: list, hoped: list) -> list[bool]:

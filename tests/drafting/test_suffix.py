@@ -10,6 +10,8 @@ from tiny import Forwards, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx.drafting.suffix import SuffixCall
+from hf_specx.drafting.suffix_rows import Match
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -156,6 +158,30 @@ def test_matches_that_come_to_nothing_are_let_go():
     run(model, few_tokens(4), strategy, do_sample=True, top_k=0, max_new_tokens=100)
     assert strategy.report.drafted < 0.15 * strategy.report.emitted
     assert draft.acceptance.rate(2) < 0.3
+
+
+def test_one_number_travels_to_the_host_a_round(monkeypatch: pytest.MonkeyPatch):
+    """What a round has emitted is not read again."""
+    counts, seen, whole = [], [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: counts.append(1) or whole(tensor))
+    for new_tokens in (20, 60):
+        counts.clear()
+        strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=4)
+        run(cyclic(), few_tokens(1), strategy, do_sample=False, max_new_tokens=new_tokens)
+        seen.append((len(counts), len(strategy.report.history[0])))
+    assert seen[1][0] - seen[0][0] == seen[1][1] - seen[0][1] > 5
+
+
+def test_candidates_that_promise_next_to_nothing_are_not_worth_a_longer_round():
+    """The row with more tokens to go counts more."""
+    call = object.__new__(SuffixCall)
+    call._times = lambda rows, count: [1.0, 1.2]
+    sure, none = Match([7], [0.5], 2), Match([], [], 0)
+    assert [len(one.tokens) for one in call._cut([sure, none], [1.0, 1.0])] == [1, 0]
+    assert [len(one.tokens) for one in call._cut([sure, none], [0.1, 1.0])] == [0, 0]
+    call._times = lambda rows, count: [1.0, 1.0]
+    assert not call._cut([Match([7], [0.02], 2)], [1.0])[0].tokens
+    assert call._cut([Match([7], [0.04], 2)], [1.0])[0].tokens
 
 
 def test_two_calls_at_once_with_one_draft():

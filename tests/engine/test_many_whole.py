@@ -10,7 +10,7 @@ from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
 from transformers import LogitsProcessor
 
-from hf_specx import Request, SpeculativeDecoding
+from hf_specx import Request, SpeculativeDecoding, SuffixDraft
 
 
 LAYOUTS = {
@@ -175,6 +175,34 @@ def test_grammars_share_a_batch(of_call: bool, options: dict):
     assert [found[index].tokens for index in range(6)] == expected
     assert "one by one" not in strategy.report.layout_reason
     assert strategy.report.accepted > 0
+
+
+@pytest.mark.parametrize("cases", [[None, "date", "words", None], ["date", None, None, "words"]], ids=["none", "date"])
+@pytest.mark.parametrize("kind", ["model", "suffix"])
+def test_a_request_without_a_grammar_drafts_as_alone_beside_others(kind: str, cases: list):
+    """Whichever comes first: under "block" another number of candidates would be another text."""
+    if not installed("xgrammar"):
+        pytest.skip("xgrammar is not installed")
+    target, tokenizer = pair().target, pair().tokenizer
+    options = SAMPLED | {"eos_token_id": target.generation_config.eos_token_id}
+    texts = [tokenizer(text)["input_ids"] for text in ("a b a b a b", "On a b", "The cat", "1, 2, 1, 2, 1, 2")]
+
+    def strategy() -> SpeculativeDecoding:
+        draft = pair().draft if kind == "model" else SuffixDraft(min_match=1)
+        return SpeculativeDecoding(draft, num_draft_tokens=3, verification="block")
+
+    def processors(case: str | None) -> list:
+        return [] if case is None else [make("xgrammar", case)]
+
+    expected, drafted = [], 0
+    for seed, (ids, case) in enumerate(zip(texts, cases, strict=True)):
+        given = {"logits_processor": processors(case), "custom_generate": (one := strategy()), "seeds": [seed]}
+        expected.append(alone(target, Request(ids, 20, seed), **options, **given))
+        drafted += one.report.drafted
+    asked = [Request(texts[seed], 20, seed, None, processors(case) or None) for seed, case in enumerate(cases)]
+    found = completed(together := strategy(), target, asked, batch_size=4, **options)
+    assert [found[index].tokens for index in range(4)] == expected
+    assert together.report.drafted == drafted > 0
 
 
 def test_a_minimum_below_the_limits_of_requests_warns_of_nothing():

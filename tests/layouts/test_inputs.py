@@ -102,6 +102,17 @@ def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dic
     assert same(target, draft, turn | {"past_key_values": cache}, settings) < 20
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_the_keys_of_a_users_cache_are_copied_once(layout: str, monkeypatch: pytest.MonkeyPatch):
+    """Into slots; the cache itself is only read until the end."""
+    target, cache = tiny(), DynamicCache()
+    turn = later(target.generate(**prompts(3), **GREEDY, past_key_values=cache), prompts(3)["attention_mask"])
+    expected, speculative = target.generate(**turn, **GREEDY), strategy(near(target, 0.05), layout=layout)
+    monkeypatch.setattr(DynamicCache, "__deepcopy__", lambda *_: 1 / 0, raising=False)
+    output = target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=speculative)
+    assert torch.equal(output, expected)
+
+
 def test_only_the_new_tokens_are_passed():
     """input_ids are the new words alone, and the mask covers everything, as stock allows."""
     target, inputs = tiny(), prompts(3)

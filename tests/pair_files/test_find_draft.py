@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 import torch
 from tiny import Forwards, near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_specx
 from hf_specx import DraftTargetPair
@@ -180,9 +181,25 @@ def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel,
 
 def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
     model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
-    for given in ({"num_assistant_tokens": 2}, {"num_draft_tokens": 2}):
+    config = GenerationConfig(num_assistant_tokens=2)
+    for given in ({"num_assistant_tokens": 2}, {"num_draft_tokens": 2}, {"generation_config": config}):
         output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
         assert output.speculation_report.num_draft_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": "text"}, "inputs is a str; pass a tensor"),
+        ({"verification": "tokn"}, "verification='tokn' is unknown; choose"),
+        ({"layuot": "ragged"}, "unknown argument 'layuot'; did you mean 'layout'"),
+        ({"streamer": 3}, "streamer is an int without put and end"),
+    ],
+)
+def test_arguments_are_checked_before_a_draft_is_loaded(monkeypatch: pytest.MonkeyPatch, given: dict, message: str):
+    monkeypatch.setattr(sys.modules["hf_specx.generate"], "find_draft", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=message):
+        hf_specx.generate(model=tiny(), **given)
 
 
 def test_nothing_is_run_without_trust(target: PreTrainedModel, tmp_path: Path):

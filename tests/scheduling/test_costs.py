@@ -166,13 +166,16 @@ def test_an_empty_table_is_not_shared():
     assert (second.table, second.alpha, second.rounds) == ({}, {}, {})
 
 
-def test_memories_of_calls_go_apart_and_the_table_does_not():
-    """Also where it is still empty: the first call fills it for the next one."""
-    costs = Costs(alpha={"block": 0.5}, rounds={1: {1: 1.0}}, clock=lambda: 7.0)
+def test_what_a_copy_measures_and_assumes_is_its_own():
+    costs, prior = Costs(alpha={"block": 0.5}, rounds={1: {1: 1.0}}, clock=lambda: 7.0), {"target": {}, "draft": 0.1}
+    costs.prepare(2, lambda _: None, lambda _: None, prior)
     other = costs.apart()
-    other.table[1] = {"target": {1: 1.0, 2: 1.0}, "draft": 0.1}
+    assert other.table == {2: prior}
+    assert not other.knows(2)
+    other.measure(2, lambda _: None, lambda _: None)
     other.alpha["block"], other.rounds[1][1] = 0.9, 2.0
-    assert costs.table is other.table
+    assert costs.table == {2: prior}
+    assert not costs.knows(2)
     assert (costs.alpha, costs.rounds, other.clock()) == ({"block": 0.5}, {1: {1: 1.0}}, 7.0)
 
 

@@ -31,6 +31,7 @@ def made_round(
         "draft": Draft(torch.zeros(len(lengths), max(lengths), dtype=torch.int64), lengths),
         "before": [1] * len(lengths),
         "emitted": gained if emitted is None else emitted,
+        "tokens": [[0] * number for number in (gained if emitted is None else emitted)],
         "accepted": accepted,
         "judged": [min(a + 1, k) for k, a in zip(lengths, accepted, strict=True)],
         "gained": gained,

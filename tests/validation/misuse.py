@@ -27,10 +27,11 @@ from transformers import (
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, generate
+from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.engine import ranks as peers
 from hf_specx.layouts import choose as layouts
 from hf_specx.layouts import compiled, regions
+from hf_specx.validation import calls
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -262,6 +263,13 @@ def on_the_oldest(target: str):
     """As if this were the last version before the one that is needed."""
     with patch.object(layouts, "SINCE", (99, 0)):
         return call(target=target)
+
+
+def without_a_model_elsewhere():
+    """Sampling by default, "coupled" there, as if this device had other noise."""
+    given = {"do_sample": True, "custom_generate": SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)}
+    with patch.object(calls, "NOISE_DEVICES", ()):
+        return get("target").generate(**prompts(2, width=6), max_new_tokens=2, **given)
 
 
 def of_one_text():

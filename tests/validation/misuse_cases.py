@@ -35,13 +35,14 @@ from misuse import (
     to_compile_by_an_old_torch,
     to_compile_under_hooks,
     two_tokens,
+    without_a_model_elsewhere,
 )
-from transformers import GenerationConfig, StaticCache
+from transformers import StaticCache
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx import generate
 from hf_specx.generate import NAMED
-from hf_specx.validation.calls import check_call
+from hf_specx.validation.calls import DRAFTS_INSTEAD
 from hf_specx.validation.models import check_target
 
 
@@ -160,7 +161,7 @@ CASES = {
     ),
     **{
         f"other_mode, {name}": (
-            f"^{name}=.* selects .*; for greedy .* leave it out",
+            f"^{name}=.* selects .*{', a draft.*Draft' if name in DRAFTS_INSTEAD else '; for greedy'}.* leave it out",
             partial(call, top_k=4, **{name: value}),
         )
         for name, value in MODES.items()
@@ -200,8 +201,8 @@ CASES = {
         partial(call, {"layout": "packed"}, position_ids=torch.arange(6).expand(3, 2, 6)),
     ),
     "noise_that_cannot_be_redrawn": (
-        "cannot redraw the noise .* on device type 'meta'; use 'block' there",
-        lambda: check_call(torch.ones(1, 3, device="meta"), GenerationConfig(), {}, "coupled", None),
+        "cannot redraw the noise .* on device type 'cpu'; pass verification='token' or 'block'",
+        without_a_model_elsewhere,
     ),
     # Its text
     "unknown_token": ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),

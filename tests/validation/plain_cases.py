@@ -29,6 +29,7 @@ from tiny import prompts
 from transformers import LlamaForCausalLM, TextStreamer
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
+from hf_specx.validation.calls import check_noise
 from hf_specx.validation.entry import check_arguments
 
 
@@ -92,6 +93,7 @@ PLAIN = [
     ("model is a str; give", lambda: DraftTargetPair("org/target", get("draft"))),
     ("model is a LlamaModel, which scores no next", partial(function, target="no head")),
     # What a call asks for
+    ("device type 'mps' does not have; use do_sample=False", lambda: check_noise(torch.device("mps"), "block")),
     ("use_cache=False cannot be honoured.*use_cache=True", partial(call, use_cache=False)),
     ("cache_implementation='static' cannot be", partial(call, cache_implementation="static")),
     (
