@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.common.round import Draft
+    from hf_specx.drafting.candidates import SampledCandidateGenerator
     from hf_specx.drafting.drafter import Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft
     from hf_specx.drafting.suffix import SuffixDraft
@@ -39,6 +40,7 @@ __all__ = [
     "Drafter",
     "EarlyExitDraft",
     "Request",
+    "SampledCandidateGenerator",
     "SpeculationReport",
     "SpeculativeDecoding",
     "SuffixDraft",
@@ -49,6 +51,7 @@ __all__ = [
 ]
 _MODULES = {
     "common.round": ("Draft",),
+    "drafting.candidates": ("SampledCandidateGenerator",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),

@@ -193,6 +193,13 @@ class Batch:
             self.counts[row] += number
         self._note_together()
 
+    def extend(self, input_ids: torch.Tensor) -> None:
+        """Take input_ids [B, L + n] as the text so far, all rows decoding."""
+        self.counts = [input_ids.shape[1] - self.width] * len(input_ids)
+        self.revive()
+        self.reserve(0)
+        self.ids[:, : input_ids.shape[1]] = input_ids
+
     def rewind(self, counts: list[int]) -> None:
         """Take back what rows have emitted after their first `counts` [B] tokens."""
         self.counts = counts

@@ -1,8 +1,9 @@
-"""Drafters: one of a draft model, and one for any `CandidateGenerator` of transformers."""
+"""Drafters: one that samples from a draft model, and one for any `CandidateGenerator` of transformers."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -11,8 +12,11 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.layouts.choose import make_decoder
+from hf_specx.layouts.choose import layouts_of, make_decoder
 from hf_specx.layouts.decoder import Decoder
+from hf_specx.layouts.prompts import prepare
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rules import GreedyRule, Rule
 
 from .drafter import Drafter, Reading, no_candidates
 from .forced import Growth, stands_apart
@@ -28,24 +32,42 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
         parts = [make_drafter(part, target) for part in draft]
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
     if isinstance(draft, PreTrainedModel):
-        return ModelDrafter(draft)
+        return SampledCandidateGenerator(draft)
     proposes = hasattr(draft, "propose")
     return cast(Drafter, draft).of(target) if proposes else GeneratorDrafter(cast(CandidateGenerator, draft))
 
 
-class ModelDrafter(Drafter):
-    """Drafts by the draft model's own processed distribution, with a cache of its own.
+class SampledCandidateGenerator(CandidateGenerator, Drafter):
+    """Drafts by sampling from the draft model's own processed distribution, with a cache of its own.
+
+    hf_specx uses it for whole batches, as a `Drafter`. It is also a complete `CandidateGenerator`: transformers' own
+    assisted decoding uses it, at batch 1, for a model that returns one from `_get_candidate_generator`.
 
     Args:
         draft_model: the draft; its token ids mean what the target's mean.
+        processors: the target's processors, applied to the draft's scores once, as to the target's.
+        rule: draws a candidate from scores.
+        vocab_size: of the target; the draft's logits are cut to this size, or filled up with -inf. None leaves them.
+        num_draft_tokens: K in `get_candidates`; in a call of hf_specx `propose` is told.
     """
 
     has_probs = True
     source = "model"  # of its drafts
 
-    def __init__(self, draft_model: PreTrainedModel):
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        processors: Processors | None = None,
+        rule: Rule | None = None,
+        vocab_size: int | None = None,
+        num_draft_tokens: int = 5,
+    ):
         self.model: PreTrainedModel = draft_model
+        self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
+        self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
         self.decoder: Decoder | None = None
+        self.batch: Batch | None = None
+        self.threshold, self.forces, self.apart, self.weighs = 0.0, False, False, False
 
     def read(self, reading: Reading) -> None:
         """Read the prompts of all rows."""
@@ -78,7 +100,7 @@ class ModelDrafter(Drafter):
                 logits = self._sized(self.decoder.step(batch, ahead, ahead - fed - 1))
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
             else:
-                scores = torch.zeros(len(lengths), self.vocab_size, device=batch.ids.device)
+                scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
             scores = growth.only(scores)
             drawn = [ahead + draws for draws in growth.draws]
             token, drawn_from = self.rule.choose(batch, scores, ahead, drawn)
@@ -124,9 +146,35 @@ class ModelDrafter(Drafter):
         return None if self.decoder is None else partial(self.decoder.rehearse, batch)
 
     def _sized(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits cut to the target's vocabulary, or filled up with -inf."""
-        surplus = self.vocab_size - logits.shape[-1]
+        surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
         return torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf) if surplus else logits
+
+    def get_candidates(  # type: ignore[override]
+        self, input_ids: torch.LongTensor, **kwargs: Any
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """The candidates of one row without pads, as transformers asks for them.
+
+        Args:
+            input_ids: [1, L], the text so far.
+
+        Returns:
+            [1, L + K] ids, and [1, K, V] log-probabilities of the distribution that the candidates were drawn from
+            (None if greedy).
+        """
+        if self.batch is None:
+            self.batch = Batch(input_ids, None, pad_token_id=0)
+            self.rule.begin()
+            given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+            layout = layouts_of(self.model, drafts=True)[0]
+            self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
+            self.decoder.read()
+        self.batch.extend(input_ids)
+        draft = self.propose(self.batch, [self.num_draft_tokens])
+        logits = None if draft.probs is None else draft.probs.log()
+        return torch.cat([input_ids, draft.tokens], -1), logits  # type: ignore[return-value]
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Nothing to do: the text of the next `get_candidates` tells what was kept."""
 
 
 class GeneratorDrafter(Drafter):

@@ -19,7 +19,7 @@ from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import UNLIMITED, prepare
 
-from .candidates import ModelDrafter
+from .candidates import SampledCandidateGenerator
 from .drafter import Drafter, Reading, TokenizerMatch, no_candidates
 from .row_by_row import ROW_BY_ROW, RowByRowDecoder
 from .vocabulary_map import VocabularyMap
@@ -152,7 +152,7 @@ class OwnText(Decoder):
         self.inner.rehearse(self.own, count)
 
 
-class OtherTokenizerDrafter(ModelDrafter):
+class OtherTokenizerDrafter(SampledCandidateGenerator):
     """Samples candidates from a draft with another tokenizer, among the tokens that both have.
 
     Args:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator, CandidateGenerator
 
 from hf_specx.common.errors import is_int, kind, one_of, require, similar
+from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.matching import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
@@ -84,7 +85,7 @@ def check_draft(draft_model: Any) -> None:
         not isinstance(draft_model, PreTrainedModel) or draft_model.can_generate(),
         f"{given}, which scores no next token; load it with AutoModelForCausalLM or another class that can generate.",
     )
-    of_one_text = isinstance(draft_model, AssistedCandidateGenerator)
+    of_one_text = isinstance(draft_model, AssistedCandidateGenerator | SampledCandidateGenerator)
     require(not of_one_text, f"{given}, made for one text; give its model instead.")
     require(
         not getattr(draft_model, "requires_model_outputs", False),

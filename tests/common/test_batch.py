@@ -54,6 +54,13 @@ def test_room_grows_without_losing_text():
     assert batch.output(40)[1, 3:].tolist() == list(range(40))
 
 
+def test_extend_takes_a_longer_text():
+    batch = two_rows()
+    batch.extend(torch.tensor([[9, 9, 5, 4, 4], [1, 2, 3, 4, 5]]))
+    assert batch.counts == [2, 2]
+    assert batch.row(0).tolist() == [5, 4, 4]
+
+
 UNEVEN = Draft(torch.tensor([[4, 6, 7], [5, 0, 0]]), [3, 1])  # row 1 has one candidate, and two fillers
 CHANCES = torch.tensor([[0.5, 0.25, 0.125], [0.75, 9.0, 9.0]])
 

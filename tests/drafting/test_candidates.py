@@ -1,7 +1,8 @@
-"""The drafters of a model and of any `CandidateGenerator`."""
+"""The drafters, driven by stock's own assisted decoding and by ours."""
 
 import pytest
 import torch
+from scipy.stats import chisquare
 from tiny import Forwards, near, prompts, tiny
 from transformers import LlamaForCausalLM
 from transformers.generation.candidate_generator import (
@@ -9,8 +10,76 @@ from transformers.generation.candidate_generator import (
     CandidateGenerator,
     PromptLookupCandidateGenerator,
 )
+from transformers.generation.logits_process import LogitsProcessorList
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import SampledCandidateGenerator, SpeculativeDecoding
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.rules import GreedyRule, RejectionRule
+
+
+class Assisted(LlamaForCausalLM):
+    """A model whose assisted decoding drafts with our generator."""
+
+    rule = RejectionRule
+
+    def _get_candidate_generator(self, generation_config, input_ids, logits_processor, assistant_model, **kwargs):
+        rule = self.rule(False, input_ids.device) if generation_config.do_sample else GreedyRule()
+        return SampledCandidateGenerator(assistant_model, Processors(logits_processor), rule, self.vocab_size, 3)
+
+
+def assisted(model: LlamaForCausalLM) -> Assisted:
+    copy = Assisted(model.config).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05, 2.0])
+def test_stock_loop_greedy_equals_plain(noise: float):
+    target = tiny("llama")
+    ids = prompts(1)["input_ids"]
+    expected = target.generate(ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2)
+    output = assisted(target).generate(
+        ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2, assistant_model=near(target, noise)
+    )
+    assert torch.equal(output, expected)
+
+
+class SoftGreedy(RejectionRule):
+    """Wrong: candidates are the argmax, and are judged as if drawn from the distribution."""
+
+    def choose(self, batch, scores, ahead, lengths):
+        return scores.argmax(-1), scores.softmax(-1)
+
+
+def stock_loop_p_value(rule: type[RejectionRule]) -> float:
+    """Tokens 3 and 4 of 5, given all before them summed out, over 900 runs of stock's loop with our drafts."""
+    sizes = {"vocab_size": 4, "hidden_size": 16, "num_hidden_layers": 1, "initializer_range": 0.6}
+    target, draft, prompt = tiny("llama", **sizes), tiny("llama", seed=5, **sizes), torch.tensor([[1, 2, 3]])
+    model = assisted(target)
+    model.rule = rule
+    torch.manual_seed(0)
+    counts = torch.zeros(4, 4)
+    for _ in range(900):
+        text = model.generate(
+            prompt, do_sample=True, top_k=3, temperature=0.9, max_new_tokens=5, assistant_model=draft
+        )
+        counts[text[0, 5], text[0, 6]] += 1
+    texts = torch.cartesian_prod(*[torch.arange(4)] * 4)
+    with torch.no_grad():
+        logits = target(torch.cat([prompt.expand(256, -1), texts], 1)).logits[:, 2:-1].double() / 0.9
+    laws = logits.masked_fill(logits < logits.topk(3).values[..., -1:], -torch.inf).softmax(-1)
+    joint = laws.gather(-1, texts[..., None])[..., 0].prod(-1).view(4, 4, 4, 4).sum((0, 1))
+    assert counts[joint == 0].sum() == 0
+    return chisquare(counts[joint > 0], 900 * joint[joint > 0]).pvalue
+
+
+def test_stock_loop_sampled_law_is_exact():
+    """False alarm 1e-4; several rounds each, after partial and after full acceptance."""
+    assert stock_loop_p_value(RejectionRule) > 1e-4
+
+
+def test_stock_loop_law_test_can_fail():
+    assert stock_loop_p_value(SoftGreedy) < 1e-8
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -93,8 +162,10 @@ def test_generators_that_cannot_serve_are_refused():
     draft = tiny(seed=1)
     config = draft.generation_config
     assistant = AssistedCandidateGenerator(prompts(1)["input_ids"], draft, config, {})
-    with pytest.raises(ValueError, match="AssistedCandidateGenerator, made for one text; give its model"):
-        SpeculativeDecoding(assistant)
+    ours = SampledCandidateGenerator(draft, Processors(LogitsProcessorList()), GreedyRule(), 48)
+    for generator in (assistant, ours):
+        with pytest.raises(ValueError, match=f"{type(generator).__name__}, made for one text; give its model"):
+            SpeculativeDecoding(generator)
 
     class Reader(CandidateGenerator):
         requires_model_outputs = True

@@ -7,9 +7,16 @@ import torch
 from accelerate import cpu_offload
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
-from hf_specx import Completion, Drafter, Request, SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx import (
+    Completion,
+    Drafter,
+    Request,
+    SampledCandidateGenerator,
+    SpeculativeDecoding,
+    SuffixDraft,
+    SuffixPool,
+)
 from hf_specx.cache.slots import MARGIN, SlotLayer
-from hf_specx.drafting.candidates import ModelDrafter
 
 
 GREEDY = {"do_sample": False, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24}
@@ -222,7 +229,7 @@ def test_a_short_prompt_beside_a_draft_that_rested():
             self.drafter.observe(done)
 
     expected = [alone(target, request, **options) for request in asked]
-    drafter = Sometimes(ModelDrafter(near(target, 0.1)))
+    drafter = Sometimes(SampledCandidateGenerator(near(target, 0.1)))
     strategy = SpeculativeDecoding(drafter, num_draft_tokens=4)
     found = completed(strategy, target, asked, batch_size=2, **options)
     assert [found[index].tokens for index in range(4)] == expected

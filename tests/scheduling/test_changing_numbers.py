@@ -18,7 +18,7 @@ from tiny import Forwards, near, prompts, tiny
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
 from hf_specx.drafting import candidates
-from hf_specx.drafting.candidates import ModelDrafter
+from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.scheduling import schedule
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
@@ -92,7 +92,7 @@ def test_numbers_that_change_give_the_text_of_stock(
         assert end or (len(set(rounds)) == 1) is (numbers is Forced)
 
 
-class Spied(ModelDrafter):
+class Spied(SampledCandidateGenerator):
     """Compares greedy candidates with those of a draft that reads the whole text anew."""
 
     proposed = 0
@@ -113,7 +113,7 @@ class Spied(ModelDrafter):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_draft_knows_the_text_after_an_absence(monkeypatch: pytest.MonkeyPatch, layout: str):
     """The candidates that it had proposed and that were rejected are not taken for text."""
-    monkeypatch.setattr(candidates, "ModelDrafter", Spied)
+    monkeypatch.setattr(candidates, "SampledCandidateGenerator", Spied)
     target = tiny()
     for numbers in (Forced, Uneven):
         monkeypatch.setattr(schedule, "Auto", numbers)
