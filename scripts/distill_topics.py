@@ -107,8 +107,8 @@ def on_learned_prompts(pair: DraftTargetPair, made: Distilled, folder: Path) -> 
     known = made.split.training[:: max(1, len(made.split.training) // HELD_OUT)][:HELD_OUT]
     writer = Writer(pair.target, made.pair.models[1], made.recipe, folder / TEXTS)
     texts = writer.write("learned", [ids[:PROMPT_TOKENS] for ids in known])
-    drafts = pair.models[1], made.pair.models[1]
-    shipped, trained = (measure_alpha(pair.target, each, texts, made.recipe, made.recipe.batch_size) for each in drafts)
+    recipe, drafts = made.recipe, (pair.models[1], made.pair.models[1])
+    shipped, trained = (measure_alpha(pair.target, each, texts, recipe, recipe.batch_size) for each in drafts)
     gain = estimate(trained, shipped)
     return f"after prompts that were trained on: {estimate(shipped)} shipped, {estimate(trained)} trained, gain {gain}"
 

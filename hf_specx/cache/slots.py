@@ -11,7 +11,7 @@ each plain step since it drafted. Nothing else is visible to attention.
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.cache_utils import (
@@ -169,6 +169,11 @@ class SlotCache(Cache):
         self.slots = Slots(limit)
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.slots))  # type: ignore[arg-type]
 
+    @property
+    def slot_layers(self) -> list[SlotLayer]:
+        """Its layers, of which there is no other kind."""
+        return cast(list[SlotLayer], self.layers)
+
     @classmethod
     def of(cls, past: Cache, limit: int = 0) -> "SlotCache":
         """The keys and values of a cache of transformers, copied; a token's column becomes its slot.
@@ -188,14 +193,12 @@ class SlotCache(Cache):
         """Keep only the rows at indices `stay` [R'], in ascending order."""
         self.slots.spare.clear()
         indices = stay.tolist()
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self.slot_layers:
             layer.select(indices)
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots `kept` [n] of all rows, in that order."""
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self.slot_layers:
             layer.keep(kept)
         self.slots.start = self.slots.written = len(kept)
 
@@ -203,28 +206,23 @@ class SlotCache(Cache):
         """Put `count` slots before the first of all rows."""
         self.slots.spare.clear()
         self.slots.limit += count
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self.slot_layers:
             layer.widen(count)
 
     def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
-        for layer, read in zip(self.layers, other.layers, strict=True):
-            assert isinstance(layer, SlotLayer)
-            assert isinstance(read, SlotLayer)
+        for layer, read in zip(self.slot_layers, other.slot_layers, strict=True):
             layer.take(read, rows, start, end)
 
     def roll(self, source: torch.Tensor) -> None:
         """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then."""
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self.slot_layers:
             layer.roll(source)
 
     def row(self, index: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [H, n, D] of one row at slots [n], layer by layer; zeros where a slot is negative."""
         found = []
-        for layer in self.layers:
-            assert isinstance(layer, SlotLayer)
+        for layer in self.slot_layers:
             assert layer.keys is not None
             assert layer.values is not None
             both = [layer.keys[index][:, slots.clamp(min=0)], layer.values[index][:, slots.clamp(min=0)]]

@@ -222,8 +222,11 @@ class Batch:
         one = copy.copy(self)
         one.width, one.counts, one.over = self.prompt_lengths[row], [self.counts[row]], None
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
-        one.starts = torch.zeros(1, dtype=torch.int64, device=self.ids.device)
-        one._select([0])
+        # made on the device: numbers that are sent there wait for what it has to do
+        one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
+        one.starts = one.index
+        one.ends = one.index + one.width + self.counts[row]
+        one._note_together()
         return one
 
     def truncate(self, row: int, count: int) -> None:

@@ -39,7 +39,9 @@ def hardware(device: torch.device) -> str:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued."""
-    if device.type != "cpu":
+    if device.type == "mps":  # there is one, and torch's function takes no argument
+        torch.mps.synchronize()
+    elif device.type != "cpu":
         getattr(torch, device.type).synchronize(device)
 
 
@@ -60,14 +62,17 @@ def _free_bytes(device: torch.device) -> int | None:
 
 
 def _bytes_per_token(model: PreTrainedModel) -> int:
-    """Of keys and values in all layers; 0 for a model without attention, whose states do not grow."""
+    """Of keys and values in all layers, or of latents for them; 0 for a model without attention, whose states stay."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         return 0
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pairs = config.num_hidden_layers * (getattr(config, "num_key_value_heads", None) or heads)
-    return int(2 * pairs * width * model.dtype.itemsize)
+    if latent := getattr(config, "kv_lora_rank", None):
+        width = latent + config.qk_rope_head_dim
+    else:
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = 2 * head * (getattr(config, "num_key_value_heads", None) or heads)
+    return int(config.num_hidden_layers * width * model.dtype.itemsize)
 
 
 @cache  # the file of a large machine takes long

@@ -57,7 +57,8 @@ class Draft(NamedTuple):
         if sum(self.lengths) == rows * most:
             return None
         device = self.tokens.device
-        return torch.arange(most, device=device) < torch.tensor(self.lengths, device=device)[:, None]
+        lengths = torch.tensor(self.lengths).to(device, non_blocking=True)  # else it would wait for the forward
+        return torch.arange(most, device=device) < lengths[:, None]
 
     def at(self, position: int) -> "Draft":
         """The candidates at one position as a draft of their own; an empty one after the last position."""

@@ -64,8 +64,9 @@ class DeadEnds:
         for row, first, number, position in zip(rows, before, emitted, undefined, strict=True):
             ends = [(count, barred[row, count]) for count in range(first, first + number) if (row, count) in barred]
             if position < number:
-                why = "the target's logits are not finite, or the logits processors exclude every token"
-                error = RuntimeError(f"row {row} has no next token after {first + position} new ones: {why}")
+                why = "the target's logits are not finite (check its dtype and weights), or the logits processors "
+                why += "exclude every token (leave one of them out)"
+                error = RuntimeError(f"row {row} has no next token after {first + position} new ones: {why}.")
                 ends.append((first + position, error))
             if ends:
                 found[row] = min(ends, key=itemgetter(0))

@@ -50,7 +50,8 @@ def judge_in_order(run: Run, draft: Draft, forward: Forward) -> tuple[Round, For
     while alike and not finished and len(shown) <= most:
         length, one = len(shown), draft.at(len(shown))
         with run.rule.alone():
-            scores = run.processors.in_order(batch.prefix(first + length), early[:, length])  # type: ignore[arg-type]
+            own = early[:, length].clone()  # for processors that write to it; outputs have the logits of the forward
+            scores = run.processors.in_order(batch.prefix(first + length), own)  # type: ignore[arg-type]
         judgement = run.rule.judge(batch, one, scores[:, None].expand(-1, 1 + one.tokens.shape[1], -1))
         run.dead_ends.refuse(batch, judgement.undefined[:, 0].tolist(), over.tolist())
         token = judgement.next_token

@@ -6,8 +6,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._inductor.cpp_builder import get_cpp_compiler
-from torch.utils._triton import has_triton
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
@@ -98,9 +96,14 @@ def check_compile(model: PreTrainedModel, layout: str, reason: str, config: Gene
 
 @cache
 def has_compiler(device_type: str) -> bool:
-    """Whether torch finds what it compiles with."""
+    """Whether torch finds what it compiles with, by modules of its own that other calls do not depend on."""
     if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
         return has_triton()
+
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
     try:
         get_cpp_compiler()
     except RuntimeError:
@@ -206,6 +209,10 @@ class CompiledDecoder(RaggedDecoder):
         if ahead < self._most(batch.rows, batch.counts) - 1:
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
+
+    def _at_once(self, batch: Batch) -> int:
+        """Nor is a row fed more tokens than it has: they go to consecutive slots."""
+        return min(super()._at_once(batch), batch.shortest())
 
     def _most(self, rows: Iterable[int], counts: Sequence[int] | None = None) -> int:
         """The most new tokens that one of some rows may get, less what each has emitted."""

@@ -1,6 +1,7 @@
 """What all layouts share: a model with its cache reads the prompts as in `generate`, then is fed what rows add."""
 
 import inspect
+import sys
 from functools import cached_property
 from typing import Any
 
@@ -162,11 +163,15 @@ class Decoder:
             return self.feed(batch, 1 + skipped, ahead, keep=1)
         if self.opening and not any(batch.counts):
             return self.after_prompt
-        least = min(batch.counts[row] for row in batch.rows)
-        while self.opening and self.missing(batch) > least:  # in parts, so that no row is fed its prompt again
-            counts = [min(count, self.valid[row] + least) for row, count in enumerate(batch.counts)]
-            self.feed(batch.until(counts), least, 0, keep=1)
+        part = self._at_once(batch)
+        while self.missing(batch) > part:
+            counts = [min(count, self.valid[row] + part) for row, count in enumerate(batch.counts)]
+            self.feed(batch.until(counts), part, 0, keep=1)
         return self.feed(batch, self.missing(batch) + ahead, ahead, keep=1)
+
+    def _at_once(self, batch: Batch) -> int:
+        """The most tokens a row that may be missing in one forward: while opening, no row is fed its prompt again."""
+        return min(batch.counts[row] for row in batch.rows) if self.opening else sys.maxsize
 
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast
 from torch.nn.functional import linear as dense_linear
 from torch.overrides import TorchFunctionMode
 
@@ -48,7 +47,7 @@ class Prepacked:
         self.lock = threading.Lock()
 
     def refresh(self, model: torch.nn.Module) -> None:
-        """Forget packs of weights that no longer exist or have changed; each weight is read once to see that."""
+        """Forget packs of weights that no longer exist or have changed, by `mark`, which reads each weight."""
         with self.lock:
             now = {location(weight): weight for weight in model.parameters()} if self.packs else {}
             same = [x for x, pack in self.packs.items() if x in now and torch.equal(mark(now[x]), pack.mark)]
@@ -119,6 +118,8 @@ if not hasattr(getattr(torch.ops, NAMESPACE), "linear"):  # else it was register
 
 def use_prepacked(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Let a traced forward use `linear` for the parameters of the model, where that is known to be faster."""
+    from torch.amp.autocast_mode import _enter_autocast  # torch's own, which other calls do not depend on
+
     calls = functools.partial(graph.graph.find_nodes, op="call_function")
     if not has_kernels() or torch.is_autocast_enabled("cpu") or calls(target=_enter_autocast):
         return

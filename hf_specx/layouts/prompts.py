@@ -21,9 +21,13 @@ NOT_SHARED = {
     "use_cache",
     "logits_to_keep",
     "encoder_outputs",
+    "decoder_attention_mask",
+    "decoder_position_ids",
+    "decoder_input_ids",
+    "input_ids",
+    "output_attentions",
+    "output_hidden_states",
 }
-NOT_SHARED |= {"decoder_attention_mask", "decoder_position_ids", "decoder_input_ids", "input_ids"}
-NOT_SHARED |= {"output_attentions", "output_hidden_states"}
 
 
 @dataclass

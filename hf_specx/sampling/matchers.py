@@ -32,8 +32,9 @@ class Matchers:
         if self.after_end[row] or self.ended(self.matchers[row], token):
             self.after_end[row] += 1
         elif not self.show(self.matchers[row], token):
-            why = "another processor brought it back, or it is not of its vocabulary"
-            raise RuntimeError(f"{type(self).__name__} refuses token {token} in row {row}: {why}.")
+            told = f"{type(self).__name__} refuses token {token} in row {row}, which a processor brought back or its "
+            told += "vocabulary lacks; put that processor before this one, or make this for the target's tokenizer."
+            raise RuntimeError(told)
 
     def rollback(self, row: int, count: int) -> None:
         unseen = min(count, self.after_end[row])
@@ -175,7 +176,7 @@ class PrefixFunction:
             del self.barred[key]
 
     def mask(self, rows: list[int]) -> torch.Tensor:
-        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool, device=self.prompts.device)
+        masks = torch.zeros(len(rows), self.vocab_size, dtype=torch.bool)
         for number, row in enumerate(rows):
             emitted = self.texts[row]
             text = torch.cat([self.prompts[row], self.prompts.new_tensor(emitted)])
@@ -184,7 +185,7 @@ class PrefixFunction:
                 if not len(allowed):
                     told = f"prefix_allowed_tokens_fn allows no token in row {row} after {len(emitted)} new ones"
                     raise ValueError(f"{told}; it must return one id or more.")
-                masks[number, allowed] = True
+                masks[number, allowed.cpu() if isinstance(allowed, torch.Tensor) else allowed] = True
             except Exception as error:  # it counts only if this candidate is accepted
                 self.barred[row, len(emitted)] = error
         return masks

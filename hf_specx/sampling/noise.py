@@ -1,5 +1,6 @@
 """Where randomness comes from: the noise that `generate` samples with, at any position, and streams of our own."""
 
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,6 +9,9 @@ from itertools import islice
 import torch
 
 from hf_specx.common.batch import Batch
+
+
+MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -24,7 +28,9 @@ class StockNoise:
     that any of them can be repeated, and the default generator left as `generate` leaves it.
 
     Attributes:
-        window: a draw is kept for rows that need it within so many columns; for other rows it is drawn again.
+        window: a draw is kept for rows that need it within so many columns, or fewer if that is more than `MOST_HELD`;
+            for other rows it is drawn again.
+        dtype: of the probabilities that `generate` draws by; None is that of those that noise is first asked for.
     """
 
     def __init__(self, rows: int, device: torch.device, window: int):
@@ -33,6 +39,7 @@ class StockNoise:
         self.states: list[torch.Tensor] = []  # states[t]: before the draw of emitted column t
         self.drawn = -1  # the column that `generator` drew last
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
+        self.dtype: torch.dtype | None = None
 
     def begin(self) -> None:
         """Start from the default generator as it is now."""
@@ -40,16 +47,19 @@ class StockNoise:
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
-        wanted = [(row, batch.counts[row] + ahead + i) for row in batch.rows for i in range(probs.shape[1])]
+        end, column_bytes = ahead + probs.shape[1], self.rows * probs.shape[-1] * probs.element_size()
+        window = max(min(self.window, MOST_HELD // column_bytes), end)
+        wanted = [(row, batch.counts[row] + i) for row in batch.rows for i in range(ahead, end)]
         for column in sorted({column for row, column in wanted if column not in self.held[row]}):
             drawn = self._draw(column, probs)
             for row in batch.rows:
-                if 0 <= column - batch.counts[row] < max(self.window, ahead + probs.shape[1]):
+                if 0 <= column - batch.counts[row] < window:
                     self.held[row][column] = drawn[row].clone()  # a view would keep the noise of all rows
         noise = torch.stack([self.held[row][column] for row, column in wanted]).view_as(probs)
-        for row in batch.rows:
-            for column in [column for column in self.held[row] if column < batch.counts[row]]:
-                del self.held[row][column]
+        for row, held in enumerate(self.held):
+            first = batch.counts[row] if row in batch.rows else sys.maxsize  # a row that has left needs none
+            for column in [column for column in held if column < first]:
+                del held[column]
         return noise
 
     def _draw(self, column: int, like: torch.Tensor) -> torch.Tensor:
@@ -57,7 +67,8 @@ class StockNoise:
             if self.drawn != t - 1 or not t:
                 self.generator.set_state(self.states[t])
             self.drawn = t
-            drawn = like.new_empty(self.rows, like.shape[-1]).exponential_(generator=self.generator)
+            drawn = like.new_empty(self.rows, like.shape[-1], dtype=self.dtype)
+            drawn.exponential_(generator=self.generator)
             if t + 1 == len(self.states):
                 self.states.append(self.generator.get_state())
         return drawn
@@ -86,12 +97,16 @@ class SeededNoise:
 
     Each row has a generator of its own, and draws in the order of its tokens; the default generator is left alone. A
     row's noise is kept from its end on, since nothing before that is asked for again.
+
+    Attributes:
+        dtype: as in `StockNoise`.
     """
 
     def __init__(self, seeds: list[int], device: torch.device):
         self.generators = _seeded(seeds, device)
         self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # of each row [1, V] for its coming tokens
         self.first = [0] * len(seeds)  # how many tokens of a row come before its first held vector
+        self.dtype: torch.dtype | None = None
 
     def begin(self) -> None:
         pass
@@ -112,7 +127,8 @@ class SeededNoise:
         held = self.held[row]
         count = max(self.first[row], batch.counts[row])  # a text that was cut back is finished: any noise will do
         for _ in range(self.first[row] + len(held), count + number):
-            held.append(like.new_empty(1, like.shape[-1]).exponential_(generator=self.generators[row]))
+            drawn = like.new_empty(1, like.shape[-1], dtype=self.dtype)
+            held.append(drawn.exponential_(generator=self.generators[row]))
         for _ in range(self.first[row], count):
             held.popleft()
         self.first[row] = count
@@ -128,7 +144,8 @@ class SeededNoise:
 class NoiseStream:
     """Random numbers of one purpose, from one generator for all rows or from one for each row.
 
-    In the latter case what a row gets depends on how many numbers it had before, and on nothing else.
+    In the latter case what a row gets depends on how many numbers it had before, and on nothing else. They are drawn
+    on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
     """
 
     def __init__(self, generators: list[torch.Generator], per_row: bool):
@@ -143,21 +160,23 @@ class NoiseStream:
             wanted: [R], how many of them each row needs; where each row has a generator it draws no more, and the
                 others are 0.
         """
-        noise = torch.empty(len(batch.rows), most, dtype=torch.float64, device=batch.index.device)
-        if not self.per_row:
-            return noise.uniform_(generator=self.generators[0])
-        for row_noise, row, number in zip(noise, batch.rows, wanted, strict=True):
-            row_noise[:number].uniform_(generator=self.generators[row])
-            row_noise[number:] = 0
-        return noise
+        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
+        if self.per_row:
+            for row_noise, row, number in zip(noise, batch.rows, wanted, strict=True):
+                row_noise[:number].uniform_(generator=self.generators[row])
+        else:
+            noise.uniform_(generator=self.generators[0])
+        return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
 
 def independent_streams(number: int, device: torch.device, seeds: list[int] | None = None) -> list[NoiseStream]:
     """Streams whose seeds are drawn from the default generator, or for each row by one with the row's seed."""
-    sources = [None] if seeds is None else _seeded(seeds, device)
-    drawn = [torch.randint(2**62, (number,), generator=source, device=device).tolist() for source in sources]
-    return [NoiseStream(_seeded(column, device), seeds is not None) for column in zip(*drawn, strict=True)]
+    if seeds is None:
+        drawn = [torch.randint(2**62, (number,), device=device).tolist()]
+    else:
+        drawn = [torch.randint(2**62, (number,), generator=source).tolist() for source in _seeded(seeds)]
+    return [NoiseStream(_seeded(column), seeds is not None) for column in zip(*drawn, strict=True)]
 
 
-def _seeded(seeds: Iterable[int], device: torch.device) -> list[torch.Generator]:
+def _seeded(seeds: Iterable[int], device: torch.device | str = "cpu") -> list[torch.Generator]:
     return [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]

@@ -5,6 +5,7 @@ finds what it would find there. Here each row is shown its own text without pads
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList
@@ -12,14 +13,16 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 
-from .processors import WARPERS, Processor, Processors
+from .processors import WARPERS, Processor, Processors, warped
 from .stopping import Stopping
+from .warping import in_runs
 
 
 class RequestProcessors(Processors):
     """The processors of requests, each applied to the logits of its own row.
 
-    Where all requests have the same warpers, which read scores only, these are called once for all rows.
+    Warpers that follow all others read scores only; where all requests have the same, they are called once for all
+    rows.
 
     Args:
         own: those of each row, made for its request.
@@ -37,23 +40,33 @@ class RequestProcessors(Processors):
     ):
         super().__init__(own[0], eos_token_id)
         self.own: list[Processors] = [self] * len(own)
-        self.warp_alone = [True] * len(own)
+        self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
+        self.alike = list(alike)
         for row, (processors, limit, is_alike) in enumerate(zip(own, limits, alike, strict=True)):
             self.admit(row, processors, limit, is_alike)
 
     def admit(self, row: int, processors: Sequence[Processor], limit: int, alike: bool) -> None:
         """A new request has the place of a row."""
-        self.own[row] = Processors(processors, self.eos_token_id, limit)
-        self.warp_alone[row] = not (alike and all(type(processor) in WARPERS for processor in processors))
-        self.max_rollback = min(one.max_rollback for one in self.own)
+        last = max((n for n, processor in enumerate(processors, 1) if type(processor) not in WARPERS), default=0)
+        self.own[row] = Processors(processors[:last], self.eos_token_id, limit)
+        self.warpers[row], self.alike[row] = in_runs(processors[last:]), alike
+        self.max_rollback, self.limited_by = min((one.max_rollback, one.limited_by) for one in self.own)
 
     def room(self, batch: Batch, row: int) -> int:
         return self.own[row].max_new_tokens - batch.counts[row]
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.barred.clear()
-        if not any(self.warp_alone[row] for row in batch.rows):
-            return self.own[batch.rows[0]](batch, draft, logits, ahead)
+        rows, alike = batch.rows, all(self.alike[row] for row in batch.rows)
+        if alike and not any(self.own[row].at_once for row in rows):
+            return _warped_by(self.warpers[rows[0]], logits.float())
+        found = self._alone(batch, draft, logits, ahead)
+        if alike:
+            return _warped_by(self.warpers[rows[0]], torch.cat(found))
+        return torch.cat([_warped_by(self.warpers[row], one) for row, one in zip(rows, found, strict=True)])
+
+    def _alone(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int) -> list[torch.Tensor]:
+        """Scores [1, P, V] of each row after the processors that do not serve all rows at once."""
         batch.reserve(ahead + logits.shape[1])
         found = []
         for index, row in enumerate(batch.rows):
@@ -62,7 +75,7 @@ class RequestProcessors(Processors):
             )
             found.append(self.own[row](batch.alone(row), of_row, logits[index : index + 1], ahead))
             self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
-        return torch.cat(found)
+        return found
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         if not (size := self.mask_size):
@@ -78,6 +91,14 @@ class RequestProcessors(Processors):
     @property
     def mask_size(self) -> int:
         return max(one.mask_size for one in self.own)
+
+
+def _warped_by(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
+    for warper in warpers:
+        found = warped(warper, scores)
+        assert found is not None
+        scores = found
+    return scores
 
 
 class RequestStopping(Stopping):

@@ -26,7 +26,7 @@ from hf_specx.common.round import Draft, Round
 
 from .one_pass import ONE_PASS
 from .prefixes import Prefixes
-from .warping import HeadWarper, in_runs
+from .warping import HeadWarper, in_runs, warp
 
 
 WARPERS = frozenset(
@@ -116,8 +116,8 @@ class Processors:
     that are rejected later; rows that have no such position then hold meaningless text and scores.
 
     Attributes:
-        stateful: names of the processors that must see each emitted token once, in order.
-        in_order: the first of these and all that follow it, for the loop to call position by position.
+        in_order: the first that must see each emitted token once, in order, and all that follow it, for the loop to
+            call position by position.
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
         barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
             no token, or raised. Where that text has a rejected candidate in it, the error does not count.
@@ -138,7 +138,6 @@ class Processors:
             memory: what is computed once for a call, which draft and target may share.
         """
         self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
-        self.stateful = [type(p).__name__ for p in processors if not can_look_ahead(p)]
         first = next((i for i, p in enumerate(processors) if not can_look_ahead(p)), len(processors))
         self.at_once = in_runs(processors[:first])
         self.in_order = LogitsProcessorList(processors[first:])
@@ -287,7 +286,7 @@ def warped(processor: Processor, scores: torch.Tensor) -> torch.Tensor | None:
     if isinstance(processor, HeadWarper):
         return processor(flat).view_as(scores)
     if type(processor) in WARPERS and not isinstance(processor, RoundProcessor):
-        return processor(flat.new_zeros(len(flat), 1, dtype=torch.int64), flat).view_as(scores)
+        return warp([processor], flat).view_as(scores)
     return None
 
 

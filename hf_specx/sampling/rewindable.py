@@ -98,6 +98,11 @@ class TokenMasks(RoundProcessor):
     def name(self) -> str:
         return type(self.processor).__name__
 
+    @property
+    def shown(self) -> bool:
+        """Whether the processor may be in the middle of a text."""
+        return self.moving or any(own.path for own in self.followed.values())
+
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """Where a row has no candidates, and after one that ends it or is not shown, scores are left alone."""
         positions = scores.shape[1]
@@ -177,7 +182,7 @@ class TokenMasks(RoundProcessor):
         for row, depth in missing:
             self._rewind(row, depth)
         if missing:
-            masks = self.processor.mask([row for row, _ in missing]).cpu()
+            masks = self.processor.mask([row for row, _ in missing]).to("cpu", copy=True)  # its memory may be reused
             for (row, depth), mask in zip(missing, masks, strict=True):
                 self.followed[row].masks[depth] = mask
 
@@ -196,7 +201,7 @@ class TokenMasks(RoundProcessor):
         Raises:
             ValueError: if the masks are not of the target's vocabulary.
         """
-        masks = self.processor.mask(list(range(rows))).cpu()
+        masks = self.processor.mask(list(range(rows))).to("cpu", copy=True)
         shape = tuple(masks.shape)
         right = masks.dtype == torch.bool and shape == (rows, self.vocab_size)
         told = f"the mask of {self.name} is {masks.dtype} of shape {shape}, and the target needs torch.bool of shape "
@@ -253,6 +258,8 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         known = USED.get(id(masks.processor))
         told = f"{masks.name} was used by an earlier call and is in the middle of its text; make one for each call."
         require(known is None or known() is not masks.processor, told)
+        told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its slots."
+        require(type(masks.processor).__weakrefoffset__ != 0, told)
     ids = {id(one.processor) for one in given}
     IN_USE.update(ids)
     try:
@@ -262,10 +269,13 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         yield
     finally:
         IN_USE.difference_update(ids)
-        for masks in given:
-            _note_used(masks.processor)
-        for masks in given:
-            masks.finish(batch)
+        try:
+            for masks in given:
+                masks.finish(batch)
+        finally:
+            for masks in given:
+                if masks.shown:
+                    _note_used(masks.processor)
 
 
 def _note_used(processor: object) -> None:

@@ -4,7 +4,6 @@ A rule draws the candidates from the draft's scores and judges them by the targe
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 import torch
 
@@ -18,7 +17,7 @@ from .verify import pick, race, verify_block, verify_match, verify_token
 Choice = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Rule(Protocol):
+class Rule:
     """Draws and judges the candidates of one call; it keeps the state of its noise."""
 
     def begin(self) -> None:
@@ -36,25 +35,25 @@ class Rule(Protocol):
         Returns:
             [R] int64, and the distribution that they were drawn from, [R, V]; None if they were not drawn.
         """
+        raise NotImplementedError
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         """The judgement on a draft by the target's scores [R, K + 1, V]."""
+        raise NotImplementedError
 
     def admit(self, row: int, seed: int) -> None:
         """A new prompt with a seed of its own has the place of a row; only where all rows have seeds."""
 
     def alone(self) -> AbstractContextManager[None]:
         """A context for calls of stateful processors and criteria; raises if they take noise that is redrawn here."""
+        return nullcontext()
 
     def finish(self, columns: int) -> None:
         """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
 
 
-class GreedyRule:
+class GreedyRule(Rule):
     """Both models take their argmax."""
-
-    def begin(self) -> None:
-        pass
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         return scores.argmax(-1), None
@@ -65,17 +64,8 @@ class GreedyRule:
         undefined = torch.zeros_like(choices, dtype=torch.bool)
         return Judgement(*verify_match(draft.tokens, choices, draft.proposed), overlap, undefined)
 
-    def admit(self, row: int, seed: int) -> None:
-        pass
 
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def finish(self, columns: int) -> None:
-        pass
-
-
-class RejectionRule:
+class RejectionRule(Rule):
     """Token or block verification; drafting, acceptance and the next token each have random numbers of their own.
 
     Their seeds are drawn from the default generator, so `torch.manual_seed` fixes all of them.
@@ -115,14 +105,8 @@ class RejectionRule:
         for stream, alone in zip((self.drafts, self.uniforms, self.residuals), fresh, strict=True):
             stream.generators[row] = alone.generators[0]
 
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
-    def finish(self, columns: int) -> None:
-        pass
-
-
-class CoupledRule:
+class CoupledRule(Rule):
     """Draft and target draw by `race` with the same noise, which is that of plain `generate`.
 
     Args:
@@ -144,6 +128,7 @@ class CoupledRule:
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
+        self.noise.dtype = probs.dtype  # which the draft's need not have; the first round has no candidates
         verdict = verify_match(draft.tokens, race(probs, self.noise.at(batch, probs, 0)), draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 

@@ -4,7 +4,7 @@ Pure tensor functions: all randomness comes in as arguments, and nothing here kn
 
 Glossary (one meaning each, everywhere in this package):
     target: the model whose distribution the text must have.
-    draft: what proposes tokens: a smaller model, or a `CandidateGenerator`.
+    draft: what proposes tokens: a smaller model, the target's first layers, or the text itself; see `drafting`.
     candidate: a drafted token that is not judged yet.
     round: draft, one target forward, verify.
     judged candidate: one whose predecessors in its round were all accepted; a rejection ends a row's round.

@@ -22,6 +22,7 @@ AFTER = FIRST | {  # for these a token with a score of -inf does not exist
     logits_process.EtaLogitsWarper,
     logits_process.LogitNormalization,
 }
+RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})  # without a distribution
 
 
 class HeadWarper:
@@ -45,12 +46,12 @@ class HeadWarper:
         """
         # on other devices sorting is quick, and reading `enough` back would wait for the device
         if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
-            return _apply(self.warpers, scores)
+            return warp(self.warpers, scores)
         values, ids = scores.topk(self.size)
         first, enough = self._first(scores, values, ids)
-        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, _apply(self.warpers[1:], first))
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], first))
         if not enough.all():
-            output[~enough] = _apply(self.warpers, scores[~enough])
+            output[~enough] = warp(self.warpers, scores[~enough])
         return output
 
     def _first(
@@ -59,7 +60,8 @@ class HeadWarper:
         """Values [N, head] after the first warper, and [N] bool, whether it drops every token outside of the head."""
         first = self.warpers[0]
         if isinstance(first, logits_process.TopKLogitsWarper):
-            return _apply([first], values), values[:, -1] < values[:, first.top_k - 1]
+            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
+            return warp([first], values), (least < values[:, first.top_k - 1]) | (least == -torch.inf)
         assert isinstance(first, logits_process.TopPLogitsWarper)
         probs = scores.softmax(-1)
         total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
@@ -96,8 +98,13 @@ def _drops(processor: object) -> bool:
     return getattr(processor, "filter_value", -torch.inf) == -torch.inf
 
 
-def _apply(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+def warp(warpers: Sequence[LogitsProcessor], scores: torch.Tensor) -> torch.Tensor:
+    """Scores [N, V] after warpers; rows without a distribution, which no text may get to, are no error of theirs."""
     unread = torch.zeros(len(scores), 1, dtype=torch.int64, device=scores.device)
     for warper in warpers:
-        scores = warper(unread, scores)
+        if type(warper) in RAISING:
+            nowhere = scores.logsumexp(-1, keepdim=True).isfinite().logical_not()
+            scores = warper(unread, scores.masked_fill(nowhere, 0)).where(~nowhere, scores)
+        else:
+            scores = warper(unread, scores)
     return scores

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, CpuOffload, SequentialHook
-from tiny import tiny
-from transformers import PreTrainedModel
+from tiny import prompts, tiny
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx.common import devices
 from hf_specx.common.devices import execution_device, hardware, last_device, synchronize
@@ -93,9 +94,19 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
     assert devices._free_bytes(SECOND) == 140
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
+def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
+    model, cache = zoo.build("causal", model_type), DynamicCache()
+    model(**prompts(1, width=5), past_key_values=cache)
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert devices._bytes_per_token(model) == held // 5
+
+
 def test_waiting_for_a_device(monkeypatch: pytest.MonkeyPatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("mps"))
     synchronize(CPU)
     synchronize(SECOND)
-    assert waited == [SECOND]
+    synchronize(torch.device("mps:0"))
+    assert waited == [SECOND, "mps"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from tiny import VOCAB_SIZE, Forwards, near, tiny
+from transformers.generation.logits_process import LogitsProcessor, TopKLogitsWarper
 
 from hf_specx import (
     Completion,
@@ -87,6 +88,23 @@ def test_processors_see_each_request_alone(name: str, options: dict):
     assert [found[index].tokens for index in range(len(asked))] == expected
 
 
+def test_warpers_after_the_other_processors_are_called_once_for_all_rows(monkeypatch: pytest.MonkeyPatch):
+    """Once after each forward, though the penalty before them is of each row alone."""
+    target, warp, seen = tiny(), TopKLogitsWarper.__call__, []
+    draft = near(target, 0.2)
+
+    def noting(warper, ids, scores):
+        seen.append(len(scores))
+        return warp(warper, ids, scores)
+
+    monkeypatch.setattr(TopKLogitsWarper, "__call__", noting)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
+    with Forwards(target) as forwards, Forwards(draft) as steps:
+        completed(strategy, target, requests(8), batch_size=4, repetition_penalty=1.2, **SAMPLED)
+    assert 0 < len(seen) <= len(forwards.ids) + len(steps.ids)
+    assert max(seen) == 16
+
+
 @pytest.mark.parametrize("verification", ["token", "block"])
 @pytest.mark.parametrize("batch_size", [1, 3, 8])
 def test_rejection_gives_the_text_of_a_batch_of_one(verification: str, batch_size: int):
@@ -139,6 +157,24 @@ def test_log_probabilities_are_those_of_plain_decoding():
         for found, steps in ((done.logprobs, plain.scores), (done.raw_logprobs, plain.logits)):
             expected = [step[0].log_softmax(-1)[token] for step, token in zip(steps, done.tokens, strict=True)]
             torch.testing.assert_close(torch.tensor(found), torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
+class Odd(LogitsProcessor):
+    """Leaves odd tokens, and writes to the scores that it is given."""
+
+    def __call__(self, input_ids, scores):
+        scores[:, ::2] = -torch.inf
+        return scores
+
+
+@torch.no_grad()
+def test_raw_log_probabilities_are_those_of_the_model_beside_a_processor_that_writes_in_place():
+    target, request = tiny(), Request([3, 4, 5], 8, seed=1, logits_processor=[Odd()])
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
+    done = completed(strategy, target, [request], logprobs=True, **SAMPLED)[0]
+    chances = target(torch.tensor([[3, 4, 5, *done.tokens]])).logits[0, 2:-1].log_softmax(-1)
+    expected = chances.gather(-1, torch.tensor(done.tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(done.raw_logprobs), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_requests_are_taken_as_places_become_free():

@@ -5,7 +5,7 @@ import torch
 from device import DEVICE, generator_state, on_device
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.noise import SeededNoise, StockNoise
+from hf_specx.sampling.noise import SeededNoise, StockNoise, independent_streams
 from hf_specx.sampling.verify import race
 
 
@@ -55,3 +55,10 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
         expected.append(torch.cat([torch.empty(1, 9, device=DEVICE).exponential_() for _ in range(4)]))
     drawn = SeededNoise(seeds, DEVICE).at(text(3), torch.empty(3, 4, 9, device=DEVICE), 0)
     assert torch.equal(drawn, torch.stack(expected))
+
+
+def test_numbers_for_rejection_are_those_of_a_cpu():
+    streams = independent_streams(3, DEVICE, [7, 8]), independent_streams(3, torch.device("cpu"), [7, 8])
+    found, expected = (of[0].uniforms(text(2), 5, [5, 2]) for of in streams)
+    assert found.device.type == DEVICE.type
+    assert torch.equal(found, expected)

@@ -148,6 +148,24 @@ def test_any_query_length(traced: None):
     assert torch.allclose(found[True], found[False], atol=1e-4)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: str):
+    """As when a draft has rested, and a prompt was admitted meanwhile: each row is fed its own tokens alone."""
+    target, _ = pair(model_type)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[1, :9] = 0
+    prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
+    decoder, batch = make_decoder("ragged", prompt, compiled=True), make_batch(prompt)
+    decoder.read()
+    decoder.opening = False
+    batch.emit(torch.arange(1, 41).view(2, 20), [20, 1])
+    for token in (3, 4):
+        expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
+        assert torch.allclose(decoder.step(batch, 0), expected, atol=1e-4)
+        batch.emit(torch.full((2, 1), token), [1, 1])
+
+
 def test_keys_of_a_group_are_not_repeated(traced: None, monkeypatch: pytest.MonkeyPatch):
     """What is compiled attends with the 2 heads of the cache, not with the 4 of the queries."""
     target, draft = pair()

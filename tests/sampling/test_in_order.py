@@ -53,6 +53,13 @@ class Trail(LogitsProcessor):
         return scores - 0.3 * self.average
 
 
+class Precise(LogitsProcessor):
+    """Does not say that it keeps no state, and gives another precision than that of the draft's scores."""
+
+    def __call__(self, input_ids, scores):
+        return scores.double() + 0.1
+
+
 class Patience(StoppingCriteria):
     """Counts its calls; stops every third row a call from the seventh on."""
 
@@ -92,6 +99,7 @@ PROCESSORS = {
     "calls": lambda: {"logits_processor": [CallCount()]},
     "mates": lambda: {"logits_processor": [Mates()]},
     "trail": lambda: {"logits_processor": [Trail()], "repetition_penalty": 1.3},
+    "in float64": lambda: {"logits_processor": [Precise()]},
     "and stateless ones": lambda: {"logits_processor": [CallCount()], "no_repeat_ngram_size": 2, "min_new_tokens": 5},
     "guided as well": lambda: {"logits_processor": [CallCount()], "guidance_scale": 1.4},
 }

@@ -6,8 +6,11 @@ from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Draft
+from hf_specx.sampling import noise as module
+from hf_specx.sampling import rules
 from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import RejectionRule
+from hf_specx.sampling.rules import CoupledRule, RejectionRule
 from hf_specx.sampling.verify import race
 
 
@@ -63,6 +66,46 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     batch.counts = [4, 8]  # 5 and 6 were beyond the window of the row behind
     noise.at(batch, like, ahead=0)
     assert positions[8:] == [5, 6, 8, 9, 10]
+
+
+def test_rows_that_have_left_keep_none():
+    noise = StockNoise(2, torch.device("cpu"), window=4)
+    noise.begin()
+    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    noise.at(batch, like, ahead=0)
+    assert [len(held) for held in noise.held] == [3, 3]
+    batch.retire([1])
+    noise.at(batch, like[:1], ahead=0)
+    assert [len(held) for held in noise.held] == [3, 0]
+
+
+@pytest.mark.parametrize(("most", "held"), [(2**30, 12), (0, 3)])
+def test_noise_that_would_take_too_much_memory_is_drawn_again(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MOST_HELD", most)
+    torch.manual_seed(0)
+    expected = torch.stack([torch.empty(2, 7).exponential_() for _ in range(12)])
+    torch.manual_seed(0)
+    noise = StockNoise(2, torch.device("cpu"), window=100)
+    noise.begin()
+    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
+    for batch.counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
+        noise.at(batch, like, ahead=0)
+    assert len(noise.held[0]) == held
+    batch.counts = [9, 9]
+    assert torch.equal(noise.at(batch, like, ahead=0)[0], expected[9:, 0])
+
+
+@pytest.mark.parametrize("seeds", [None, [3, 4]])
+def test_noise_has_the_precision_of_the_target(seeds: list | None, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU other numbers are drawn for another; a stateful processor may give one that the draft does not have."""
+    rule, seen = CoupledRule(2, torch.device("cpu"), 4, seeds), []
+    monkeypatch.setattr(rules, "race", lambda probs, noise: (seen.append(noise.dtype), race(probs, noise))[1])
+    rule.begin()
+    batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
+    draft = Draft(torch.empty(2, 0, dtype=torch.int64), [0, 0])
+    rule.judge(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
+    rule.choose(batch, torch.zeros(2, 7), 1, [2, 2])
+    assert seen == [torch.float64, torch.float64]
 
 
 def test_the_three_streams_differ():

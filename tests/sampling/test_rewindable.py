@@ -363,6 +363,60 @@ def test_a_processor_that_was_used_is_refused(target, draft):
     assert not forwards.ids
 
 
+class OneBuffer(Automaton):
+    """Writes each mask to the same memory."""
+
+    def mask(self, rows):
+        if not hasattr(self, "buffer"):
+            self.buffer = torch.empty(9, self.vocab_size, dtype=torch.bool)
+        return self.buffer[: len(rows)].copy_(super().mask(rows))
+
+
+@pytest.mark.parametrize("drafts", ["model", "suffix"])
+def test_masks_may_share_their_memory(target, draft, drafts: str):
+    strategy = SpeculativeDecoding(draft if drafts == "model" else SuffixDraft(min_match=1), num_draft_tokens=3)
+    plain, made, _ = both(target, strategy, given=lambda: [OneBuffer(VOCAB_SIZE, 11)], do_sample=False)
+    assert made.tolist() == plain.tolist()
+
+
+class OfRows(Automaton):
+    """Its masks are of a fixed number of rows."""
+
+    rows = 1
+
+    def mask(self, rows):
+        return super().mask(range(self.rows))
+
+
+def test_a_processor_that_was_refused_is_as_new(target, draft):
+    """Also one that was given beside it; only what was shown a token is in the middle of a text."""
+    refused, beside = OfRows(VOCAB_SIZE, 11), Automaton(VOCAB_SIZE, 11)
+    call = {"max_new_tokens": 6, "custom_generate": SpeculativeDecoding(draft, num_draft_tokens=3)}
+    with pytest.raises(ValueError, match="make the processor for the target's vocabulary and batch"):
+        target.generate(**prompts(2), logits_processor=[beside, refused], **call)
+    target.generate(**prompts(1), logits_processor=[refused], **call)
+    target.generate(**prompts(2), logits_processor=[beside], **call)
+    with pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+        target.generate(**prompts(2), logits_processor=[beside], **call)
+
+
+class Slotted:
+    """Has no place for weak references."""
+
+    __slots__ = ()
+
+    def accept(self, *given):
+        raise NotImplementedError
+
+    rollback = mask = __call__ = accept
+
+
+def test_a_processor_whose_second_use_could_not_be_seen_is_refused_before_any_forward(target, draft):
+    with Forwards(target) as forwards, pytest.raises(ValueError, match="Slotted takes no weak references.*add"):
+        target.generate(**prompts(2), logits_processor=[Slotted()], custom_generate=SpeculativeDecoding(draft))
+    assert not forwards.ids
+
+
 def test_masks_of_another_vocabulary_are_refused_before_any_forward(target, draft):
     strategy = SpeculativeDecoding(draft)
     with (

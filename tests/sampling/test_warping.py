@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers.generation import logits_process as host
 
+from hf_specx.common.batch import Batch
+from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.warping import HEAD, HeadWarper, in_runs
 
 
@@ -92,7 +94,7 @@ def test_more_ties_than_the_head_holds():
     assert output.isfinite().sum(-1).tolist() == [VOCAB, 5 * HEAD]
 
 
-@pytest.mark.parametrize("run", ["top-k", "top-p"])
+@pytest.mark.parametrize("run", ["top-k", "top-p", "top-k, top-p"])
 def test_few_tokens_none_and_no_numbers(run: str):
     """Constraints leave a handful of tokens; a broken model gives NaN, a processor may exclude every token."""
     scores = torch.full((4, VOCAB), -torch.inf)
@@ -103,6 +105,30 @@ def test_few_tokens_none_and_no_numbers(run: str):
     assert torch.equal(output.softmax(-1).nan_to_num(7), expected.softmax(-1).nan_to_num(7))
     alone = HeadWarper(RUNS[run])(scores[:1])
     assert torch.equal(alone, expected[:1])
+
+
+@pytest.mark.parametrize("run", ["top-k, top-p", "all"])
+def test_few_tokens_do_not_need_the_whole_vocabulary(run: str, widths: list[int]):
+    scores = torch.full((3, VOCAB), -torch.inf)
+    for row, number in enumerate((1, 7, 300)):
+        scores[row, :number] = torch.randn(number, generator=torch.Generator().manual_seed(row))
+    output = HeadWarper(RUNS[run])(scores)
+    assert widths
+    assert VOCAB not in widths
+    torch.testing.assert_close(output, by_stock(RUNS[run], scores))
+
+
+@pytest.mark.parametrize("run", [[host.TopHLogitsWarper(0.4)], [host.TopKLogitsWarper(9), host.EtaLogitsWarper(0.02)]])
+def test_rows_without_a_distribution_are_left_as_they_are(run: list, monkeypatch: pytest.MonkeyPatch):
+    """Behind a candidate nothing may be allowed; in transformers these warpers raise there."""
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # which `torch.compile` ends
+    scores = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    scores[0], scores[1, 5] = -torch.inf, torch.nan
+    with pytest.raises(ValueError, match="Expected parameter logits"):
+        by_stock(run, scores)
+    output = Processors(run)(Batch(torch.ones(1, 3, dtype=torch.int64), None, 0), None, scores[None])[0]
+    assert output.softmax(-1)[:2].isnan().all()
+    assert torch.equal(output[2:], by_stock(run, scores[2:]))
 
 
 def test_runs():
