@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
@@ -64,7 +63,7 @@ def check(
 ) -> CheckResult:
     """Compare speculative with plain generation: the same tokens, the same distribution, the same quality.
 
-    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generator as it was.
+    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generators as they were.
 
     Args:
         pair: in its own precision, with the layout of `pair.strategy`.
@@ -104,7 +103,7 @@ def run_check(
     how = pair.strategy.layout, pair.strategy.compile
     asked = [settings.to_dict(), prompts, models, drafts_of(pair), *how]
     store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
-    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
+    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched():
         parts = Parts(store, step)
         texts = all_texts(subject, parts)
         cells = all_cells(subject, parts, texts)
@@ -256,9 +255,9 @@ def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
 
 
 @contextmanager
-def generator_untouched(pair: DraftTargetPair) -> Iterator[None]:
-    """Whatever is drawn inside, the default generators are left as they were."""
-    devices = {execution_device(model) for model in pair.models}
-    numbers = [torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"]
-    with torch.random.fork_rng(devices=sorted(set(numbers))):
+def generator_untouched() -> Iterator[None]:
+    """Whatever is drawn inside, the default generators of all devices are left as they were."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    everywhere = range(torch.accelerator.device_count())  # all are seeded by `torch.manual_seed`
+    with torch.random.fork_rng(everywhere, device_type="cuda" if kind is None else kind.type):
         yield
