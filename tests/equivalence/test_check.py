@@ -235,6 +235,13 @@ def test_other_options_of_generate_count():
     assert result.texts["plain greedy"] != quick(**SMALL | {"verifications": ("greedy",)}).texts["plain greedy"]
 
 
+def test_outputs_that_the_targets_own_generation_config_asks_for_are_left_out(monkeypatch):
+    own = {"do_sample": True, "num_return_sequences": 2, "return_dict_in_generate": True}
+    for name, value in own.items():
+        monkeypatch.setattr(tiny_pair().target.generation_config, name, value)
+    assert quick(**SMALL | {"batch_sizes": (8,)}).passed
+
+
 def test_the_layout_of_the_pair_is_checked():
     pair = DraftTargetPair(tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer)
     pair.strategy.layout = "padded"
