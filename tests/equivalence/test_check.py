@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import evaluate
 import numpy as np
@@ -131,6 +132,23 @@ def test_the_same_seed_gives_the_same_result(result):
     assert again.to_dict() == result.to_dict()
     assert torch.equal(torch.get_rng_state(), before)
     assert quick(**SMALL, seed=1).texts["block"] != result.texts["block"]
+
+
+def test_generators_of_all_devices_are_left_as_they_were(monkeypatch):
+    """`torch.manual_seed` seeds those of two accelerators also where the pair runs on neither."""
+    kept = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+    def fork_rng(devices, device_type):
+        kept.extend([*devices, device_type])
+        return nullcontext()
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with checking.generator_untouched():
+        pass
+    assert kept == [0, 1, "xpu"]
 
 
 def test_coupled_and_plain_share_seeds_and_others_do_not():
