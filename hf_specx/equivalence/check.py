@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import tqdm
 
 from hf_specx.common.errors import require
+from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
@@ -100,8 +101,9 @@ def run_check(
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
     made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
     models = [weights_digest(model) for model in pair.models]
-    how = pair.strategy.layout, pair.strategy.compile
-    asked = [settings.to_dict(), prompts, models, drafts_of(pair), *how]
+    how = pair.strategy.layout, pair.strategy.compile, pair.strategy.tokenizer_match
+    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
+    asked = [settings.to_dict(), prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
     store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
     with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched():
         parts = Parts(store, step)

@@ -199,7 +199,7 @@ def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
-@pytest.mark.parametrize("change", ["settings", "prompts", "code", "model"])
+@pytest.mark.parametrize("change", ["settings", "prompts", "code", "model", "tokenizer", "draft tokenizer"])
 def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     path, made, settings = tmp_path / "check.json", [], SMALL | {"verifications": ("greedy",)}
     generate_texts = check_texts.generate_texts
@@ -213,6 +213,12 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     pair, prompts = tiny_pair(), PROMPTS
     if change == "model":
         pair = DraftTargetPair(near(pair.target, 0.1), pair.draft, pair.tokenizer)
+    if change == "tokenizer":
+        pair = DraftTargetPair(pair.target, pair.draft, tiny_tokenizer(fewer_merges=8))  # of the same tokens
+    if change == "draft tokenizer":
+        pair = DraftTargetPair(
+            pair.target, pair.draft, pair.tokenizer, draft_tokenizer=tiny_tokenizer(["other words"])
+        )
     if change == "prompts":
         prompts = PROMPTS[:3]
     seed = 5 if change == "settings" else 0
