@@ -91,10 +91,10 @@ class CheckResult:
         """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
 
         Args:
-            path: of a file with a suffix, or of a folder, where the file is named by the time.
+            path: of a file, or of a folder that is there, in which the file is named by the time.
         """
         now, path = datetime.now(), Path(path)
-        file = path if path.suffix else path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json")
+        file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
         where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
         file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")

@@ -246,6 +246,8 @@ def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     path = result.save(tmp_path / "new" / "result.json")
     assert result.save(tmp_path / "new").parent == path.parent
+    assert result.save(tmp_path / "result") == tmp_path / "result"  # no folder
+    assert result.save(tmp_path / "result").is_file()
     found = json.loads(path.read_text())
     assert found["_evaluate_version"] == evaluate.__version__
     assert {name: found[name] for name in result.to_dict()} == result.to_dict()
