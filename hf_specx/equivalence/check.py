@@ -120,8 +120,6 @@ def run_check(
         cells,
         shown_texts(subject, texts),
         traced,
-        settings.level,
-        settings.comparisons,
         speed=speed,
         power=power_of(settings, cells),
     )

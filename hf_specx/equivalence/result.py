@@ -72,8 +72,6 @@ class CheckResult:
     cells: dict[str, dict[str, Any]]
     texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     trace: dict[str, Any] = field(default_factory=dict)
-    level: float = 0.001
-    comparisons: int = 0
     speed: dict[str, Any] = field(default_factory=dict)
     power: list[dict[str, Any]] = field(default_factory=list)
     pair: str = ""
@@ -83,9 +81,18 @@ class CheckResult:
     def passed(self) -> bool:
         return all(line.verdict != FAILED for line in self.lines)
 
+    @property
+    def level(self) -> float:
+        return float(self.settings["level"])
+
+    @property
+    def comparisons(self) -> int:
+        return Settings(**self.settings).comparisons
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, which JSON takes."""
-        return {"passed": self.passed} | vars(self) | {"lines": [line._asdict() for line in self.lines]}
+        known = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
+        return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
         """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.

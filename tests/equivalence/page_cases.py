@@ -111,7 +111,6 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
         },
         "texts": {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]},
         "trace": TRACE,
-        "comparisons": 4,
         "speed": SPEED,
         "pair": f"my-pair {HOSTILE}",
         "command": f"specx check my-pair --batch 1 --file {HOSTILE} --report a-report-with-a-long-name.html",
