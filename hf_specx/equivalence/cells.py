@@ -32,9 +32,10 @@ def metric(name: str) -> Any:
 
 
 def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
-    """What the draft was worth: `acceptance` of a speculative way, `count_rounds`, and the mean overlap."""
+    """What the draft of a speculative way was worth: by `acceptance`, `count_rounds`, "alpha" and "layout"."""
     found = metric("acceptance").compute(predictions=ours["accepted"], references=ours["drafted"])
-    return found | count_rounds(ours) | {"overlap": ours["overlap"], "layout": ours["layout"]}
+    kept = {name: found[name] for name in ("acceptance_rate", "tokens_per_round", "rounds")}
+    return kept | count_rounds(ours) | {name: ours[name] for name in ("alpha", "layout")}
 
 
 def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:

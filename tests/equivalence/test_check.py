@@ -59,7 +59,7 @@ def test_what_is_found(result):
     equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
     assert result.cells["greedy, batch 1"]["equality"] == equal
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
-    assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
+    assert 0 < result.cells["block, batch 8"]["acceptance"]["alpha"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
     assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
     assert result.trace["verification"] == "block"
@@ -80,7 +80,14 @@ def test_rounds_are_counted(result):
     kept = sum(n * rounds for n, rounds in enumerate(found["accepted_lengths"]))
     assert kept == sum(found["accepted_per_position"])
     assert found["tokens_per_round"] == pytest.approx(1 + kept / found["rounds"])
-    assert found["alpha"] == pytest.approx(kept / sum(found["judged_per_position"]))
+
+
+def test_alpha_is_the_mean_overlap_not_the_share_that_was_accepted():
+    """Block verification accepts more than that."""
+    ours = {"accepted": [[3]], "drafted": [[3]], "alpha": 0.7, "layout": "ragged"}
+    found = check_cells.judge_acceptance(ours)
+    assert found["alpha"] == 0.7
+    assert "overlap" not in found
 
 
 def test_the_level_is_shared(result):
