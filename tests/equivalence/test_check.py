@@ -318,21 +318,25 @@ def test_a_text_that_ends_early_is_never_explained():
     assert (found.plain, found.ours, found.gap, found.explained) == (-1, 8, None, False)
 
 
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | {"guidance_scale": 1.5}], ids=["plain", "with a state"])
 @pytest.mark.parametrize("row", [0, 2])
-def test_the_noise_of_a_sampled_token_is_that_of_stock(row):
-    """So the token that stock has drawn needs no rise, at any position and in any row."""
+def test_the_noise_of_a_sampled_token_is_that_of_stock(row, options):
+    """So the token that stock has drawn needs no rise, at any position and in any row.
+
+    Guidance keeps a state: its own text begins with the prompt's last token and grows with each call.
+    """
     target, seed = tiny_pair().target, 11
     prompt = prompt_of(target)
     torch.manual_seed(seed)
-    output = target.generate(torch.tensor([prompt] * 3), **OPTIONS, pad_token_id=1)
+    output = target.generate(torch.tensor([prompt] * 3), **options, pad_token_id=1)
     text = output[row, len(prompt) :].tolist()
     for position, token in enumerate(text[:5]):
-        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, row))
+        found = explain(target, options, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, row))
         assert found.gap == 0.0
         assert found.explained
         other = (token + 7) % 280
         assert not explain(
-            target, OPTIONS, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, row)
+            target, options, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, row)
         ).explained
 
 
