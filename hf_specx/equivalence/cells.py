@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from hf_specx.measure.trace import trace
 from hf_specx.metrics import path
 
-from .draft_quality import judged, overrated
-from .equality import Noise, explain, impossible
+from .draft_quality import judged, law_of, overrated
+from .equality import Noise, explain, impossible, tolerance
 from .power import CONFIDENCE, least_replaced
 from .texts import Subject
 
@@ -97,14 +97,14 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, A
     return found | known | {"p_value": chance, "passed": chance >= found["level"]}
 
 
-def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`.
-
-    A draft without a model has no distribution to compare with; that of the target overrates nothing.
-    """
+def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any] | None:
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`; None without `law_of` it."""
+    law = law_of(subject.pair)
+    if law is None:
+        return None
     prompts = [subject.ids[index] for index in subject.prompt_indices(way, batch)]
     options = subject.settings.generation(sampled=True)
-    sums = overrated(subject.target, subject.pair.models[-1], options, prompts, ours["texts"])
+    sums = overrated(subject.target, law, options, prompts, ours["texts"])
     tests = sys.modules[type(metric("sampled_law")).__module__]
     return judged(sums, subject.settings.share, tests.p_value, tests.least_excess)
 

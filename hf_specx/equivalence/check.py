@@ -214,8 +214,7 @@ def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[st
             cells[name] = {"acceptance": judge_acceptance(ours)}
             if way in settings.in_distribution:
                 cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_distribution, subject, way, batch, ours))
-                make = partial(judge_draft, subject, way, batch, ours)
-                cells[name]["draft"] = parts(f"draft, {name}", 1, make)
+                cells[name]["draft"] = parts(f"draft, {name}", 1, partial(judge_draft, subject, way, batch, ours))
             else:
                 plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
                 make = partial(judge_equality, subject, way, batch, plain, ours)

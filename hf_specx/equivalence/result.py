@@ -21,6 +21,7 @@ CHECK_LEGEND = (
     "interval, where 1 is the end"
 )
 TOO_FEW = "too few texts for this level; ask for more samples"
+NO_LAW = "the draft has no distribution over the target's tokens"
 
 
 class CheckLine(NamedTuple):
@@ -54,8 +55,9 @@ class CheckResult:
         settings: of the check, as plain values.
         provenance: versions, device, precision, code.
         prompts: as given.
-        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
-            verification alone "two_samples" and "quality", None where there were too few texts.
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft" (None
+            where it has no distribution over the target's tokens); by verification alone "two_samples" and "quality",
+            None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
         trace: how one text came about; see `hf_specx.measure.trace.trace`.
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
@@ -128,7 +130,7 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
         if "equality" in cell:
             found.append(equality_line(name, cell["equality"]))
         if "law" in cell:
-            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"])]
+            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"], settings.share)]
         if "quality" in cell:
             found.append(texts_line(name, cell["two_samples"], settings.share))
             found.append(quality_line(name, cell["quality"]))
@@ -177,10 +179,12 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 
-def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
+def draft_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
     """Of `judge_draft`."""
     what = f"{name}: tokens that the draft overrates are as frequent as they should be"
-    threshold = unlikely(cell["level"])
+    threshold = unlikely(share)
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, threshold, NO_LAW)
     if cell["p_value"] is None:
         return CheckLine(what, UNTOLD, None, threshold, "it overrates none that could come, or nothing else could")
     note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"

@@ -14,7 +14,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
-from hf_specx import DraftTargetPair, SuffixDraft
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.equivalence import cells as check_cells
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence import equality as check_equality
@@ -436,6 +436,31 @@ def test_a_draft_that_is_the_target_overrates_nothing():
     line = next(line for line in result.lines if "overrates" in line.what)
     assert (line.verdict, line.figure) == ("not told", None)
     assert result.passed
+    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
+
+
+def test_an_early_exit_overrates_what_its_layers_do():
+    pair = DraftTargetPair(tiny_pair().target, EarlyExitDraft(1), tiny_tokenizer())
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    assert result.cells["token, batch 8"]["draft"]["expected"] > 0
+    assert {line.verdict for line in result.lines} == {"passed"}
+
+
+@pytest.mark.parametrize("kind", ["without a model", "another tokenizer"])
+def test_a_draft_without_a_distribution_over_the_targets_tokens_is_told_so(monkeypatch, kind):
+    """And no forward is made for it."""
+    monkeypatch.setattr(check_cells, "overrated", None)
+    target, own = tiny_pair().target, tiny_tokenizer()
+    pair = DraftTargetPair(target, SuffixDraft(), own)
+    if kind == "another tokenizer":
+        pair = DraftTargetPair(target, tiny_pair().draft, own, draft_tokenizer=tiny_tokenizer(["other words"]))
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    line = next(line for line in result.lines if "overrates" in line.what)
+    assert (line.verdict, line.figure) == ("not told", None)
+    assert line.note == "the draft has no distribution over the target's tokens"
+    assert result.cells["token, batch 8"]["draft"] is None
     assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
 
 
