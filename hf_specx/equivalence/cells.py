@@ -59,11 +59,16 @@ def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
 def judge_equality(
     subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, with "rows", "tokens" and the "differences", each looked at by `explain`."""
+    """`sequence_equality` of both texts, with what is made of the first difference of each row.
+
+    Returns:
+        "exact_match", "rows"; "tokens", those up to each row's first difference or its end; "tolerance", by which a
+        logit may be off there at most, and count as rounding; "differences", of `explain`.
+    """
     texts = ours["texts"], plain["texts"]
     found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
     options = subject.settings.generation(sampled=way != "greedy")
-    indices, differences = subject.prompt_indices(way, batch), []
+    prompts, differences = [subject.ids[index] for index in subject.prompt_indices(way, batch)], []
     for row, position in enumerate(found["first_difference"]):
         if position < 0:
             continue
@@ -71,10 +76,15 @@ def judge_equality(
         if way != "greedy":
             noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
         both = plain["texts"][row], ours["texts"][row]
-        prompt = subject.ids[indices[row]]
-        differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
-    counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
-    return {"exact_match": found["exact_match"], **counts, "differences": differences}
+        differences.append(explain(subject.target, options, prompts[row], *both, row, position, noise)._asdict())
+    equal = zip(plain["texts"], found["first_difference"], strict=True)
+    return {
+        "exact_match": found["exact_match"],
+        "rows": len(texts[0]),
+        "tokens": sum(len(text) if position < 0 else position + 1 for text, position in equal),
+        "tolerance": tolerance(subject.target, prompts, plain["texts"]),
+        "differences": differences,
+    }
 
 
 def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:

@@ -49,10 +49,13 @@ def power_of(settings: Settings, cells: dict[str, JudgedCell]) -> list[dict[str,
 
 def tokens_power(way: str, sizes: dict[str, JudgedCell]) -> dict[str, Any]:
     """Of equal tokens, from the cells of each batch size."""
-    counts = {size: cell["equality"]["tokens"] for size, cell in sizes.items()}
-    values = {size: least_share(count) for size, count in counts.items()}
-    note = f"{_listed(counts.values(), '{}')} tokens compared; what rounding explains is no difference"
-    return _row(f"{way}: tokens other than those of plain generate", values, "{:.2%} of tokens", note)
+    cells = {size: cell["equality"] for size, cell in sizes.items()}
+    values = {size: least_share(cell["tokens"]) for size, cell in cells.items()}
+    counts = [cell["tokens"] for cell in cells.values()]
+    note = f"{_listed(counts, '{}')} tokens compared; what rounding explains is no difference"
+    rounding = max(cell["tolerance"] for cell in cells.values())
+    what = f"{way}: tokens other than those of plain generate, by a logit gap above {rounding:.2g}"
+    return _row(what, values, "{:.2%} of tokens", note)
 
 
 def mean_power(way: str, sizes: dict[str, JudgedCell], name: str) -> dict[str, Any]:

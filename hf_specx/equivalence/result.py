@@ -118,7 +118,9 @@ def summary(result: CheckResult) -> str:
     """The verdict in a sentence."""
     rate = f"a correct one fails in at most {result.level:g} of such checks"
     if result.passed:
-        return f"passed: no difference to plain generate was found; {rate}"
+        rounded = any(cell.get("equality", {}).get("differences") for cell in result.cells.values())
+        but = " but what rounding explains" if rounded else ""
+        return f"passed: no difference to plain generate was found{but}; {rate}"
     failed = [line.what for line in result.lines if line.verdict == FAILED]
     return f"failed: {'; '.join(failed)}; {rate}"
 
@@ -142,14 +144,16 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
     if not differences:
         return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal")
-    note = f"{len(differences)} of {cell['rows']} rows differ"
+    note, limit = f"{len(differences)} of {cell['rows']} rows differ", f"where {cell['tolerance']:.2g} may be rounding"
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
         figure = max(difference["units"] for difference in differences)
         gap = max(difference["gap"] for difference in differences)
-        return CheckLine(what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g}")
+        return CheckLine(
+            what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g} {limit}"
+        )
     first, known = wrong[0], [difference["units"] for difference in wrong]
-    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g}"
+    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g} {limit}"
     seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
     figure = None if None in known else max(known)
     return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")

@@ -21,6 +21,7 @@ from hf_specx.equivalence import equality as check_equality
 from hf_specx.equivalence import texts as check_texts
 from hf_specx.equivalence.cells import judge_distribution, judge_quality, judge_texts, too_few
 from hf_specx.equivalence.equality import UNITS, Noise, explain
+from hf_specx.equivalence.power import least_share
 from hf_specx.equivalence.result import distribution_line
 from hf_specx.equivalence.settings import Settings
 from hf_specx.equivalence.texts import Subject
@@ -56,8 +57,9 @@ def test_what_is_found(result):
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
-    assert result.cells["greedy, batch 1"]["equality"] == equal
+    equal = {**result.cells["greedy, batch 1"]["equality"]}
+    assert 0 < equal.pop("tolerance") < 1e-3
+    assert equal == {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
     assert 0 < result.cells["block, batch 8"]["acceptance"]["alpha"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
@@ -313,6 +315,20 @@ def test_a_gap_within_rounding_is_explained(monkeypatch):
     assert explain(target, options, prompt, [best], [other], 0, 0, None).explained
 
 
+@pytest.mark.parametrize(("units", "explained"), [(12, True), (20, False)])
+def test_as_many_units_are_rounding_as_is_said(units, explained):
+    """Of two logits that are so far from each other; with a larger limit wrong tokens would pass in half precision."""
+    target = tiny(**SIZES)
+    prompt = prompt_of(target)
+    with torch.no_grad():
+        logits = target(torch.tensor([prompt])).logits[0, -1]
+        best, other = logits.topk(2).indices.tolist()
+        gap = units * torch.finfo(torch.float32).eps * logits.abs().max()
+        target.lm_head.weight[other] = target.lm_head.weight[best] * (1 - gap / logits[best])
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert explain(target, options, prompt, [best], [other], 0, 0, None).explained == explained
+
+
 def test_a_text_that_ends_early_is_never_explained():
     found = explain(tiny_pair().target, {"do_sample": False}, [5, 6], [7], [7, 8], 0, 1, None)
     assert (found.plain, found.ours, found.gap, found.explained) == (-1, 8, None, False)
@@ -392,6 +408,19 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
     line = next(line for line in result.lines if line.what.startswith("coupled"))
     assert line.note.startswith(f"{len(differences)} of 64 rows differ, all by rounding")
     assert 0 < line.figure <= line.threshold == UNITS
+    cell = result.cells["coupled, batch 16"]["equality"]
+    assert max(difference["gap"] for difference in differences) <= cell["tolerance"]
+    assert "was found but what rounding explains; a correct one" in str(result)
+    told = next(row for row in result.power if row["what"].startswith("coupled"))
+    assert told["what"].endswith(f"by a logit gap above {cell['tolerance']:.2g}")
+    assert told["values"] == {"batch 16": least_share(cell["tokens"])}
+
+
+def test_tokens_behind_a_difference_are_not_compared():
+    subject = Subject(tiny_pair(), PROMPTS, Settings(batch_sizes=(4,), verifications=("greedy",)))
+    plain, ours = [[5, 6, 7, 8]] * 4, [[5, 9, 7, 8]] + [[5, 6, 7, 8]] * 3
+    found = check_cells.judge_equality(subject, "greedy", 4, {"texts": plain}, {"texts": ours})
+    assert (found["tokens"], len(found["differences"])) == (2 + 3 * 4, 1)
 
 
 def test_too_few_texts_are_told_so():
