@@ -9,7 +9,6 @@ from hf_specx.hub.markdown import row
 from hf_specx.measure.ways import PLAIN_NAME
 
 
-BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
 MEASURES = {"perplexity": ("perplexity", 2), "rougeL": ("ROUGE-L", 3), "distinct_2": ("distinct-2", 3)}  # digits
 HEADINGS = [heading for heading, _ in MEASURES.values()]
 
@@ -33,10 +32,7 @@ def shown(value: float, interval: Sequence[float], form: str) -> str:
 
 
 def tables(found: dict[str, Any]) -> str:
-    """Tables of quality, and of the differences between speculative and plain text, by batch size.
-
-    Times are in the file of results; the README has one set of them, from another command.
-    """
+    """Tables of quality, and of the differences between speculative and plain text, by batch size."""
     lines, differences = [], []
     for each in found["rows"]:
         first = [each["way"], str(each["batch"])]

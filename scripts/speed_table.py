@@ -2,7 +2,7 @@
 
 Each row of it compares three ways to generate in turns, on the pair in the package: plain `generate`, what a user of
 transformers would take instead, and this package with its defaults. The table shows for each row the least and the
-largest median over all runs of the file, so that it says how much machines and hours differ.
+largest median over the runs of the file by the same machine and versions, so that it says how much hours differ.
 """
 
 import json
@@ -166,24 +166,31 @@ def span(values: list[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
+def made_alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether machine and versions were the same."""
+    facts = [{name: x for name, x in each["made"].items() if name not in ("date", "commit")} for each in (run, other)]
+    return facts[0] == facts[1]
+
+
 def table(runs: list[dict[str, Any]]) -> str:
-    """All runs as one table."""
+    """The rows of the last run, with all runs that were made as it was."""
+    made, shown = runs[-1]["made"], [run for run in runs if made_alike(run, runs[-1])]
+    known_rows = [each for run in shown for each in run["rows"]]
 
     def rows() -> Iterator[str]:
-        for position, first in enumerate(runs[0]["rows"]):
-            same = [run["rows"][position] for run in runs]
-            rivals = [name for name in first["times"] if name != OURS]
-            known = [each["times"][name] for each in same for name in rivals if each["times"][name] is not None]
+        for last in runs[-1]["rows"]:
+            same = [each for each in known_rows if (each["label"], each["batch"]) == (last["label"], last["batch"])]
+            rivals = [name for name in last["times"] if name != OURS]
+            known = [each["times"][name] for each in same for name in rivals if each["times"].get(name) is not None]
             instead = span(known, 2) if known else ("fails" if rivals else "refused")
             ours = span([each["times"][OURS] for each in same], 2)
             plain = span([each["plain"] for each in same], 0)
-            yield row([first["label"], str(first["batch"]), plain, instead, f"**{ours}**"])
+            yield row([last["label"], str(last["batch"]), plain, instead, f"**{ours}**"])
 
-    made = runs[-1]["made"]
-    dates = span_of_dates([run["made"]["date"] for run in runs])
+    dates = span_of_dates([run["made"]["date"] for run in shown])
     caption = (
         f"The pair in the package, {made['hardware']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
-        f"transformers {made['transformers']}: the least and the largest of {len(runs)} runs, {dates}. transformers "
+        f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, {dates}. transformers "
         "itself means its assisted generation, or its prompt lookup where there is no draft model; it "
         "refuses batches, and fails with processors that keep a state."
     )

@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from hf_specx.measure.trace import trace
 from hf_specx.metrics import path
 
-from .draft_quality import judged, overrated
-from .equality import Noise, explain, impossible
+from .draft_quality import judged, law_of, overrated
+from .equality import Noise, explain, impossible, tolerance
 from .power import CONFIDENCE, least_replaced
 from .texts import Subject
 
@@ -32,9 +32,10 @@ def metric(name: str) -> Any:
 
 
 def judge_acceptance(ours: dict[str, Any]) -> dict[str, Any]:
-    """What the draft was worth: `acceptance` of a speculative way, `count_rounds`, and the mean overlap."""
+    """What the draft of a speculative way was worth: by `acceptance`, `count_rounds`, "alpha" and "layout"."""
     found = metric("acceptance").compute(predictions=ours["accepted"], references=ours["drafted"])
-    return found | count_rounds(ours) | {"overlap": ours["overlap"], "layout": ours["layout"]}
+    kept = {name: found[name] for name in ("acceptance_rate", "tokens_per_round", "rounds")}
+    return kept | count_rounds(ours) | {name: ours[name] for name in ("alpha", "layout")}
 
 
 def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
@@ -58,11 +59,16 @@ def count_rounds(ours: dict[str, Any]) -> dict[str, list[int]]:
 def judge_equality(
     subject: Subject, way: str, batch: int, plain: dict[str, Any], ours: dict[str, Any]
 ) -> dict[str, Any]:
-    """`sequence_equality` of both texts, with "rows", "tokens" and the "differences", each looked at by `explain`."""
+    """`sequence_equality` of both texts, with what is made of the first difference of each row.
+
+    Returns:
+        "exact_match", "rows"; "tokens", those up to each row's first difference or its end; "tolerance", by which a
+        logit may be off there at most, and count as rounding; "differences", of `explain`.
+    """
     texts = ours["texts"], plain["texts"]
     found = metric("sequence_equality").compute(predictions=texts[0], references=texts[1])
     options = subject.settings.generation(sampled=way != "greedy")
-    indices, differences = subject.prompt_indices(way, batch), []
+    prompts, differences = [subject.ids[index] for index in subject.prompt_indices(way, batch)], []
     for row, position in enumerate(found["first_difference"]):
         if position < 0:
             continue
@@ -70,10 +76,15 @@ def judge_equality(
         if way != "greedy":
             noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
         both = plain["texts"][row], ours["texts"][row]
-        prompt = subject.ids[indices[row]]
-        differences.append(explain(subject.target, options, prompt, *both, row, position, noise)._asdict())
-    counts = {"rows": len(texts[0]), "tokens": sum(map(len, plain["texts"]))}
-    return {"exact_match": found["exact_match"], **counts, "differences": differences}
+        differences.append(explain(subject.target, options, prompts[row], *both, row, position, noise)._asdict())
+    equal = zip(plain["texts"], found["first_difference"], strict=True)
+    return {
+        "exact_match": found["exact_match"],
+        "rows": len(texts[0]),
+        "tokens": sum(len(text) if position < 0 else position + 1 for text, position in equal),
+        "tolerance": tolerance(subject.target, prompts, plain["texts"]),
+        "differences": differences,
+    }
 
 
 def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
@@ -96,14 +107,14 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, A
     return found | known | {"p_value": chance, "passed": chance >= found["level"]}
 
 
-def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any]:
-    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`.
-
-    A draft without a model has no distribution to compare with; that of the target overrates nothing.
-    """
+def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any] | None:
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`; None without `law_of` it."""
+    law = law_of(subject.pair)
+    if law is None:
+        return None
     prompts = [subject.ids[index] for index in subject.prompt_indices(way, batch)]
     options = subject.settings.generation(sampled=True)
-    sums = overrated(subject.target, subject.pair.models[-1], options, prompts, ours["texts"])
+    sums = overrated(subject.target, law, options, prompts, ours["texts"])
     tests = sys.modules[type(metric("sampled_law")).__module__]
     return judged(sums, subject.settings.share, tests.p_value, tests.least_excess)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
@@ -64,7 +64,7 @@ def check(
 ) -> CheckResult:
     """Compare speculative with plain generation: the same tokens, the same distribution, the same quality.
 
-    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generator as it was.
+    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generators as they were.
 
     Args:
         pair: in its own precision, with the layout of `pair.strategy`.
@@ -101,10 +101,11 @@ def run_check(
     pair, settings, prompts = subject.pair, subject.settings, subject.prompts
     made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
     models = [weights_digest(model) for model in pair.models]
-    how = pair.strategy.layout, pair.strategy.compile
-    asked = [settings.to_dict(), prompts, models, drafts_of(pair), *how]
+    how = pair.strategy.layout, pair.strategy.compile, pair.strategy.tokenizer_match
+    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
+    asked = [settings.to_dict(), prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
     store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
-    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched(pair):
+    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched():
         parts = Parts(store, step)
         texts = all_texts(subject, parts)
         cells = all_cells(subject, parts, texts)
@@ -119,8 +120,6 @@ def run_check(
         cells,
         shown_texts(subject, texts),
         traced,
-        settings.level,
-        settings.comparisons,
         speed=speed,
         power=power_of(settings, cells),
     )
@@ -215,8 +214,7 @@ def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[st
             cells[name] = {"acceptance": judge_acceptance(ours)}
             if way in settings.in_distribution:
                 cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_distribution, subject, way, batch, ours))
-                make = partial(judge_draft, subject, way, batch, ours)
-                cells[name]["draft"] = parts(f"draft, {name}", 1, make)
+                cells[name]["draft"] = parts(f"draft, {name}", 1, partial(judge_draft, subject, way, batch, ours))
             else:
                 plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
                 make = partial(judge_equality, subject, way, batch, plain, ours)
@@ -256,9 +254,9 @@ def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
 
 
 @contextmanager
-def generator_untouched(pair: DraftTargetPair) -> Iterator[None]:
-    """Whatever is drawn inside, the default generators are left as they were."""
-    devices = {execution_device(model) for model in pair.models}
-    numbers = [torch.cuda.current_device() if d.index is None else d.index for d in devices if d.type == "cuda"]
-    with torch.random.fork_rng(devices=sorted(set(numbers))):
+def generator_untouched() -> Iterator[None]:
+    """Whatever is drawn inside, the default generators of all devices are left as they were."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    everywhere = range(torch.accelerator.device_count())  # all are seeded by `torch.manual_seed`
+    with torch.random.fork_rng(everywhere, device_type="cuda" if kind is None else kind.type):
         yield

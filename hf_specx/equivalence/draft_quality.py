@@ -14,13 +14,24 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.drafting.candidates import make_drafter
+from hf_specx.pairs.pair import DraftTargetPair
 
-from .equality import prepared_processors
+from .equality import copied, prepared_processors
 
 
 MOST = 1.0  # by which one token can move the number away from what is expected
 PValue = Callable[[float, float, float, float], float | None]
 LeastExcess = Callable[[float, float, float, float], float]
+
+
+def law_of(pair: DraftTargetPair) -> PreTrainedModel | None:
+    """The model that gives candidates their distribution over the target's tokens; None where none does.
+
+    That of a draft with another tokenizer is over tokens of its own.
+    """
+    return make_drafter(pair.draft, pair.target).model if same_tokens(pair.tokenizer, pair.draft_tokenizer) else None
 
 
 @torch.no_grad()
@@ -89,6 +100,7 @@ def distributions(
     """p and q [n, V] float64 at each token of a text, after the processors that `generate` prepares for its prompt."""
     found: list[torch.Tensor] = []
     home = execution_device(target)
+    prepared = prepared_processors(target, torch.tensor([list(prompt)], device=home), options)
     for model in (target, draft):
         device = execution_device(model)
         ids = torch.tensor([[*prompt, *text]], device=device)
@@ -99,7 +111,7 @@ def distributions(
             surplus = found[0].shape[1] - logits.shape[1]
             logits = torch.nn.functional.pad(logits, (0, surplus), value=-torch.inf)
         ids = ids.to(home)
-        processors = prepared_processors(target, ids[:, : len(prompt)], options)
+        processors = copied(prepared, target)
         rows = [processors(ids[:, : len(prompt) + i], logits[i : i + 1]) for i in range(len(text))]  # type: ignore[arg-type]
         found.append(torch.cat(rows).double().softmax(-1))
     return found

@@ -5,6 +5,7 @@ of different shapes round differently, by some units of the precision at the mag
 counts as explained where each of the two tokens would be chosen if its logit alone were so much larger.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -79,15 +80,15 @@ def explain(
     left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
     if -1 in (left, right):
         return Difference(row, position, left, right, None, None, False)
-    device = execution_device(target)
-    start = torch.tensor([list(prompt)], device=device)
-    ids = torch.tensor([[*prompt, *plain[:position]]], device=device)
-    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, -1].to(device)
+    ids, logits = plain_logits(target, prompt, plain[:position])
+    processors = prepared_processors(target, ids[:, : len(prompt)], options)
+    for before in range(len(prompt), ids.shape[1]):  # some keep a state from token to token
+        processors(ids[:, :before], logits[before - 1 : before].to(torch.float32, copy=True))  # type: ignore[arg-type]
+    logits = logits[-1:]
     exponentials = None if noise is None else race_noise(noise, position, logits)
-    processors = prepared_processors(target, start, options)
 
     def chosen(changed: torch.Tensor) -> int:
-        scores = processors(ids, changed)  # type: ignore[arg-type]
+        scores = copied(processors, target)(ids, changed)  # type: ignore[arg-type]
         return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
 
     unit = unit_of(target, logits)
@@ -132,18 +133,23 @@ def impossible(
         prompts: ids of each row, without pads.
         texts: ids of each row, up to and including the end token.
     """
-    found, device = 0, execution_device(target)
+    found = 0
     for prompt, text in zip(prompts, texts, strict=True):
-        ids = torch.tensor([[*prompt, *text]], device=device)
-        logits = (
-            target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(device).float()
-        )
+        ids, logits = plain_logits(target, prompt, text)
         processors = prepared_processors(target, ids[:, : len(prompt)], options)
         for position, token in enumerate(text, len(prompt)):
-            raised = logits[position - 1 : position].clone()
+            raised = logits[position - 1 : position].to(torch.float32, copy=True)
             raised[0, token] += UNITS * unit_of(target, raised)
             found += bool(processors(ids[:, :position], raised)[0, token].isneginf())  # type: ignore[arg-type]
     return found
+
+
+@torch.no_grad()
+def tolerance(target: PreTrainedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> float:
+    """The largest rise of a logit that counts as rounding, of all at which tokens of these texts were chosen."""
+    rows = zip(prompts, texts, strict=True)
+    known = [plain_logits(target, prompt, text)[1][len(prompt) - 1 : -1] for prompt, text in rows]
+    return UNITS * max(unit_of(target, logits) for logits in known)
 
 
 def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
@@ -160,6 +166,16 @@ def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
     return drawn[noise.row : noise.row + 1].double()
 
 
+def plain_logits(
+    target: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ids [1, L] of a prompt and its text, and the logits [L, V] of one plain forward over them."""
+    device = execution_device(target)
+    ids = torch.tensor([[*prompt, *text]], device=device)
+    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+    return ids, logits.to(device)
+
+
 def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:
     """The processors that `generate` prepares for a prompt [1, L]."""
     caught: list[LogitsProcessorList] = []
@@ -171,3 +187,9 @@ def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: d
     mask = torch.ones_like(start)
     target.generate(input_ids=start, attention_mask=mask, **options, custom_generate=catch)  # type: ignore[operator]
     return caught[0]
+
+
+def copied(processors: LogitsProcessorList, target: PreTrainedModel) -> LogitsProcessorList:
+    """Processors with a state of their own, and with the model that some of them ask."""
+    made: LogitsProcessorList = copy.deepcopy(processors, {id(target): target})
+    return made

@@ -87,7 +87,7 @@ def acceptance_plot(cells: dict[str, dict[str, Any]]) -> Plot:
 def _acceptance_row(name: str, cell: dict[str, Any]) -> list[str]:
     shares = zip(cell["accepted_per_position"], cell["judged_per_position"], strict=True)
     kept = [f"{k / n:.3f} of {n}" if n else "-" for k, n in shares]
-    return [name, f"{cell['overlap']:.3f}", f"{cell['tokens_per_round']:.2f}", *kept]
+    return [name, f"{cell['alpha']:.3f}", f"{cell['tokens_per_round']:.2f}", *kept]
 
 
 def lengths_plot(cells: dict[str, dict[str, Any]]) -> Plot:

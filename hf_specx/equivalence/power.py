@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 from typing import Any
 
-from .result import UNTOLD
+from .result import NO_LAW, UNTOLD
 from .settings import Settings
 
 
@@ -49,10 +49,13 @@ def power_of(settings: Settings, cells: dict[str, JudgedCell]) -> list[dict[str,
 
 def tokens_power(way: str, sizes: dict[str, JudgedCell]) -> dict[str, Any]:
     """Of equal tokens, from the cells of each batch size."""
-    counts = {size: cell["equality"]["tokens"] for size, cell in sizes.items()}
-    values = {size: least_share(count) for size, count in counts.items()}
-    note = f"{_listed(counts.values(), '{}')} tokens compared; what rounding explains is no difference"
-    return _row(f"{way}: tokens other than those of plain generate", values, "{:.2%} of tokens", note)
+    cells = {size: cell["equality"] for size, cell in sizes.items()}
+    values = {size: least_share(cell["tokens"]) for size, cell in cells.items()}
+    counts = [cell["tokens"] for cell in cells.values()]
+    note = f"{_listed(counts, '{}')} tokens compared; what rounding explains is no difference"
+    rounding = max(cell["tolerance"] for cell in cells.values())
+    what = f"{way}: tokens other than those of plain generate, by a logit gap above {rounding:.2g}"
+    return _row(what, values, "{:.2%} of tokens", note)
 
 
 def mean_power(way: str, sizes: dict[str, JudgedCell], name: str) -> dict[str, Any]:
@@ -69,13 +72,13 @@ def mean_power(way: str, sizes: dict[str, JudgedCell], name: str) -> dict[str, A
 
 def draft_power(way: str, sizes: dict[str, JudgedCell]) -> dict[str, Any]:
     """Of tokens that the draft overrates, from the cells of each batch size."""
-    cells = {size: cell["draft"] for size, cell in sizes.items()}
-    values = {
-        size: None if cell["p_value"] is None else least_mean(cell["limit"], cell["standard_error"], cell["positions"])
-        for size, cell in cells.items()
-    }
-    shares = [cell["expected"] / cell["positions"] for cell in cells.values()]
-    note = f"expected are {_listed(shares, '{:.1%}')}"
+    known = {size: cell["draft"] for size, cell in sizes.items() if cell["draft"] is not None}
+    values: dict[str, float | None] = dict.fromkeys(sizes)
+    for size, cell in known.items():
+        if cell["p_value"] is not None:
+            values[size] = least_mean(cell["limit"], cell["standard_error"], cell["positions"])
+    shares = [cell["expected"] / cell["positions"] for cell in known.values()]
+    note = f"expected are {_listed(shares, '{:.1%}')}" if shares else NO_LAW
     return _row(f"{way}: how often tokens come that the draft overrates", values, "{:.1%} of tokens", note)
 
 

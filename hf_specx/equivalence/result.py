@@ -21,6 +21,7 @@ CHECK_LEGEND = (
     "interval, where 1 is the end"
 )
 TOO_FEW = "too few texts for this level; ask for more samples"
+NO_LAW = "the draft has no distribution over the target's tokens"
 
 
 class CheckLine(NamedTuple):
@@ -54,8 +55,9 @@ class CheckResult:
         settings: of the check, as plain values.
         provenance: versions, device, precision, code.
         prompts: as given.
-        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft"; by
-            verification alone "two_samples" and "quality", None where there were too few texts.
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft" (None
+            where it has no distribution over the target's tokens); by verification alone "two_samples" and "quality",
+            None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
         trace: how one text came about; see `hf_specx.measure.trace.trace`.
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
@@ -72,8 +74,6 @@ class CheckResult:
     cells: dict[str, dict[str, Any]]
     texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     trace: dict[str, Any] = field(default_factory=dict)
-    level: float = 0.001
-    comparisons: int = 0
     speed: dict[str, Any] = field(default_factory=dict)
     power: list[dict[str, Any]] = field(default_factory=list)
     pair: str = ""
@@ -83,18 +83,27 @@ class CheckResult:
     def passed(self) -> bool:
         return all(line.verdict != FAILED for line in self.lines)
 
+    @property
+    def level(self) -> float:
+        return float(self.settings["level"])
+
+    @property
+    def comparisons(self) -> int:
+        return Settings(**self.settings).comparisons
+
     def to_dict(self) -> dict[str, Any]:
         """All of it as plain values, which JSON takes."""
-        return {"passed": self.passed} | vars(self) | {"lines": [line._asdict() for line in self.lines]}
+        known = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
+        return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
         """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
 
         Args:
-            path: of a file with a suffix, or of a folder, where the file is named by the time.
+            path: of a file, or of a folder that is there, in which the file is named by the time.
         """
         now, path = datetime.now(), Path(path)
-        file = path if path.suffix else path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json")
+        file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
         where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
         file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
@@ -109,7 +118,9 @@ def summary(result: CheckResult) -> str:
     """The verdict in a sentence."""
     rate = f"a correct one fails in at most {result.level:g} of such checks"
     if result.passed:
-        return f"passed: no difference to plain generate was found; {rate}"
+        rounded = any(cell.get("equality", {}).get("differences") for cell in result.cells.values())
+        but = " but what rounding explains" if rounded else ""
+        return f"passed: no difference to plain generate was found{but}; {rate}"
     failed = [line.what for line in result.lines if line.verdict == FAILED]
     return f"failed: {'; '.join(failed)}; {rate}"
 
@@ -121,7 +132,7 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
         if "equality" in cell:
             found.append(equality_line(name, cell["equality"]))
         if "law" in cell:
-            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"])]
+            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"], settings.share)]
         if "quality" in cell:
             found.append(texts_line(name, cell["two_samples"], settings.share))
             found.append(quality_line(name, cell["quality"]))
@@ -133,14 +144,16 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
     if not differences:
         return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal")
-    note = f"{len(differences)} of {cell['rows']} rows differ"
+    note, limit = f"{len(differences)} of {cell['rows']} rows differ", f"where {cell['tolerance']:.2g} may be rounding"
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
         figure = max(difference["units"] for difference in differences)
         gap = max(difference["gap"] for difference in differences)
-        return CheckLine(what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g}")
+        return CheckLine(
+            what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g} {limit}"
+        )
     first, known = wrong[0], [difference["units"] for difference in wrong]
-    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g}"
+    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g} {limit}"
     seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
     figure = None if None in known else max(known)
     return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
@@ -170,10 +183,12 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 
-def draft_line(name: str, cell: dict[str, Any]) -> CheckLine:
+def draft_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
     """Of `judge_draft`."""
     what = f"{name}: tokens that the draft overrates are as frequent as they should be"
-    threshold = unlikely(cell["level"])
+    threshold = unlikely(share)
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, threshold, NO_LAW)
     if cell["p_value"] is None:
         return CheckLine(what, UNTOLD, None, threshold, "it overrates none that could come, or nothing else could")
     note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"

@@ -112,8 +112,9 @@ class Settings:
         return greedy + ([PLAIN_SAMPLED, *sampled] if sampled else [])
 
     def generation(self, sampled: bool) -> dict[str, Any]:
-        """The options of `generate`."""
+        """The options of `generate`, also where the target's own generation config asks for other outputs."""
         options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": sampled}
+        options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
         if sampled:
             options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return options

@@ -104,7 +104,7 @@ def generate_texts(subject: Subject, way: str, batch: int, advance: Advance) -> 
 
     Returns:
         "texts", emitted ids of each row up to and including its end token; of a speculative way also "accepted" and
-        "drafted" of each row and round, "overlap" (mean sum min(p, q) of judged candidates) and "layout".
+        "drafted" of each row and round, "alpha" (mean sum min(p, q) of judged candidates) and "layout".
     """
     settings, options = subject.settings, call_of(subject, way)
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
@@ -128,6 +128,6 @@ def _acceptance(reports: list[SpeculationReport]) -> dict[str, Any]:
     return {
         "accepted": [[record.accepted for record in row] for row in rows],
         "drafted": [[record.drafted for record in row] for row in rows],
-        "overlap": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
+        "alpha": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
         "layout": reports[0].layout,
     }

@@ -10,8 +10,7 @@ from hf_specx.equivalence.settings import Settings
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
 COUNTS = {"judged_per_position": [40, 30, 24], "accepted_per_position": [30, 24, 18]}
 ACCEPTANCE = {
-    "alpha": 0.75,
-    "overlap": 0.731,
+    "alpha": 0.731,
     "tokens_per_round": 2.8,
     "rounds": 40,
     "accepted_lengths": [10, 6, 6, 18],
@@ -111,7 +110,6 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
         },
         "texts": {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]},
         "trace": TRACE,
-        "comparisons": 4,
         "speed": SPEED,
         "pair": f"my-pair {HOSTILE}",
         "command": f"specx check my-pair --batch 1 --file {HOSTILE} --report a-report-with-a-long-name.html",

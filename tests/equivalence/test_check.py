@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import evaluate
 import numpy as np
@@ -13,13 +14,14 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
-from hf_specx import DraftTargetPair, SuffixDraft
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.equivalence import cells as check_cells
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence import equality as check_equality
 from hf_specx.equivalence import texts as check_texts
 from hf_specx.equivalence.cells import judge_distribution, judge_quality, judge_texts, too_few
 from hf_specx.equivalence.equality import UNITS, Noise, explain
+from hf_specx.equivalence.power import least_share
 from hf_specx.equivalence.result import distribution_line
 from hf_specx.equivalence.settings import Settings
 from hf_specx.equivalence.texts import Subject
@@ -55,10 +57,11 @@ def test_what_is_found(result):
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    equal = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
-    assert result.cells["greedy, batch 1"]["equality"] == equal
+    equal = {**result.cells["greedy, batch 1"]["equality"]}
+    assert 0 < equal.pop("tolerance") < 1e-3
+    assert equal == {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
-    assert 0 < result.cells["block, batch 8"]["acceptance"]["overlap"] < 1
+    assert 0 < result.cells["block, batch 8"]["acceptance"]["alpha"] < 1
     assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
     assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
     assert result.trace["verification"] == "block"
@@ -79,7 +82,14 @@ def test_rounds_are_counted(result):
     kept = sum(n * rounds for n, rounds in enumerate(found["accepted_lengths"]))
     assert kept == sum(found["accepted_per_position"])
     assert found["tokens_per_round"] == pytest.approx(1 + kept / found["rounds"])
-    assert found["alpha"] == pytest.approx(kept / sum(found["judged_per_position"]))
+
+
+def test_alpha_is_the_mean_overlap_not_the_share_that_was_accepted():
+    """Block verification accepts more than that."""
+    ours = {"accepted": [[3]], "drafted": [[3]], "alpha": 0.7, "layout": "ragged"}
+    found = check_cells.judge_acceptance(ours)
+    assert found["alpha"] == 0.7
+    assert "overlap" not in found
 
 
 def test_the_level_is_shared(result):
@@ -133,6 +143,23 @@ def test_the_same_seed_gives_the_same_result(result):
     assert quick(**SMALL, seed=1).texts["block"] != result.texts["block"]
 
 
+def test_generators_of_all_devices_are_left_as_they_were(monkeypatch):
+    """`torch.manual_seed` seeds those of two accelerators also where the pair runs on neither."""
+    kept = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+
+    def fork_rng(devices, device_type):
+        kept.extend([*devices, device_type])
+        return nullcontext()
+
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    with checking.generator_untouched():
+        pass
+    assert kept == [0, 1, "xpu"]
+
+
 def test_coupled_and_plain_share_seeds_and_others_do_not():
     settings = Settings()
     seeds = {way: settings.run_seed(way, 8, 2) for way in settings.ways}
@@ -181,7 +208,7 @@ def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
-@pytest.mark.parametrize("change", ["settings", "prompts", "code", "model"])
+@pytest.mark.parametrize("change", ["settings", "prompts", "code", "model", "tokenizer", "draft tokenizer"])
 def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     path, made, settings = tmp_path / "check.json", [], SMALL | {"verifications": ("greedy",)}
     generate_texts = check_texts.generate_texts
@@ -195,6 +222,12 @@ def test_another_check_begins_anew(monkeypatch, tmp_path, change):
     pair, prompts = tiny_pair(), PROMPTS
     if change == "model":
         pair = DraftTargetPair(near(pair.target, 0.1), pair.draft, pair.tokenizer)
+    if change == "tokenizer":
+        pair = DraftTargetPair(pair.target, pair.draft, tiny_tokenizer(fewer_merges=8))  # of the same tokens
+    if change == "draft tokenizer":
+        pair = DraftTargetPair(
+            pair.target, pair.draft, pair.tokenizer, draft_tokenizer=tiny_tokenizer(["other words"])
+        )
     if change == "prompts":
         prompts = PROMPTS[:3]
     seed = 5 if change == "settings" else 0
@@ -222,6 +255,8 @@ def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     path = result.save(tmp_path / "new" / "result.json")
     assert result.save(tmp_path / "new").parent == path.parent
+    assert result.save(tmp_path / "result") == tmp_path / "result"  # no folder
+    assert result.save(tmp_path / "result").is_file()
     found = json.loads(path.read_text())
     assert found["_evaluate_version"] == evaluate.__version__
     assert {name: found[name] for name in result.to_dict()} == result.to_dict()
@@ -233,6 +268,13 @@ def test_other_options_of_generate_count():
     assert result.passed, str(result)
     assert result.settings["options"] == {"repetition_penalty": 1.5, "min_new_tokens": 3}
     assert result.texts["plain greedy"] != quick(**SMALL | {"verifications": ("greedy",)}).texts["plain greedy"]
+
+
+def test_outputs_that_the_targets_own_generation_config_asks_for_are_left_out(monkeypatch):
+    own = {"do_sample": True, "num_return_sequences": 2, "return_dict_in_generate": True}
+    for name, value in own.items():
+        monkeypatch.setattr(tiny_pair().target.generation_config, name, value)
+    assert quick(**SMALL | {"batch_sizes": (8,)}).passed
 
 
 def test_the_layout_of_the_pair_is_checked():
@@ -273,26 +315,44 @@ def test_a_gap_within_rounding_is_explained(monkeypatch):
     assert explain(target, options, prompt, [best], [other], 0, 0, None).explained
 
 
+@pytest.mark.parametrize(("units", "explained"), [(12, True), (20, False)])
+def test_as_many_units_are_rounding_as_is_said(units, explained):
+    """Of two logits that are so far from each other; with a larger limit wrong tokens would pass in half precision."""
+    target = tiny(**SIZES)
+    prompt = prompt_of(target)
+    with torch.no_grad():
+        logits = target(torch.tensor([prompt])).logits[0, -1]
+        best, other = logits.topk(2).indices.tolist()
+        gap = units * torch.finfo(torch.float32).eps * logits.abs().max()
+        target.lm_head.weight[other] = target.lm_head.weight[best] * (1 - gap / logits[best])
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert explain(target, options, prompt, [best], [other], 0, 0, None).explained == explained
+
+
 def test_a_text_that_ends_early_is_never_explained():
     found = explain(tiny_pair().target, {"do_sample": False}, [5, 6], [7], [7, 8], 0, 1, None)
     assert (found.plain, found.ours, found.gap, found.explained) == (-1, 8, None, False)
 
 
+@pytest.mark.parametrize("options", [OPTIONS, OPTIONS | {"guidance_scale": 1.5}], ids=["plain", "with a state"])
 @pytest.mark.parametrize("row", [0, 2])
-def test_the_noise_of_a_sampled_token_is_that_of_stock(row):
-    """So the token that stock has drawn needs no rise, at any position and in any row."""
+def test_the_noise_of_a_sampled_token_is_that_of_stock(row, options):
+    """So the token that stock has drawn needs no rise, at any position and in any row.
+
+    Guidance keeps a state: its own text begins with the prompt's last token and grows with each call.
+    """
     target, seed = tiny_pair().target, 11
     prompt = prompt_of(target)
     torch.manual_seed(seed)
-    output = target.generate(torch.tensor([prompt] * 3), **OPTIONS, pad_token_id=1)
+    output = target.generate(torch.tensor([prompt] * 3), **options, pad_token_id=1)
     text = output[row, len(prompt) :].tolist()
     for position, token in enumerate(text[:5]):
-        found = explain(target, OPTIONS, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, row))
+        found = explain(target, options, prompt, text, [*text[:position], token], 0, position, Noise(seed, 3, row))
         assert found.gap == 0.0
         assert found.explained
         other = (token + 7) % 280
         assert not explain(
-            target, OPTIONS, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, row)
+            target, options, prompt, text, [*text[:position], other], 0, position, Noise(seed, 3, row)
         ).explained
 
 
@@ -348,6 +408,19 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
     line = next(line for line in result.lines if line.what.startswith("coupled"))
     assert line.note.startswith(f"{len(differences)} of 64 rows differ, all by rounding")
     assert 0 < line.figure <= line.threshold == UNITS
+    cell = result.cells["coupled, batch 16"]["equality"]
+    assert max(difference["gap"] for difference in differences) <= cell["tolerance"]
+    assert "was found but what rounding explains; a correct one" in str(result)
+    told = next(row for row in result.power if row["what"].startswith("coupled"))
+    assert told["what"].endswith(f"by a logit gap above {cell['tolerance']:.2g}")
+    assert told["values"] == {"batch 16": least_share(cell["tokens"])}
+
+
+def test_tokens_behind_a_difference_are_not_compared():
+    subject = Subject(tiny_pair(), PROMPTS, Settings(batch_sizes=(4,), verifications=("greedy",)))
+    plain, ours = [[5, 6, 7, 8]] * 4, [[5, 9, 7, 8]] + [[5, 6, 7, 8]] * 3
+    found = check_cells.judge_equality(subject, "greedy", 4, {"texts": plain}, {"texts": ours})
+    assert (found["tokens"], len(found["differences"])) == (2 + 3 * 4, 1)
 
 
 def test_too_few_texts_are_told_so():
@@ -392,6 +465,31 @@ def test_a_draft_that_is_the_target_overrates_nothing():
     line = next(line for line in result.lines if "overrates" in line.what)
     assert (line.verdict, line.figure) == ("not told", None)
     assert result.passed
+    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
+
+
+def test_an_early_exit_overrates_what_its_layers_do():
+    pair = DraftTargetPair(tiny_pair().target, EarlyExitDraft(1), tiny_tokenizer())
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    assert result.cells["token, batch 8"]["draft"]["expected"] > 0
+    assert {line.verdict for line in result.lines} == {"passed"}
+
+
+@pytest.mark.parametrize("kind", ["without a model", "another tokenizer"])
+def test_a_draft_without_a_distribution_over_the_targets_tokens_is_told_so(monkeypatch, kind):
+    """And no forward is made for it."""
+    monkeypatch.setattr(check_cells, "overrated", None)
+    target, own = tiny_pair().target, tiny_tokenizer()
+    pair = DraftTargetPair(target, SuffixDraft(), own)
+    if kind == "another tokenizer":
+        pair = DraftTargetPair(target, tiny_pair().draft, own, draft_tokenizer=tiny_tokenizer(["other words"]))
+    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
+    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
+    line = next(line for line in result.lines if "overrates" in line.what)
+    assert (line.verdict, line.figure) == ("not told", None)
+    assert line.note == "the draft has no distribution over the target's tokens"
+    assert result.cells["token, batch 8"]["draft"] is None
     assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
 
 

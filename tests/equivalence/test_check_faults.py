@@ -1,7 +1,7 @@
 """The check rejects each faulty verifier, and accepts the correct ones as often as it says."""
 
 import pytest
-from check_cases import EXACT, FAULTS, PROMPTS, failed, inject, quick, tiny_pair
+from check_cases import EXACT, FAULTS, PROMPTS, failed, half_pair, inject, quick, tiny_pair
 from scipy import stats
 
 from hf_specx import DraftTargetPair, check
@@ -18,6 +18,14 @@ def test_a_fault_is_rejected(monkeypatch: pytest.MonkeyPatch, fault: str):
     result = quick(verifications=tuple(name for name in CHECKED if name in checked))
     assert not result.passed
     assert failed(result) >= rejected, str(result)
+
+
+@pytest.mark.parametrize("fault", [fault for fault, (*_, rejected) in FAULTS.items() if rejected & EXACT])
+def test_a_fault_is_rejected_in_half_precision(monkeypatch: pytest.MonkeyPatch, fault: str):
+    """By equal tokens, though rounding explains gaps that are 65,536 times as wide as in float32."""
+    checked, rejected = inject(monkeypatch, fault)
+    result = quick(half_pair(), verifications=tuple(name for name in CHECKED if name in checked & EXACT))
+    assert failed(result) == rejected & EXACT, str(result)
 
 
 def test_right_ones_pass():

@@ -78,7 +78,7 @@ def test_settings_are_in_words(page):
         "sampling temperature 0.7, top-p 0.9",
         "verification greedy, coupled, token and block",
         "candidates 5 a round",
-        "false alarms at most 0.001 of checks, which 4 tests share",
+        "false alarms at most 0.001 of checks, which 12 tests share",
         "other options min_new_tokens 3",
     ):
         assert told in page.text

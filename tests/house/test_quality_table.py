@@ -1,4 +1,4 @@
-"""The table of quality and speed: unseen prompts, runs in turns, intervals, and a page that else stays as it was."""
+"""The table of quality: unseen prompts, the same batches and seeds, and a page that else stays as it was."""
 
 import hashlib
 import importlib
@@ -6,20 +6,18 @@ import json
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from scipy import stats
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.measure.contenders import Contender
-from hf_specx.measure.timer import TimedCall, Timing
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+BEGIN, END = "<!-- quality_table.py begins -->", "<!-- quality_table.py ends -->"
 SOURCE = '''import os
 \x0c
 @cache
@@ -106,8 +104,8 @@ def test_functions_inside_of_functions_are_left_out(scripts, tmp_path):
     ]
 
 
-def test_ways_take_turns_on_the_same_batches(scripts, monkeypatch):
-    """One run each warms up, then the order rotates; a batch has one seed in all ways."""
+def test_ways_have_the_same_batches_and_seeds(scripts, monkeypatch):
+    """A batch has one seed in all ways."""
     table, taken = scripts["quality_table"], []
 
     def call(contender, inputs, options):
@@ -115,53 +113,22 @@ def test_ways_take_turns_on_the_same_batches(scripts, monkeypatch):
         return torch.tensor([[9, 5, 5, 5], [9, 5, 1, 0]])
 
     monkeypatch.setattr(Contender, "__call__", call)
-    target, steps = tiny(eos_token_id=1), []
+    target = tiny(eos_token_id=1)
     pair, batches = DraftTargetPair(target, near(target, 0.1)), [{"input_ids": torch.tensor([[i]])} for i in (3, 4)]
-    found = table.take_turns(pair, batches, 40, 7, lambda: steps.append(1))
-    assert len(taken) == len(steps) == 15
-    first, second = batches
-    assert [run[2:] for run in taken] == [(first, 32, 7)] * 5 + [(first, 40, 7)] * 5 + [(second, 40, 8)] * 5
+    for way in table.WAYS:
+        assert table.generate_all(pair, way, batches, 40, 7) == [[5] * 3, [5, 1]] * 2
     ways = [(way.contender, way.options["do_sample"]) for way in table.WAYS]
-    assert [run[:2] for run in taken] == [*ways, *ways, *ways[1:], ways[0]]
-    plain = found["plain, nucleus"]
-    assert (plain.tokens, plain.texts) == ([5, 5], [[5] * 3, [5, 1]] * 2)
-
-
-def timing(seconds: list[float], tokens: list[int]) -> Timing:
-    return Timing([TimedCall(s, [[0] * n]) for s, n in zip(seconds, tokens, strict=True)])
-
-
-def test_runs_on_one_batch_are_drawn_together(scripts):
-    """Ours takes half the time on each batch, however long, so that the speed-up is certain and the time is not."""
-    table = scripts["quality_table"]
-    plain = timing([1.0, 4.0, 2.0, 9.0] * 4, [10, 10, 10, 20] * 4)
-    ours = timing([seconds / 2 for seconds in plain.seconds], plain.tokens)
-    faster = table.figure(table.speedup, 0, ours, plain)
-    assert [faster["value"], *faster["interval"]] == pytest.approx([2, 2, 2])
-    times = table.figure(table.milliseconds, 0, ours)
-    assert times["value"] == pytest.approx(1000 * 8 / 50)
-    low, high = times["interval"]
-    assert 50 < low < 160 < high < 225
-    assert times == table.figure(table.milliseconds, 0, ours)
-
-
-def test_few_batches_have_wide_intervals(scripts):
-    """300 samples of 4 batches; widened, a bootstrap misses the truth in 0.12 at most, bare in 0.2. Bound at 1e-4."""
-    table, rng, missed = scripts["quality_table"], np.random.default_rng(0), 0
-    for seconds in rng.lognormal(sigma=0.2, size=(300, 4)):
-        low, high = table.figure(table.milliseconds, 0, timing(seconds.tolist(), [1000] * 4))["interval"]
-        missed += not low < np.exp(0.2**2 / 2) < high
-    assert missed <= stats.binom.isf(1e-4, 300, 0.12)
+    assert taken == [(*way, inputs, 40, 7 + i) for way in ways for i, inputs in enumerate(batches)]
 
 
 def test_agreement_has_the_exact_interval(scripts):
     """All of n rows, and none: the other end is where 0.025 is the chance of that, 0.025 ** (1 / n)."""
-    plain = Timing([TimedCall(1.0, [[1, 2]] * 20)])
+    plain = [[1, 2]] * 20
     assert scripts["quality_table"].agreement(plain, plain) == {
         "value": 1.0,
         "interval": pytest.approx([0.025 ** (1 / 20), 1]),
     }
-    other = scripts["quality_table"].agreement(Timing([TimedCall(1.0, [[1, 3]] * 20)]), plain)
+    other = scripts["quality_table"].agreement([[1, 3]] * 20, plain)
     assert other == {"value": 0.0, "interval": pytest.approx([0, 1 - 0.025 ** (1 / 20)])}
 
 
@@ -181,8 +148,6 @@ def made_row(way: str, contender: str, batch: int = 1) -> dict:
         "batch": batch,
         "quality": quality,
         "equal": {"value": 1.0, "interval": [0.962, 1.0]},
-        "milliseconds": {"value": 7.5, "interval": [7.25, 8.0]},
-        "speedup": {"value": 1.5, "interval": [1.375, 1.625]},
     }
 
 
@@ -214,8 +179,8 @@ def test_the_form_of_the_table(scripts):
 def test_the_rest_of_a_page_stays_as_it_was(scripts):
     page = scripts["quality_page"]
     before, after = "# α\r\n\n", "\r\nrest  \n\n"
-    once = page.replaced(f"{before}{page.BEGIN}\nold\n{page.END}{after}", "| new |")
-    assert once == f"{before}{page.BEGIN}\n| new |\n{page.END}{after}"
+    once = page.replaced(f"{before}{BEGIN}\nold\n{END}{after}", "| new |")
+    assert once == f"{before}{BEGIN}\n| new |\n{END}{after}"
     assert page.replaced(once, "| new |") == once
 
 
@@ -224,8 +189,8 @@ def test_the_rest_of_a_page_stays_as_it_was(scripts):
 )
 def test_a_page_without_its_markers_is_refused(scripts, tmp_path, form):
     """Before anything is loaded."""
-    page, file = scripts["quality_page"], tmp_path / "page.md"
-    file.write_text(form.format(begin=page.BEGIN, end=page.END))
+    file = tmp_path / "page.md"
+    file.write_text(form.format(begin=BEGIN, end=END))
     with pytest.raises(
         ValueError, match="the page must have one <!-- .* and after it one <!-- .*; write them into it"
     ):
@@ -235,8 +200,8 @@ def test_a_page_without_its_markers_is_refused(scripts, tmp_path, form):
 
 @pytest.mark.parametrize(("prompts", "batch"), [(4, [3]), (4, [1, 4]), (0, [1]), (4, [0])])
 def test_prompts_that_are_no_whole_batches(scripts, tmp_path, prompts, batch):
-    page, file = scripts["quality_page"], tmp_path / "page.md"
-    file.write_text(f"{page.BEGIN}{page.END}")
+    file = tmp_path / "page.md"
+    file.write_text(f"{BEGIN}{END}")
     with pytest.raises(ValueError, match=rf"prompts={prompts} are not two or more whole batches of \d; give"):
         scripts["quality_table"].main(
             pair="no/such", readme=file, out=tmp_path / "out.json", prompts=prompts, batch=batch
@@ -251,7 +216,7 @@ def test_our_page_has_its_markers(scripts):
 def test_the_whole_of_it(scripts, folder, tmp_path):
     """Greedy and coupled text is plain text, and its quality with it; no generator has moved."""
     page, readme, out = scripts["quality_page"], tmp_path / "page.md", tmp_path / "quality.json"
-    readme.write_bytes(f"before\r\n{page.BEGIN}{page.END}\r\nafter".encode())
+    readme.write_bytes(f"before\r\n{BEGIN}{END}\r\nafter".encode())
     torch.manual_seed(3)
     state = torch.get_rng_state()
     scripts["quality_table"].main(
@@ -259,14 +224,10 @@ def test_the_whole_of_it(scripts, folder, tmp_path):
     )
     assert torch.equal(torch.get_rng_state(), state)
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert readme.read_bytes().decode() == page.replaced(
-        f"before\r\n{page.BEGIN}{page.END}\r\nafter", page.tables(found)
-    )
+    assert readme.read_bytes().decode() == page.replaced(f"before\r\n{BEGIN}{END}\r\nafter", page.tables(found))
     rows = {(each["way"], each["batch"]): each for each in found["rows"]}
     assert list(rows) == [(way.name, batch) for batch in (1, 3) for way in scripts["quality_table"].WAYS]
-    for (way, batch), each in rows.items():
-        assert len(each["runs"]["seconds"]) == 6 // batch
-        assert 6 <= sum(each["runs"]["tokens"]) <= 6 * 8
+    for (way, _), each in rows.items():
         if way != "speculative, nucleus":
             assert each["equal"]["value"] == 1
             assert [measured["difference"] for measured in each["quality"].values()] == [0] * len(each["quality"])

@@ -29,9 +29,17 @@ def tiny_pair() -> DraftTargetPair:
     return DraftTargetPair(target, near(target, 0.07), tiny_tokenizer())
 
 
-def quick(**changes) -> CheckResult:
-    """A check of the tiny pair that takes a second or two."""
-    return check(tiny_pair(), PROMPTS, **{"advance": lambda: None} | QUICK | changes)
+@cache
+def half_pair() -> DraftTargetPair:
+    """The same in bfloat16."""
+    target = tiny(**SIZES)
+    draft = near(target, 0.07).bfloat16()
+    return DraftTargetPair(target.bfloat16(), draft, tiny_tokenizer())
+
+
+def quick(pair: DraftTargetPair | None = None, **changes) -> CheckResult:
+    """A check of the tiny pair, or another, that takes a second or two."""
+    return check(pair or tiny_pair(), PROMPTS, **{"advance": lambda: None} | QUICK | changes)
 
 
 def failed(result: CheckResult) -> set[str]:
