@@ -80,7 +80,7 @@ def test_the_whole_of_it(script, monkeypatch, tmp_path):
     pair = DraftTargetPair(target, near(target, 0.05), tiny_tokenizer())
     pair.config.prompts = ["the cat", "a dog sat on the mat", "on"]
     monkeypatch.setattr(DraftTargetPair, "embedded", lambda: pair)
-    monkeypatch.setattr(script, "CASES", [script.CASES[0], script.CASES[3], *script.CASES[4:7]])
+    monkeypatch.setattr(script, "CASES", [script.CASES[place] for place in (0, 3, 4, 6)])
     readme, out = tmp_path / "page.md", tmp_path / "speed.json"
     readme.write_bytes(f"before\r\n{BEGIN}old{END}\r\nafter".encode())
     for runs in (1, 2):
@@ -89,5 +89,5 @@ def test_the_whole_of_it(script, monkeypatch, tmp_path):
         assert len(found) == runs
         assert readme.read_bytes().decode() == f"before\r\n{BEGIN}\n{script.table(found)}\n{END}\r\nafter"
     rivals = [[*row["times"].items()][:-1] for row in found[0]["rows"]]
-    assert [[name for name, _ in each] for each in rivals] == [["stock"], [], ["lookup-10"], [], ["stock"]]
+    assert [[name for name, _ in each] for each in rivals] == [["stock"], [], ["lookup-10"], ["stock"]]
     assert rivals[-1] == [("stock", None)]  # transformers' own fails with outlines' processor
