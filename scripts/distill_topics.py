@@ -58,7 +58,7 @@ def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: 
     if file.exists():
         load_model(pair.target, file)
     else:
-        data = [{"input_ids": ids, "labels": ids} for ids in learned if len(ids) == LEARNED]
+        data: Any = [{"input_ids": ids, "labels": ids} for ids in learned if len(ids) == LEARNED]
         args = TrainingArguments(
             str(folder),
             max_steps=steps,
@@ -71,7 +71,7 @@ def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: 
             save_strategy="no",
             report_to="none",
         )
-        Trainer(pair.target, args, train_dataset=data).train()  # type: ignore[arg-type]  # a list is a dataset
+        Trainer(pair.target, args, train_dataset=data).train()  # a list will do
         folder.mkdir(parents=True, exist_ok=True)
         save_model(pair.target, str(file))
     after = loss(pair.target.eval(), held_out)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# On the oldest transformers that pyproject.toml allows, laid over the environment: its contract, and stock's tokens.
+# On the oldest transformers that pyproject.toml allows, laid over the environment (torch and Python stay as they are): its
+# contract, and stock's tokens.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 oldest="$(sed -n 's/.*"transformers>=\([0-9.]*\),.*/\1/p' pyproject.toml)"

@@ -210,11 +210,11 @@ def main(
     readme: Annotated[Path, typer.Option(help="Page with both markers.", dir_okay=False)] = Path("README.md"),
     anew: Annotated[bool, typer.Option("--anew", help="Forget the runs of the file.")] = False,
 ) -> None:
-    page = replaced(readme.read_text(encoding="utf-8"), "", "speed_table.py")  # raises an error before the work
+    replaced(readme.read_bytes().decode(), "", "speed_table.py")  # refused before any work
     runs = [] if anew or not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
     runs.append({"made": provenance(), "rows": measure(repeats, new_tokens)})
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-    readme.write_text(replaced(page, table(runs), "speed_table.py"), encoding="utf-8")
+    readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs), "speed_table.py").encode())
     print(table(runs))
 
 

@@ -7,5 +7,5 @@ python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 ruff check .
 ruff format --check .
 mypy
-python -m pytest --numprocesses 2 --durations 10 "$@"
+python -m pytest --numprocesses 2 --durations 10 -rs "$@"
 bash "$(dirname "${BASH_SOURCE[0]}")/floor.sh"

@@ -8,8 +8,9 @@ from tiny import near, prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 from transformers.cache_utils import Cache
 
-from hf_specx import SpeculativeDecoding
+from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.cache.slots import MARGIN, SlotCache, Slots, has_columns, select_rows, self_attention, with_slots
+from hf_specx.layouts.choose import DECODERS
 from hf_specx.layouts.decoder import Decoder
 
 
@@ -208,9 +209,12 @@ def test_a_cache_with_an_empty_layer_is_refused():
         with_slots(past)
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_after_a_round_the_cache_holds_the_row_but_its_last_token(layout: str, monkeypatch: pytest.MonkeyPatch):
-    """What the target is fed lies behind the keys of a plain forward over the row's text before it; float64."""
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize(("layout", "draft"), [*((layout, "near") for layout in DECODERS), ("ragged", "early exit")])
+def test_after_a_round_the_cache_holds_the_row_but_its_last_token(
+    layout: str, draft: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The keys of a plain forward over the row's text before its last token; float64. An early exit shares them."""
     target = tiny("llama").double()
     inputs, found = prompts(3), []
     feed = Decoder.feed
@@ -218,23 +222,23 @@ def test_after_a_round_the_cache_holds_the_row_but_its_last_token(layout: str, m
     def noted(self, batch, count, ahead, keep):
         logits = feed(self, batch, count, ahead, keep)
         if self.model is target:
-            end = self.cache.slots.written - count
             for place, row in enumerate(batch.rows):
-                if layout == "ragged":  # each row ends in a column of its own
-                    end = self.width + batch.counts[row] - 1
-                text = batch.row(row)[:-1]
-                keys = self.cache.layers[1].keys[place, :, end - len(text) : end]
-                found.append((row, batch.counts[row], text, keys.clone()))
+                text, pads = batch.row(row)[:-1], self.width - batch.prompt_lengths[row]
+                held = [keys[:, pads:][:, : len(text)].clone() for keys, _ in self.columns(place, row)]
+                found.append((row, batch.counts[row], text, held))
         return logits
 
     monkeypatch.setattr(Decoder, "feed", noted)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled", layout=layout)
+    drafter = EarlyExitDraft(1) if draft == "early exit" else near(target, 0.05)
+    strategy = SpeculativeDecoding(drafter, num_draft_tokens=3, verification="coupled", layout=layout)
     torch.manual_seed(0)
     target.generate(**inputs, do_sample=True, max_new_tokens=21, custom_generate=strategy)
+    assert 0 < strategy.report.accepted < strategy.report.drafted
     assert len({count for _, count, _, _ in found}) > 5
     assert {row for row, *_ in found} == {0, 1, 2}
     for _, count, text, held in found:
         assert len(text) >= count
         with torch.no_grad():
-            plain = target(text[None], use_cache=True).past_key_values.layers[1].keys[0]
-        torch.testing.assert_close(held, plain, rtol=0, atol=1e-12)
+            plain = target(text[None], use_cache=True).past_key_values
+        for keys, layer in zip(held, plain.layers, strict=True):
+            torch.testing.assert_close(keys, layer.keys[0], rtol=0, atol=1e-12)

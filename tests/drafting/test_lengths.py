@@ -16,26 +16,18 @@ class Noted(CandidateGenerator):
     """Proposes the right text to rows of one length and nothing to others, and notes what it is told."""
 
     def __init__(self, texts: torch.Tensor, helped: list[int], number: int = 4):
-        self.texts, self.helped, self.number = texts, helped, number
+        self.texts = [text[text != 0] for text in texts]  # without pads
+        self.helped, self.number = helped, number
         self.asked: list[int] = []
         self.told: list[tuple[int, int, int]] = []  # length of the text, logits and matches
 
-    def row(self, input_ids: torch.Tensor) -> int:
-        width = self.texts.shape[1] - 24
-        starts = [width - int((text[:width] == 0).sum()) for text in self.texts]
-        return next(n for n, start in enumerate(starts) if torch.equal(self.prompt(n), input_ids[0, :start]))
-
-    def prompt(self, row: int) -> torch.Tensor:
-        prompt = self.texts[row, : self.texts.shape[1] - 24]
-        return prompt[prompt != 0]
-
     def get_candidates(self, input_ids, **kwargs):
-        row, length = self.row(input_ids), input_ids.shape[1]
+        length = input_ids.shape[1]
+        row = next(n for n, text in enumerate(self.texts) if torch.equal(text[:length], input_ids[0]))
         self.asked.append(row)
         if row not in self.helped:
             return input_ids, None
-        text = self.texts[row][self.texts.shape[1] - 24 - len(self.prompt(row)) :]
-        return text[None, : length + self.number], None
+        return self.texts[row][None, : length + self.number], None
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         self.told.append((input_ids.shape[1], scores.shape[1], num_matches))

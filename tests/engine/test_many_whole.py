@@ -149,12 +149,13 @@ def test_state_that_requests_would_share_is_refused():
     assert "all requests would share it; call generate for each, or set" in found[0].error
 
 
+@pytest.mark.parametrize("library", ["xgrammar", "outlines"])
 @pytest.mark.parametrize("of_call", [True, False])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-def test_grammars_share_a_batch(of_call: bool, options: dict):
+def test_grammars_share_a_batch(of_call: bool, options: dict, library: str):
     """Each request has a matcher of its own, whether its grammar is its own or that of the call."""
-    if not installed("xgrammar"):
-        pytest.skip("xgrammar is not installed")
+    if not installed(library):
+        pytest.skip(f"{library} is not installed")
     target, tokenizer = pair().target, pair().tokenizer
     options = options | {"eos_token_id": target.generation_config.eos_token_id}
     cases = ["date"] * 6 if of_call else ["date", "words", "enum", "words", "date", "flat"]
@@ -162,14 +163,14 @@ def test_grammars_share_a_batch(of_call: bool, options: dict):
     limits = [24, 5, 20, 9, 14, 24]
     expected = []
     for ids, limit, case, seed in zip(texts, limits, cases, range(6), strict=True):
-        made = [make("xgrammar", case, len(ids))]
+        made = [make(library, case, len(ids))]
         expected.append(alone(target, Request(ids, limit, seed), **options, logits_processor=made))
-    own = [None if of_call else [make("xgrammar", case, 0)] for case in cases]
+    own = [None if of_call else [make(library, case, 0)] for case in cases]
     asked = [
         Request(ids, limit, seed, None, one)
         for ids, limit, seed, one in zip(texts, limits, range(6), own, strict=True)
     ]
-    given = {"logits_processor": [make("xgrammar", "date", 0)]} if of_call else {}
+    given = {"logits_processor": [make(library, "date", 0)]} if of_call else {}
     strategy = SpeculativeDecoding(pair().draft, num_draft_tokens=3, verification="coupled")
     found = completed(strategy, target, asked, batch_size=3, **options, **given)
     assert [found[index].tokens for index in range(6)] == expected

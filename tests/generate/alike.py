@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from counting import counting
 from tiny import near, tiny
 from transformers import PreTrainedModel
 
@@ -49,12 +50,19 @@ def said(entry: Callable, *inputs: torch.Tensor, pair: tuple | None = None, **ca
 
 
 def same(*inputs: torch.Tensor, pair: tuple | None = None, **call: Any) -> torch.Tensor:
-    """Assert that both entries give stock's tokens and warnings, and leave its generator; returns the tokens."""
-    expected, warned = said(stock, *inputs, pair=pair, **call)
+    """Assert that both entries give stock's tokens and warnings, and leave its generator; returns the tokens.
+
+    Where there is more than one, the draft has taken part in each.
+    """
+    pair = pair or models()
+    with counting(pair[0]) as plain:
+        expected, warned = said(stock, *inputs, pair=pair, **call)
     state = torch.get_rng_state()
     for entry in ENTRIES:
-        output, messages = said(entry, *inputs, pair=pair, **call)
+        with counting(pair[1]) as drafted:
+            output, messages = said(entry, *inputs, pair=pair, **call)
         assert torch.equal(output, expected), entry.__name__
         assert messages == warned, entry.__name__
         assert torch.equal(torch.get_rng_state(), state), entry.__name__
+        assert drafted or len(plain) == 1, entry.__name__
     return expected

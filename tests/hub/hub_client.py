@@ -103,6 +103,7 @@ def environment(hub: Hub) -> dict[str, str]:
 def new_hub() -> Iterator[Hub]:
     """One for all tests of this process, since whoever its clients are forked from knows its address."""
     with running() as hub:
+        forkserver._forkserver._stop()  # one of other tests does not know this Hub
         multiprocessing.get_context("forkserver").set_forkserver_preload(LOADED)
         with mock.patch.dict(os.environ, environment(hub), clear=True):
             forkserver.ensure_running()

@@ -5,10 +5,12 @@ import warnings
 import pytest
 import torch
 from all_pairs import all_pairs
+from enumerated import exact_distribution, first_tokens, models, p_values
 from tiny import Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.batch import Batch
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.layouts.choose import DECODERS, choose_layout, layouts_of
 
@@ -22,8 +24,8 @@ def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     return target, near(target, 0.05)
 
 
-def run(target: PreTrainedModel, draft: PreTrainedModel, layout: str, **settings):
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled", layout=layout)
+def run(target: PreTrainedModel, draft: PreTrainedModel, layout: str, verification: str = "coupled", **settings):
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification=verification, layout=layout)
     torch.manual_seed(3)
     with Forwards(target) as forwards:
         output = target.generate(**prompts(4), **settings, custom_generate=strategy)
@@ -70,6 +72,41 @@ def test_acceptance_does_not_depend_on_the_layout(model_type: str):
         assert len(both) > NEW_TOKENS / 2
         assert all(one[position] == other[position] for position in both)
     assert reports["lockstep"].rounds > expected.rounds
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rows_that_shift_are_judged_as_rows_that_stay(verification: str):
+    """Sampled text and verdicts in the padded layout; tests/layouts/test_packed.py has the packed one."""
+    target, draft = pair("llama")
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "verification": verification}
+    (ragged, expected, _), (padded, report, _) = (run(target, draft, x, **settings) for x in ("ragged", "padded"))
+    assert torch.equal(padded, ragged)
+    assert report.history == expected.history
+    assert 0 < report.accepted < report.drafted
+
+
+def in_lockstep(verification: str, batches: int) -> torch.Tensor:
+    """First tokens of batches of four rows."""
+    strategy = SpeculativeDecoding(models()[1], num_draft_tokens=3, verification=verification, layout="lockstep")
+    return first_tokens(strategy, batches, rows=4)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_law_where_all_rows_advance_alike(verification: str):
+    """Rows are cut where another one is rejected. False alarms with probability 1e-4 over both; see test_law.py."""
+    assert min(p_values(in_lockstep(verification, batches=100), exact_distribution([]))) > 1e-4 / 4
+
+
+def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Rows that are cut emit the token that was drawn after all that they accepted."""
+    append = Batch.append
+
+    def wrong(self, draft, judgement, stopping):
+        least = judgement.accepted.amin().expand_as(judgement.accepted)
+        return append(self, draft, judgement._replace(accepted=least), stopping)
+
+    monkeypatch.setattr(Batch, "append", wrong)
+    assert min(p_values(in_lockstep("token", batches=100), exact_distribution([]))) < 1e-8
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])

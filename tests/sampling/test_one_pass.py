@@ -269,5 +269,16 @@ def test_errors_are_those_of_transformers(name: str):
 
 
 def test_few_lists_of_a_watermark_are_kept(monkeypatch: pytest.MonkeyPatch):
+    """No more than `MOST_GREENLISTS`, or than one forward needs; and scores are right all the same."""
     monkeypatch.setattr(watermarks, "MOST_GREENLISTS", 3)
-    test_rejected_candidates_leave_nothing("watermark")
+    make, batch, memory = MAKERS["watermark"], text(1, seed=1), {}
+    processors, seen = Processors([make(1)], memory=memory), set()
+    for seed in range(12):
+        draft = drafted(batch, seed)
+        scores = drawn(batch, draft.tokens.shape[1] + 1)
+        assert_alike(make(1), batch, draft, scores, processors(batch, draft, scores))
+        (lists,) = (kept for kept in memory.values() if isinstance(kept, dict))
+        assert len(lists) <= max(3, scores.shape[1])
+        seen |= lists.keys()
+        batch.emit(torch.tensor([[1 + seed % (VOCAB - 1)]]), [1])
+    assert len(seen) == VOCAB - 1

@@ -46,14 +46,17 @@ def test_equals_stock(name: str, do_sample: bool):
     target = tiny()
     settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": 24} | SETTINGS[name]
     torch.manual_seed(1)
-    expected = target.generate(**prompts(4), **settings)
+    with counting(target) as plain:
+        expected = target.generate(**prompts(4), **settings)
     state = torch.get_rng_state()
     for noise in (0.05, 2.0):
         strategy = SpeculativeDecoding(near(target, noise), num_draft_tokens=4, verification="coupled")
         torch.manual_seed(1)
-        output = target.generate(**prompts(4), **settings, custom_generate=strategy)
+        with counting(target) as forwards:
+            output = target.generate(**prompts(4), **settings, custom_generate=strategy)
         assert torch.equal(output, expected)
         assert torch.equal(torch.get_rng_state(), state)
+        assert noise > 1 or len(forwards) < len(plain)
 
 
 def test_every_processor_that_stock_builds_is_in_the_grid():

@@ -6,6 +6,7 @@ of the right law would fail with probability 1e-4.
 
 import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -38,10 +39,15 @@ def draft(target: PreTrainedModel) -> PreTrainedModel:
     return near(target, 0.1)
 
 
+def automaton(**options) -> list[Automaton]:
+    """A new one, in a list as `generate` takes it."""
+    return [Automaton(VOCAB_SIZE, 11, **options)]
+
+
 def both(target, strategy, rows=4, given=None, **options):
     """(plain text, text, forwards of the target) under one seed, each with fresh processors from `given`."""
     inputs = prompts(rows)
-    given = given or (lambda: [Automaton(VOCAB_SIZE, 11, always=END)])
+    given = given or partial(automaton, always=END)
     options = {"max_new_tokens": NEW, "eos_token_id": END, "pad_token_id": 0, "top_k": 0, **options}
     torch.manual_seed(3)
     plain = target.generate(**inputs, **options, logits_processor=given())
@@ -58,7 +64,7 @@ def both(target, strategy, rows=4, given=None, **options):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_text_is_that_of_plain_generate(target, draft, layout: str, sampled: bool):
     strategy = SpeculativeDecoding(draft, num_draft_tokens=3, layout=layout, verification="coupled")
-    plain, made, forwards = both(target, strategy, do_sample=sampled, given=lambda: [Automaton(VOCAB_SIZE, 11)])
+    plain, made, forwards = both(target, strategy, do_sample=sampled, given=automaton)
     assert made.tolist() == plain.tolist()
     assert strategy.report.layout == layout
     assert forwards < NEW
@@ -72,7 +78,7 @@ def test_rows_end_apart_and_some_are_free(target, draft, drafts: str, sampled: b
     strategy = SpeculativeDecoding(
         draft if drafts == "model" else SuffixDraft(), num_draft_tokens=3, verification="coupled"
     )
-    options = {"given": lambda: [Automaton(VOCAB_SIZE, 11, free=(1, 4), always=END)], "do_sample": sampled}
+    options = {"given": partial(automaton, free=(1, 4), always=END), "do_sample": sampled}
     plain, made, forwards = both(target, strategy, rows=6, temperature=2.0 if sampled else None, **options)
     assert made.tolist() == plain.tolist()
     assert strategy.report.layout == "ragged"
@@ -82,10 +88,9 @@ def test_rows_end_apart_and_some_are_free(target, draft, drafts: str, sampled: b
 
 
 def test_forced_tokens_take_no_forward_of_the_draft(target, draft):
-    given = lambda: [Automaton(VOCAB_SIZE, 11, states=3)]  # noqa: E731
     strategy = SpeculativeDecoding(draft, num_draft_tokens=2)
     with Forwards(draft) as forwards:
-        plain, made, _ = both(target, strategy, rows=1, given=given, eos_token_id=None)
+        plain, made, _ = both(target, strategy, rows=1, given=partial(automaton, states=3), eos_token_id=None)
     assert made.tolist() == plain.tolist()
     report = strategy.report
     assert report.forced > 0
@@ -96,9 +101,8 @@ def test_forced_tokens_take_no_forward_of_the_draft(target, draft):
 @pytest.mark.parametrize("num_draft_tokens", [1, 6])
 def test_rollback_may_be_limited(target, draft, num_draft_tokens: int):
     """Where it takes back 2 tokens, no row has more candidates."""
-    given = lambda: [Automaton(VOCAB_SIZE, 11, max_rollback=2)]  # noqa: E731
     strategy = SpeculativeDecoding(draft, num_draft_tokens=num_draft_tokens)
-    plain, made, _ = both(target, strategy, given=given)
+    plain, made, _ = both(target, strategy, given=partial(automaton, max_rollback=2))
     assert made.tolist() == plain.tolist()
     assert 0 < strategy.report.num_draft_tokens <= 2
     told = "no row has more than 2 candidates: Automaton takes back 2 tokens at most"
@@ -334,7 +338,7 @@ def test_a_mixture_follows_the_masks(target, draft, layout: str, number: int | s
         for seed in range(6):
             mixture = [SuffixDraft(min_match=1), draft]
             strategy = SpeculativeDecoding(mixture, num_draft_tokens=number, layout=layout, verification="coupled")
-            given = lambda seed=seed: [Automaton(VOCAB_SIZE, 11, always=seed + 5, max_rollback=rollback)]  # noqa: E731, B023
+            given = partial(automaton, always=seed + 5, max_rollback=rollback)
             plain, made, _ = both(target, strategy, rows=5, given=given, do_sample=True, max_new_tokens=40)
             assert made.tolist() == plain.tolist()
 

@@ -80,9 +80,10 @@ def test_every_grammar(library: str, case: str, rows: int, sampled: bool):
     check(library, case, rows, sampled)
 
 
+@pytest.mark.parametrize("library", ["xgrammar", "outlines"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_forced_tokens_alone_make_it_faster(sampled: bool):
-    check("xgrammar", "constants", 1, sampled, suffix=True)
+def test_forced_tokens_alone_make_it_faster(library: str, sampled: bool):
+    check(library, "constants", 1, sampled, suffix=True)
 
 
 class Rounds:

@@ -7,7 +7,10 @@ from hf_specx.sampling.verify import Verdict, pick, verify_block, verify_token
 
 
 class SharedNoise(RejectionRule):
-    """The recovered token is drawn by the number that its rejected candidate was drawn by."""
+    """The recovered token is drawn by the number that its rejected candidate was drawn by.
+
+    Candidate i is `pick(q, d_i)` and the next token `pick(residual, choice)`; `choice` is here the d_i that failed.
+    """
 
     def choose(self, batch, scores, ahead, lengths):
         state = self.drafts.generators[0].get_state()
@@ -28,9 +31,10 @@ class SharedNoise(RejectionRule):
             return right(candidates, q, p, uniforms, choice, proposed)
 
         self.verify = wrong
-        result = super().judge(batch, draft, scores)
-        self.verify = right
-        return result
+        try:
+            return super().judge(batch, draft, scores)
+        finally:
+            self.verify = right
 
 
 class GreedyDraft(RejectionRule):
