@@ -8,6 +8,7 @@ from unittest import mock
 from repositories import SMALL, pair
 from tiny import tiny
 
+from hf_specx import DraftTargetPair
 from hf_specx.equivalence.check import subject_of
 from hf_specx.equivalence.page import check_can_write
 from hf_specx.equivalence.settings import Settings
@@ -39,10 +40,8 @@ def placed(**options: object):
 
 def completed(texts: object = ("a",), tokenizer: object = ..., **options: object):
     def misuse() -> None:
-        given = {"target": pair().target, "models": pair().models}
-        complete(
-            SimpleNamespace(**given, tokenizer=pair().tokenizer if tokenizer is ... else tokenizer), texts, **options
-        )
+        given = pair().tokenizer if tokenizer is ... else tokenizer
+        complete(DraftTargetPair(pair().target, pair().draft, given), texts, **options)
 
     return misuse
 
@@ -52,9 +51,7 @@ def in_shards() -> None:
     target, draft = (tiny(**SMALL) for _ in range(2))
     draft._is_fsdp_managed_module = True
     with mock.patch("hf_specx.engine.ranks.world_size", return_value=2):
-        complete(
-            SimpleNamespace(target=target, models=[target, draft], tokenizer=pair().tokenizer, generate=None), ["a"]
-        )
+        complete(DraftTargetPair(target, draft, pair().tokenizer), ["a"])
 
 
 def not_found() -> None:
