@@ -88,7 +88,7 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
             return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
         if kwargs.get("assistant_model") is not None and owner is not type(model):
             check_lifted(model)
-        check_given(inputs, model, kwargs)
+        check_early(inputs, model, kwargs)
         options = take_options(kwargs)
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
         draft, recommended, costs = take_draft(model, kwargs)
@@ -194,7 +194,7 @@ def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return dict(**dict(zip(names, more, strict=False)), **kwargs)
 
 
-def check_given(inputs: Any, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+def check_early(inputs: Any, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     """Check the arguments of a call by name and type, before anything is loaded for it."""
     named = {name: value for name, value in kwargs.items() if name not in LOADER_OPTIONS}
     check_arguments(inputs, model, named, (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds"))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.generate import STRATEGY_OPTIONS, add_positional, check_given, ending, run, take_options
+from hf_specx.generate import STRATEGY_OPTIONS, add_positional, check_early, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
@@ -183,7 +183,7 @@ class DraftTargetPair(NoModel):
             kwargs = add_positional(model_class, more, kwargs | {"inputs": inputs})
             kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
             inputs = kwargs.pop("inputs")
-            check_given(inputs, self.target, kwargs)
+            check_early(inputs, self.target, kwargs)
             strategy = self.strategy_for(kwargs)
             output = run(strategy, model_class, self.target, inputs, kwargs, reached)
         self.strategy.schedule, self.report = strategy.schedule, strategy.report
