@@ -108,7 +108,7 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: dict[str, A
 
 
 def judge_draft(subject: Subject, way: str, batch: int, ours: dict[str, Any]) -> dict[str, Any] | None:
-    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`; None without `law_of` it."""
+    """`overrated` of the texts at one batch size, by the p-values of `sampled_law`; None where no law is known."""
     law = law_of(subject.pair)
     if law is None:
         return None

@@ -148,7 +148,7 @@ def impossible(
 def tolerance(target: PreTrainedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> float:
     """The largest rise of a logit that counts as rounding, of all at which tokens of these texts were chosen."""
     rows = zip(prompts, texts, strict=True)
-    known = [plain_logits(target, prompt, text)[1][len(prompt) - 1 : -1] for prompt, text in rows]
+    known = (plain_logits(target, prompt, text)[1][len(prompt) - 1 : -1] for prompt, text in rows)  # one at a time
     return UNITS * max(unit_of(target, logits) for logits in known)
 
 
