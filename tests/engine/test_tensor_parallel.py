@@ -118,10 +118,10 @@ def test_both_ranks_have_the_text_of_one_process(outcomes: list[dict], name: str
 def test_numbers_of_each_rank_fail(folder: Path, outcomes: list[dict]):
     """Forwards of other sizes meet, and gloo aborts a process or raises; ranks that agree get through."""
     assert not any("error" in seen for seen in outcomes)
+    signal = None
     try:
         multiprocessing.spawn(play, (str(folder), False), 2)
     except multiprocessing.ProcessExitedException as error:
-        assert error.signal_name == "SIGABRT"
-        return
-    each = [json.loads((folder / f"False{rank}.json").read_text()).get("error", "") for rank in range(2)]
-    assert any("gloo" in error for error in each), each
+        signal = error.signal_name
+    errors = [json.loads(file.read_text()).get("error", "") for file in folder.glob("False*.json")]
+    assert signal == "SIGABRT" or any("gloo" in error for error in errors), errors
