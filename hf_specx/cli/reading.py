@@ -17,11 +17,13 @@ from .loading import saved_as
 
 
 def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
-    """The card of a pair; its title is its id, or for a folder `title`."""
+    """The card of a pair, whose examples load it by its id; of a folder by `title` or else from there."""
     if is_known(name):
         return known_card(name)
     config, folder = config_of(name, hub), Path(name)
-    return render(config, title or (folder.resolve().name if folder.is_dir() else name), has_code(name, hub))
+    if title is None and folder.is_dir():
+        return render(config, str(folder.absolute()), has_code(name, hub), folder.resolve().name)
+    return render(config, title or name, has_code(name, hub))
 
 
 def config_of(name: str, hub: dict[str, Any]) -> PairConfig:

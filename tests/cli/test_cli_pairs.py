@@ -36,10 +36,11 @@ def output(*arguments: object) -> str:
 
 def test_card_of_a_folder(folder, tmp_path):
     config = PairConfig.from_file(folder / "specx_config.json")
-    assert output("card", folder) == render(config, "my-pair")
+    here = render(config, str(folder), title="my-pair")
+    assert output("card", folder) == here
     assert output("card", folder, "--title", "org/name") == render(config, "org/name")
     assert output("card", folder, "--out", tmp_path / "card.md") == ""
-    assert (tmp_path / "card.md").read_text() == render(config, "my-pair")
+    assert (tmp_path / "card.md").read_text() == here
 
 
 @pytest.mark.parametrize("name", ["embedded", KNOWN])
@@ -129,7 +130,8 @@ def test_publish_into_a_folder(folder, tmp_path):
     output("publish", folder, "--folder", place, "--overwrite")
     assert not old.exists()
     config = PairConfig.from_file(place / "specx_config.json")
-    assert output("card", place) == (place / "README.md").read_text() == render(config, "repository", published=True)
+    expected = render(config, str(place), published=True, title="repository")
+    assert output("card", place) == (place / "README.md").read_text() == expected
 
 
 def test_export(folder):
