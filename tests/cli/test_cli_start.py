@@ -1,5 +1,6 @@
 """Help and wrong usage: they import nothing that takes time, and say what they have to in one line."""
 
+import json
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from command import command
 
 
 NAMES = ("generate", "bench", "tune", "distill", "check", "card", "publish", "export")
+HELP = [["--help"], ["--version"], *([name, "--help"] for name in NAMES)]
 WRONG = [
     ["nope"],
     ["generat"],
@@ -30,27 +32,43 @@ WRONG = [
     ["export"],
 ]
 ALONE = """
-import sys
+import contextlib, io, json, sys
 from hf_specx.cli.commands import app
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    print(end.code, [name for name in ("torch", "transformers", "matplotlib", "numpy") if name in sys.modules])
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    out, err, code = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            app(arguments)
+        except SystemExit as end:
+            code = end.code
+    slow = [name for name in ("torch", "transformers", "matplotlib", "numpy") if name in sys.modules]
+    found.append((code, bool(out.getvalue()), err.getvalue(), slow))
+print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in NAMES)])
-def test_help_imports_nothing_that_takes_time(arguments):
-    found = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=True)
-    assert found.stdout.endswith("0 []\n"), found.stderr
+@pytest.fixture(scope="module")
+def told() -> dict[tuple[str, ...], list]:
+    """Of each list of arguments, in one process: exit code, whether there is output, errors, slow modules so far."""
+    lists = [*HELP, *WRONG]
+    command = [sys.executable, "-c", ALONE, json.dumps(lists)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert found.stderr == ""
+    return dict(zip(map(tuple, lists), json.loads(found.stdout), strict=True))
+
+
+@pytest.mark.parametrize("arguments", HELP, ids=" ".join)
+def test_help_imports_nothing_that_takes_time(told, arguments):
+    assert told[tuple(arguments)] == [0, True, "", []]
 
 
 @pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
-def test_wrong_usage_imports_nothing_that_takes_time(arguments):
-    found = subprocess.run([sys.executable, "-c", ALONE, *arguments], capture_output=True, text=True, check=True)
-    assert found.stdout == "2 []\n"
-    assert re.fullmatch("error: .+\n", found.stderr)
+def test_wrong_usage_imports_nothing_that_takes_time(told, arguments):
+    code, output, errors, slow = told[tuple(arguments)]
+    assert (code, output, slow) == (2, False, [])
+    assert re.fullmatch("error: .+\n", errors)
 
 
 @pytest.mark.parametrize("name", ["", *NAMES, "export vllm"])

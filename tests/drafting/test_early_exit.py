@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
 from tiny import prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
@@ -74,9 +75,7 @@ class Fed:
             handle.remove()
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
 def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, settings: dict):
     model, inputs, strategy = target(model_type), prompts(rows), made(verification="coupled")
     with Fed(model) as fed:

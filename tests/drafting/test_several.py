@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from tiny import Forwards, near, prompts, tiny
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
@@ -62,10 +63,9 @@ def both(strategy: SpeculativeDecoding) -> bool:
     return sources.keys() == {"suffix", "model"} and all(counts["accepted"] for counts in sources.values())
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("number", [5, "auto"])
-@pytest.mark.parametrize("rows", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("rows", "number", "layout", "settings"), all_pairs([1, 4, 8], [5, "auto"], LAYOUTS, [GREEDY, SAMPLED])
+)
 def test_equals_plain(rows: int, number: int | str, layout: str, settings: dict):
     target, draft = models()
     strategy = mixture(draft, rows, num_draft_tokens=number, layout=layout, verification="coupled")

@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 import torch
 import zoo
+from all_pairs import all_pairs
 from tiny import Forwards, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -50,10 +51,9 @@ def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | No
     return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
 
 
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "rows", "layout", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], LAYOUTS, [GREEDY, SAMPLED])
+)
 def test_equals_plain(model_type: str, rows: int, layout: str, settings: dict):
     """With what an earlier call has left in the pool as well."""
     inputs, draft = few_tokens(rows), SuffixDraft(pool=SuffixPool())

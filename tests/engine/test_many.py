@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from accelerate import cpu_offload
+from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers.generation.logits_process import LogitsProcessor, TopKLogitsWarper
 
@@ -20,6 +21,7 @@ from hf_specx import (
 from hf_specx.cache.slots import MARGIN, SlotLayer
 
 
+MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_neox")
 GREEDY = {"do_sample": False, "eos_token_id": [5, 6], "pad_token_id": 0, "max_new_tokens": 24}
 SAMPLED = GREEDY | {"do_sample": True, "top_k": 12, "temperature": 1.3}
 
@@ -48,9 +50,7 @@ def completed(strategy, target, asked, **options) -> dict[int, Completion]:
     return found
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(("model_type", "batch_size", "options"), all_pairs(MODEL_TYPES, [1, 3, 8], [GREEDY, SAMPLED]))
 def test_requests_get_the_text_of_generate(model_type: str, batch_size: int, options: dict):
     target, asked = tiny(model_type), requests(20)
     expected = [alone(target, request, **options) for request in asked]

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import zoo
+from forking import RANKS, run_on_ranks
 from tiny import near, prompts, tiny
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LogitsProcessor, PreTrainedModel
@@ -31,7 +32,6 @@ from hf_specx.engine.ranks import OneNumber, Ranks, is_synced, synced_by_default
 from hf_specx.scheduling.costs import Costs
 
 
-RANKS = 2
 TARGET, DRAFT, ENCODER, DONE = 10, 100, 1000, 10000  # what a rank is about to run; far from a flag of 0 or 1
 SAMPLED = {"do_sample": True, "top_k": 0}
 SHORT_AND_LONG = ({"max_new_tokens": 5}, {"max_new_tokens": 26})
@@ -211,7 +211,7 @@ def play(rank: int, folder: str) -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What came of each case, on each rank."""
     folder = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(play, (str(folder),), RANKS)
+    run_on_ranks(play, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 

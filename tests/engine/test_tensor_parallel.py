@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import run_on_ranks
 from tiny import near, prompts, tiny
 from torch import distributed, multiprocessing
 from transformers import LlamaForCausalLM
@@ -93,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> list[dict]:
-    multiprocessing.spawn(play, (str(folder), True), 2)
+    run_on_ranks(play, str(folder), True)
     return [json.loads((folder / f"True{rank}.json").read_text()) for rank in range(2)]
 
 

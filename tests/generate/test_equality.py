@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -26,6 +27,7 @@ SETTINGS = {
     "warped": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
     "penalised": {"do_sample": True, "temperature": 1.3, "top_k": 0, "repetition_penalty": 1.3},
 }
+PADS = ("equal to the end token", "emitted by the model")
 NEW_TOKENS = 31
 
 
@@ -48,9 +50,7 @@ def ours(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding, *
     return output, torch.get_rng_state()
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("rows", [1, 4, 8])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], SETTINGS))
 def test_equals_stock(model_type: str, rows: int, settings: str):
     target, drafts = models(model_type)
     inputs, chosen = prompts(rows), SETTINGS[settings] | {"max_new_tokens": NEW_TOKENS}
@@ -65,9 +65,7 @@ def test_equals_stock(model_type: str, rows: int, settings: str):
             assert torch.equal(left, state), (name, num_draft_tokens)
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4, 7])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "settings", "num_draft_tokens"), all_pairs(MODEL_TYPES, SETTINGS, [1, 4, 7]))
 def test_equal_draft_needs_few_target_forwards(model_type: str, settings: str, num_draft_tokens: int):
     target, _ = models(model_type)
     twin = near(target, 0.0)
@@ -111,9 +109,7 @@ def test_near_drafts_see_every_outcome(model_type: str):
     assert any(len(set(counts)) > 1 for counts in rounds)
 
 
-@pytest.mark.parametrize("pad", ["equal to the end token", "emitted by the model"])
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "settings", "pad"), all_pairs(MODEL_TYPES, SETTINGS, PADS))
 def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
     """Rows end at different steps; ends are never read off ids that may be pads."""
     target, drafts = models(model_type)

@@ -1,6 +1,7 @@
 """Each block of the main README runs as pasted, in order, offline; its links lead somewhere.
 
 The cache of the Hub holds tiny models under the names that the README uses.
+Its commands run in the process that has made the imports; that there is a `specx` is what the demo shows.
 """
 
 import os
@@ -23,15 +24,26 @@ ROOT = PACKAGE.parent
 README = ROOT / "README.md"
 COMMIT = "0" * 40
 PROMPTS = "".join(f"def read_{number}(self, file):\n" for number in range(20))
-RUNNER = """
-import pathlib, re, subprocess
+RUNNER = r"""
+import pathlib, re, shlex, subprocess, sys
+from hf_specx.cli.app import main
+
+def specx(line):
+    sys.argv = shlex.split(line, comments=True)
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+
 names, text = {}, pathlib.Path(%r).read_text()
-for number, (language, block) in enumerate(re.findall(r"(?ms)^```(\\w+)\\n(.*?)^```$", text)):
-    print(f"block {number}:", block, sep="\\n", flush=True)
+for number, (language, block) in enumerate(re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", text)):
+    print(f"block {number}:", block, sep="\n", flush=True)
     if language == "python":
         exec(compile(block, f"block {number}", "exec"), names)
     elif language == "bash" and "pip install" not in block:
-        subprocess.run(["bash", "-euc", block], check=True)
+        assert "\\\n" not in block
+        for line in block.splitlines():
+            specx(line) if line.startswith("specx ") else subprocess.run(["bash", "-euc", line], check=True)
 print("all ran")
 """
 

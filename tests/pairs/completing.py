@@ -1,11 +1,11 @@
 """A tiny pair in a folder, and processes that complete prompts with it."""
 
-import multiprocessing
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from forking import context
 from tiny import near, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,9 +16,6 @@ TEXTS = ["def read(", "import os, sys\nfrom pathlib import", "x", "class Path:\n
 MANY = [f"{text} {number}" for number in range(8) for text in TEXTS]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 12, "seed": 5}
 SECONDS = 120  # after which a process that should have ended is called stuck
-
-context = multiprocessing.get_context("forkserver")  # it has no threads, and the imports are made once
-context.set_forkserver_preload(["hf_specx", "tiny"])
 
 
 def save(folder: Path) -> Path:

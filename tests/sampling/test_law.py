@@ -7,7 +7,7 @@ of the right law would fail with probability 1e-4.
 from importlib import import_module
 
 import pytest
-from enumerated import END, LARGE, PAD, SETTINGS, VOCAB_SIZE, draw, exact_distribution, p_values
+from enumerated import END, ENOUGH, LARGE, PAD, SETTINGS, VOCAB_SIZE, draw, exact_distribution, p_values
 from wrong_rules import CONTROLS
 
 
@@ -18,7 +18,7 @@ NUM_TESTS = 2 * 2 * (len(SETTINGS) + 5)
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law(verification: str, settings: str):
     options, processors = SETTINGS[settings]
-    tokens = draw(verification, **LARGE, **options)
+    tokens = draw(verification, **ENOUGH, **options)
     law = exact_distribution(processors)
     assert min(p_values(tokens, law)) > 1e-4 / NUM_TESTS
     assert max(p_values(tokens, exact_distribution([]))) < 1e-8  # so a setting that went unnoticed would be seen
@@ -35,14 +35,14 @@ def test_law_without_processors(verification: str, end: int | None):
 @pytest.mark.parametrize("draft_vocab_size", [VOCAB_SIZE - 1, VOCAB_SIZE + 2])
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law_with_a_draft_of_another_vocabulary_size(verification: str, draft_vocab_size: int):
-    tokens = draw(verification, **LARGE, draft_vocab_size=draft_vocab_size)
+    tokens = draw(verification, **ENOUGH, draft_vocab_size=draft_vocab_size)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_law_where_each_row_drafts_its_own_number(verification: str):
     """Up to its first unlikely candidate; "unlikely candidates dropped" below is what must not be."""
-    tokens = draw(verification, **LARGE, assistant_confidence_threshold=0.3)
+    tokens = draw(verification, **ENOUGH, assistant_confidence_threshold=0.3)
     assert min(p_values(tokens, exact_distribution([]))) > 1e-4 / NUM_TESTS
 
 

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from enumerated import LARGE, draw, exact_distribution, p_values
+from enumerated import ENOUGH, draw, exact_distribution, p_values
 from tiny import VOCAB_SIZE, Forwards, near, prompts, tiny
 from transformers import SynthIDTextWatermarkingConfig
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -192,7 +192,7 @@ def of_law(**changes) -> SynthIDTextWatermarkingConfig:
 def test_distribution(verification: str):
     """Against all texts; a false alarm of any has probability 1e-4 over all seeds. Contexts of one token often repeat,
     and that they were forgotten, never marked or marked by the other scheme is seen."""
-    tokens = draw(verification, **LARGE, watermarking_config=of_law())
+    tokens = draw(verification, **ENOUGH, watermarking_config=of_law())
     exact = exact_distribution([of_law().construct_processor(5, "cpu")])
     assert min(p_values(tokens, exact)) > 1e-4 / NUM_TESTS
     for wrong in (

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import zoo
-from enumerated import draw, exact_distribution, p_values
+from all_pairs import all_pairs
+from enumerated import ENOUGH, draw, exact_distribution, p_values
 from runs import COUPLED, GREEDY, KNOWN, run
 from tiny import Forwards, near, prompts, tiny
 
@@ -67,9 +68,10 @@ def known(rows: int = 4) -> Costs:
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize("settings", [GREEDY, COUPLED], ids=["greedy", "coupled"])
-@pytest.mark.parametrize(("model_type", "layout"), EXACT)
-@pytest.mark.parametrize("numbers", [Forced, Uneven])
+@pytest.mark.parametrize(
+    ("numbers", "model_type", "layout", "settings"),
+    [(numbers, *kind, settings) for numbers, kind, settings in all_pairs([Forced, Uneven], EXACT, [GREEDY, COUPLED])],
+)
 def test_numbers_that_change_give_the_text_of_stock(
     monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], model_type: str, layout: str, settings: dict
 ):
@@ -195,11 +197,17 @@ class EachByItsPast(Uneven):
             self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
 
 
-@pytest.mark.parametrize("numbers", [partial(ByThePast, numbers=[2]), EachByItsPast], ids=["all", "each"])
+@pytest.mark.parametrize(
+    ("numbers", "draws"),
+    [(partial(ByThePast, numbers=[2]), {"batches": 200, "rows": 64}), (EachByItsPast, ENOUGH)],
+    ids=["all", "each"],
+)
 @pytest.mark.parametrize("verification", ["token", "block"])
-def test_rounds_by_the_past_keep_the_law(monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable):
+def test_rounds_by_the_past_keep_the_law(
+    monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable, draws: dict
+):
     """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
     monkeypatch.setattr(schedule, "Auto", numbers)
     monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
-    tokens = draw(verification, batches=200, rows=64, num_draft_tokens="auto")
+    tokens = draw(verification, **draws, num_draft_tokens="auto")
     assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

@@ -18,6 +18,7 @@ DEPTH = 4  # tokens enumerated: the first comes from the prompt's forward, the o
 NEW_TOKENS = 5  # so that the first round has all its three candidates, and a second one begins in each row
 NUM_DRAFT_TOKENS = 3
 LARGE = {"batches": 40, "rows": 1024}
+ENOUGH = {"batches": 12, "rows": 1024}  # for wrong variants to be rejected at 1e-8
 SETTINGS = {
     "temperature": ({"temperature": 0.6}, [logits_process.TemperatureLogitsWarper(0.6)]),
     "top-k": ({"top_k": 3}, [logits_process.TopKLogitsWarper(3)]),

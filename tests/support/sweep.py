@@ -44,17 +44,18 @@ def examine(kind: str, model_type: str) -> Outcome:
     except Exception as error:  # whatever transformers says of a config it cannot build from
         return Outcome("not built", _line(error))
     inputs = zoo.inputs(model)
-    inconsistent = _inconsistency(model, inputs)
+    inconsistent, greedy = _by_stock(model, inputs)
     try:
         layouts = layouts_of(model)
-        _check_like_stock(model, inputs)
+        if greedy is not None:
+            _check_like_stock(model, inputs, greedy, layouts)
     except ValueError as error:
         return Outcome("not self-consistent" if inconsistent else "refused", inconsistent or _line(error))
     if inconsistent:
         return Outcome("not self-consistent", inconsistent)
-    texts = _stock_texts(model, inputs)
+    texts, noises = _stock_texts(model, inputs, greedy), None
     for layout in layouts:
-        _check_exact(model, inputs, layout, texts)
+        noises = _check_exact(model, inputs, layout, texts, noises)
     return Outcome("exact", ", ".join(layouts))
 
 
@@ -63,12 +64,16 @@ def _line(error: Exception) -> str:
 
 
 def _generate(model: PreTrainedModel, inputs: dict, settings: dict, **extra) -> torch.Tensor:
+    config = copy.deepcopy(model.generation_config)
     torch.manual_seed(0)
-    return model.generate(**inputs, **settings, max_new_tokens=NEW_TOKENS, **extra)
+    output = model.generate(**inputs, **settings, max_new_tokens=NEW_TOKENS, **extra)
+    model.generation_config = config  # Pop2Piano notes the end ids in its own
+    return output
 
 
-def _inconsistency(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> str:
-    """Why stock's batched output cannot be compared with; empty where it can."""
+def _by_stock(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> tuple[str, torch.Tensor | None]:
+    """Why stock's batched output cannot be compared with, empty where it can; and its greedy text, if there is any."""
+    together = None
     try:
         together = _generate(model, inputs, MODES["greedy"])
         for row, text in enumerate(together):
@@ -77,74 +82,78 @@ def _inconsistency(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> s
                 length = int(inputs["attention_mask"][row].sum())
                 alone |= {name: alone[name][:, -length:] for name in ("input_ids", "attention_mask")}
             if not torch.equal(_generate(model, alone, MODES["greedy"])[0, -NEW_TOKENS:], text[-NEW_TOKENS:]):
-                return f"stock gives row {row} another text in a batch than alone"
+                return f"stock gives row {row} another text in a batch than alone", together
             if len(set(text[-NEW_TOKENS:].tolist())) < 5:
-                return f"row {row} has fewer than 5 distinct tokens"
+                return f"row {row} has fewer than 5 distinct tokens", together
     except Exception as error:  # a model that stock cannot generate with
-        return _line(error)
-    return ""
+        return _line(error), together
+    return "", together
 
 
-def _check_like_stock(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
+def _check_like_stock(model: PreTrainedModel, inputs: dict, greedy: torch.Tensor, layouts: list[str]) -> None:
     """Also where stock itself gives a row another text in a batch than alone, ours in that batch is stock's."""
-    try:
-        expected = _generate(model, inputs, MODES["greedy"])
-    except Exception:  # stock cannot generate with it
-        return
-    output = _generate(model, inputs, MODES["greedy"], custom_generate=_strategy(near(model, 0.02), "auto"))
-    assert torch.equal(output, expected), "another text than stock's, which is not self-consistent"
+    strategy = _strategy(near(model, 0.02), "auto")
+    output = _generate(model, inputs, MODES["greedy"], custom_generate=strategy)
+    assert torch.equal(output, greedy), "another text than stock's"
+    assert strategy.report.layout == layouts[0]
 
 
 def _strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
     return SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="coupled", layout=layout)
 
 
-class Texts(NamedTuple):
-    """What plain `generate` writes: [rows, length] by mode, and sampled with end tokens, which are in `ends`."""
+class Text(NamedTuple):
+    """What plain `generate` writes by some settings: [rows, length]."""
 
-    free: dict[str, torch.Tensor]
-    ends: dict[str, object]
-    ended: torch.Tensor
-
-
-def _stock_texts(model: PreTrainedModel, inputs: dict) -> Texts:
-    free = {mode: _generate(model, inputs, settings) for mode, settings in MODES.items()}
-    text = free["coupled"][:, -NEW_TOKENS:]
-    ends = MODES["coupled"] | {"eos_token_id": [int(text[0, 6]), int(text[1, 11])], "pad_token_id": 0}
-    return Texts(free, ends, _ending(model, inputs, ends))
+    settings: dict
+    expected: torch.Tensor
 
 
-def _ending(model: PreTrainedModel, inputs: dict, settings: dict, **extra) -> torch.Tensor:
-    config = copy.deepcopy(model.generation_config)
-    output = _generate(model, inputs, settings, **extra)
-    model.generation_config = config  # Pop2Piano notes the end ids in its own
-    return output
+def _stock_texts(model: PreTrainedModel, inputs: dict, greedy: torch.Tensor) -> dict[str, Text]:
+    """By mode; in "ends" rows leave the batch at different steps, and the others go on."""
+    sampled = _generate(model, inputs, MODES["coupled"])
+    new = sampled[:, -NEW_TOKENS:]
+    ends = MODES["coupled"] | {"eos_token_id": [int(new[0, 6]), int(new[1, 11])], "pad_token_id": 0}
+    ended = _generate(model, inputs, ends)
+    return {
+        "greedy": Text(MODES["greedy"], greedy),
+        "coupled": Text(MODES["coupled"], sampled),
+        "ends": Text(ends, ended),
+    }
 
 
-def _check_exact(model: PreTrainedModel, inputs: dict, layout: str, texts: Texts) -> None:
+def _check_exact(
+    model: PreTrainedModel, inputs: dict, layout: str, texts: dict[str, Text], noises: list[float] | None = None
+) -> list[float]:
+    """In every mode; in a further layout, which is given `noises`, the text that ends serves for the sampled one.
+
+    Returns:
+        `noises` for the next layout: first the one with which every outcome was seen.
+    """
+    further = noises is not None
     most = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))
     twin = near(model, 0.0)  # before the hook, which a copy would have too
-    for mode, settings in MODES.items():
+    for mode in ("coupled",) if further else ("greedy", "coupled"):
         forwards: list[None] = []
         handle = model.register_forward_pre_hook(partial(_count, forwards))
-        output = _generate(model, inputs, settings, custom_generate=_strategy(twin, layout))
+        _compared(model, inputs, texts[mode], _strategy(twin, layout), f"{layout}, {mode}, equal draft")
         handle.remove()
-        assert torch.equal(output, texts.free[mode]), f"{layout}, {mode}, equal draft: another text"
         assert len(forwards) - 1 <= most, f"{layout}, {mode}: {len(forwards) - 1} forwards with an equal draft"
     seen: set[str] = set()
-    for noise in NOISES:
+    for noise in noises or NOISES:
         draft = near(model, noise)
-        for mode, settings in MODES.items():
+        for mode in ("greedy", "ends") if further else texts:
             strategy = _strategy(draft, layout)
-            output = _generate(model, inputs, settings, custom_generate=strategy)
-            assert torch.equal(output, texts.free[mode]), f"{layout}, {mode}, noise {noise}: another text"
+            _compared(model, inputs, texts[mode], strategy, f"{layout}, {mode}, noise {noise}")
             seen |= outcomes(strategy.report)
         if len(seen) == 3:
-            break
-    assert len(seen) == 3, f"{layout}: of all outcomes only {sorted(seen)}"
-    # rows that end at different steps leave the batch, and the others go on
-    output = _ending(model, inputs, texts.ends, custom_generate=_strategy(near(model, 0.02), layout))
-    assert torch.equal(output, texts.ended), f"{layout}: another text where rows end early"
+            return [noise, *(other for other in NOISES if other != noise)]
+    raise AssertionError(f"{layout}: of all outcomes only {sorted(seen)}")
+
+
+def _compared(model: PreTrainedModel, inputs: dict, text: Text, strategy: SpeculativeDecoding, case: str) -> None:
+    output = _generate(model, inputs, text.settings, custom_generate=strategy)
+    assert torch.equal(output, text.expected), f"{case}: another text"
 
 
 def _count(forwards: list[None], *_: object) -> None:
@@ -165,11 +174,12 @@ def discover(kind: str, model_type: str) -> str | None:
     try:
         model = zoo.build(kind, model_type)
         inputs = zoo.inputs(model)
-        if _inconsistency(model, inputs):
+        inconsistent, greedy = _by_stock(model, inputs)
+        if inconsistent:
             return None
     except Exception:
         return None
-    able, texts = [], _stock_texts(model, inputs)
+    able, texts = [], _stock_texts(model, inputs, greedy)
     known = dict(LAYOUTS_OF), dict(INEXACT), dict(REFUSED)
     LAYOUTS_OF.clear(), INEXACT.clear(), REFUSED.clear()
     LAYOUTS_OF[model.config.model_type] = tuple(DECODERS)

@@ -1,0 +1,19 @@
+"""Processes forked from one that has made the imports and has no threads, so that they start in a moment."""
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+from torch.multiprocessing import start_processes
+
+
+RANKS = 2
+
+context = multiprocessing.get_context("forkserver")
+# it finds what is installed, but none of the modules beside tests
+context.set_forkserver_preload(["hf_specx.pairs.pairs", "transformers.models.llama.modeling_llama"])
+
+
+def run_on_ranks(function: Callable[..., None], *args: Any) -> None:
+    """Call a module's function on each rank, with its number before the other arguments, and wait for all of them."""
+    start_processes(function, args, RANKS, start_method="forkserver")
