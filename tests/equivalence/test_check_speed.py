@@ -111,7 +111,7 @@ def test_strategies_are_as_the_pair_has_them():
     for number, strategy in strategies.items():
         assert (strategy.num_draft_tokens, strategy.verification) == (number, "block")
         assert strategy.draft_model is tiny_pair().draft
-        assert strategy.costs.table is strategies[1].costs.table
+        assert strategy.costs.table == strategies[1].costs.table
 
 
 def test_it_is_part_of_a_check_only_if_asked_for(monkeypatch, tmp_path):
