@@ -172,7 +172,7 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
-        user_cache: Any = model_kwargs.get("past_key_values")
+        user_cache: Any = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # as Mamba calls it
         given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
         earlier = self.report if withheld.adds_reports else None
         stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)

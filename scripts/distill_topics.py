@@ -53,7 +53,7 @@ def topic_prompts(pair: DraftTargetPair, tokens: int = PROMPT_TOKENS) -> tuple[l
 
 def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: bool) -> None:
     """Train the target on the half that is not held out, or take what an earlier run of this folder has trained."""
-    file, (learned, held_out) = folder / f"target-{steps}.safetensors", topic_prompts(pair, LEARNED)
+    file, (learned, held_out) = folder / f"target-{steps}-{seed}.safetensors", topic_prompts(pair, LEARNED)
     before = loss(pair.target, held_out)
     if file.exists():
         load_model(pair.target, file)
@@ -73,7 +73,8 @@ def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: 
         )
         Trainer(pair.target, args, train_dataset=data).train()  # a list will do
         folder.mkdir(parents=True, exist_ok=True)
-        save_model(pair.target, str(file))
+        save_model(pair.target, str(file.with_suffix(".part")))
+        file.with_suffix(".part").replace(file)
     after = loss(pair.target.eval(), held_out)
     console.print(f"the target's loss on the other half: {before:.2f} nats a token, {after:.2f} after {steps} steps")
 

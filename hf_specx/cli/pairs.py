@@ -92,7 +92,7 @@ def publish(
     """Publish a pair as a model repository that works without this package installed.
 
     It gets the models, or their ids and commits, the model card, and the code in custom_generate/. Of an earlier pair
-    in the repository nothing is left: weights, json, txt, py and the like at its root and in draft/ are deleted.
+    there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     with errors_in_one_line():
         one = (repo_id is None) != (folder is None)

@@ -67,8 +67,11 @@ def _bytes_per_token(model: PreTrainedModel) -> int:
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         return 0
-    if latent := getattr(config, "kv_lora_rank", None):
-        width = latent + config.qk_rope_head_dim
+    latent, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", 0)
+    if latent and getattr(config, "index_topk", None):  # sparse attention, which some versions cache expanded
+        width = heads * (config.qk_nope_head_dim + rope + config.v_head_dim)
+    elif latent:
+        width = latent + rope
     else:
         head = getattr(config, "head_dim", None) or config.hidden_size // heads
         width = 2 * head * (getattr(config, "num_key_value_heads", None) or heads)

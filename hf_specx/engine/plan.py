@@ -186,7 +186,8 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         states = states or draft_able[0] == "lockstep"
     if verification is None:
         # where all rows advance alike, only the text of "coupled" is that of a row alone
-        tied = call.seeds is not None and len(prompt.input_ids) > 1 and "lockstep" in (chosen, draft_layout)
+        beside = len(prompt.input_ids) > 1 or not stateful  # a request with states of its own never has others
+        tied = call.seeds is not None and beside and "lockstep" in (chosen, draft_layout)
         verification = "coupled" if tied or not drafter.has_probs else "token" if stateful else "block"
     if call.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."

@@ -85,8 +85,8 @@ def publish(
 ) -> str:
     """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
 
-    In a repository that is a pair already, files of the kinds in `SAVED` that are at the root or in `draft/`, and code
-    in `custom_generate/`, are deleted if this pair has none of their name, whoever wrote them.
+    In a repository that is a pair already, and in any branch that is named, files of the kinds in `SAVED` that are at
+    the root or in `draft/`, and code in `custom_generate/`, are deleted if this pair has none of their name.
 
     Args:
         pair: a `DraftTargetPair`.
@@ -130,8 +130,9 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     there = api.list_repo_files(**to)
     stale = sorted(filter(_is_saved, there))
-    told = f"{to['repo_id']} is no pair, and has {stale[:3]}, which a pair would replace; name another repository."
-    require(CONFIG_NAME in there or not stale, told)
+    taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
+    told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
+    require(to["revision"] not in (None, "main") or CONFIG_NAME in there or not taken, told)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
     write_code(folder, to["repo_id"], models.oid)
     return api.upload_folder(

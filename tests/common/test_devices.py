@@ -102,6 +102,13 @@ def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
     assert devices._bytes_per_token(model) == held // 5
 
 
+def test_sparse_latent_attention_may_be_cached_expanded():
+    """As in transformers 5.17, where a count of latents would let a queue take more than there is."""
+    config = zoo.build("causal", "glm_moe_dsa").config
+    one = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim)
+    assert devices._bytes_per_token(zoo.build("causal", "glm_moe_dsa")) == 4 * config.num_hidden_layers * one
+
+
 def test_waiting_for_a_device(monkeypatch: pytest.MonkeyPatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

@@ -60,12 +60,13 @@ def test_a_token_that_an_encoder_does_not_know():
     assert "the token id 1000000" in found[1].error
 
 
-def test_lockstep_takes_the_coupled_text_by_default():
+@pytest.mark.parametrize("batch_size", [1, 3, 5])  # the last batch of five has one request
+def test_lockstep_takes_the_coupled_text_by_default(batch_size):
     """Under "block" a row's numbers of candidates would follow the others, and with them its text."""
     target, asked = tiny(), requests(6)
     expected = [alone(target, request, **SAMPLED) for request in asked]
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, layout="lockstep")
-    found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
+    found = completed(strategy, target, asked, batch_size=batch_size, **SAMPLED)
     assert [found[index].tokens for index in range(6)] == expected
     block = SpeculativeDecoding(near(target, 0.1), layout="lockstep", verification="block")
     with pytest.raises(ValueError, match="use verification='coupled'"):

@@ -291,6 +291,9 @@ def test_a_repository_of_something_else_is_left_alone(hub: Hub, client: Clients)
     with pytest.raises(Failed, match="org/pair is no pair, and has .'pytorch_model.bin', 'train.py'., which a pair"):
         publisher(push, NAME)
     assert hub.files(NAME) == files
+    hub.put("org/code", {"custom_generate/generate.py": b"mine"})
+    with pytest.raises(Failed, match="org/code is no pair, and has .'custom_generate/generate.py'., which a pair"):
+        publisher(push, "org/code")
     hub.put("org/card", {"README.md": b"mine"})
     publisher(push, "org/card")
 
