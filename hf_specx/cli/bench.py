@@ -9,12 +9,12 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.bench.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
+from hf_specx.bench.checks import check_out, check_plots, check_runs
+from hf_specx.bench.points import Claim, claims
+from hf_specx.bench.recipes import PREFIX, check_grafted
+from hf_specx.bench.ways import in_words, way
 from hf_specx.common.errors import require
-from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid, quick_cells
-from hf_specx.measure.checks import check_out, check_plots, check_runs
-from hf_specx.measure.points import Claim, claims
-from hf_specx.measure.recipes import PREFIX, check_grafted
-from hf_specx.measure.ways import in_words, way
 
 from .console import Output, errors_in_one_line, figure, imports, print_figures, progress
 from .options import (
@@ -112,7 +112,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure cells; `out` is the file of results, and `full` whether they need a GPU."""
     with imports():
-        from hf_specx.measure.grid import results, run_grid
+        from hf_specx.bench.grid import results, run_grid
         from hf_specx.pairs.fingerprint import digest_of
 
         from .loading import bench_loader, check_full, device_map, models_digest
@@ -129,7 +129,7 @@ def measure(
 
 def show_plots(made: list[dict[str, Any]], folder: Path) -> None:
     """Write figures, and print where they are."""
-    from hf_specx.measure.plots import plot
+    from hf_specx.bench.plots import plot
 
     for path in plot(made, folder):
         Output().print(Text(f"wrote {path}"), soft_wrap=True)

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_specx.bench.checks import looking_for
+from hf_specx.bench.compatibility import ERROR, find_fit
+from hf_specx.bench.inputs import LoadBenchPair, load_bench_pair
+from hf_specx.bench.study import DraftTrial, Study, weightless_draft
+from hf_specx.bench.tune import Loaded, LoadedDraft, describe, load
+from hf_specx.bench.ways import SUFFIX
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
-from hf_specx.measure.checks import looking_for
-from hf_specx.measure.compatibility import ERROR, find_fit
-from hf_specx.measure.inputs import LoadBenchPair, load_bench_pair
-from hf_specx.measure.study import DraftTrial, Study, weightless_draft
-from hf_specx.measure.tune import Loaded, LoadedDraft, describe, load
-from hf_specx.measure.ways import SUFFIX
 from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource
 from hf_specx.pair_files.weights import shards

@@ -12,12 +12,12 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.cells import cpu_grid
+from hf_specx.bench.points import claims
+from hf_specx.bench.ways import in_words
 from hf_specx.cli.bench import COLUMNS, rows_of
 from hf_specx.cli.loading import models_digest
 from hf_specx.cli.options import Named
-from hf_specx.measure.cells import cpu_grid
-from hf_specx.measure.points import claims
-from hf_specx.measure.ways import in_words
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -154,7 +154,7 @@ def test_a_grid_says_what_holds(monkeypatch, tmp_path):
         seen.append((cells, results.path))
         return [speed(), speed(batch=8) | {"failed": "RuntimeError: memory"}]
 
-    monkeypatch.setattr("hf_specx.measure.grid.run_grid", run_grid)
+    monkeypatch.setattr("hf_specx.bench.grid.run_grid", run_grid)
     result = specx("--grid", "--only", "speed", "--only", "auto")
     assert result.exit_code == 0, result.stderr
     (cells, path), *_ = seen
@@ -217,8 +217,8 @@ def test_errors_are_one_line(tmp_path, arguments, message):
 
 
 def test_figures_that_cannot_be_drawn_are_refused_before_anything_is_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr("hf_specx.measure.checks.find_spec", lambda name: None)
-    monkeypatch.setattr("hf_specx.measure.grid.run_grid", None)
+    monkeypatch.setattr("hf_specx.bench.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_specx.bench.grid.run_grid", None)
     result = specx("--plots", str(tmp_path))
     assert result.exit_code == 2
     assert "figures need matplotlib" in result.stderr

@@ -2,8 +2,8 @@
 
 from tiny import near, tiny
 
-from hf_specx.measure.cells import COMPILED_NAMES, FIXED, VERIFIED, Cell
-from hf_specx.measure.inputs import BenchPair
+from hf_specx.bench.cells import COMPILED_NAMES, FIXED, VERIFIED, Cell
+from hf_specx.bench.inputs import BenchPair
 
 
 def tiny_pair(name: str = "tiny", dtype: str = "float32", **changes) -> BenchPair:

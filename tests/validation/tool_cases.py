@@ -9,19 +9,19 @@ from repositories import SMALL, pair
 from tiny import tiny
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.checks import check_plots, looking_for
+from hf_specx.bench.grid import results
+from hf_specx.bench.inputs import BenchPair, load_bench_pair
+from hf_specx.bench.recipes import Recipe
+from hf_specx.bench.store import read_cells
+from hf_specx.bench.study import Study
+from hf_specx.bench.tune import Loaded, encode_batches, tune
+from hf_specx.bench.ways import way
 from hf_specx.equivalence.check import subject_of
 from hf_specx.equivalence.page import check_can_write
 from hf_specx.equivalence.settings import Settings
 from hf_specx.hub.cards import known_card
 from hf_specx.hub.vllm import vllm
-from hf_specx.measure.checks import check_plots, looking_for
-from hf_specx.measure.grid import results
-from hf_specx.measure.inputs import BenchPair, load_bench_pair
-from hf_specx.measure.recipes import Recipe
-from hf_specx.measure.store import read_cells
-from hf_specx.measure.study import Study
-from hf_specx.measure.tune import Loaded, encode_batches, tune
-from hf_specx.measure.ways import way
 from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.pairs.complete import complete
@@ -107,7 +107,7 @@ def in_a_locked_folder() -> None:
 
 
 def without_matplotlib() -> None:
-    with mock.patch("hf_specx.measure.checks.find_spec", return_value=None):
+    with mock.patch("hf_specx.bench.checks.find_spec", return_value=None):
         check_plots(Path("figures"))
 
 

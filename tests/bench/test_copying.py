@@ -7,11 +7,11 @@ from tiny import Forwards
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoTokenizer
 
+from hf_specx.bench.cells import Cell, suffix_cells
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.copying import BEGUN, KINDS, MODULES, copying_prompts
+from hf_specx.bench.grid import take_turns
 from hf_specx.hub.flatten import PACKAGE
-from hf_specx.measure.cells import Cell, suffix_cells
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.copying import BEGUN, KINDS, MODULES, copying_prompts
-from hf_specx.measure.grid import take_turns
 
 
 @pytest.mark.parametrize("kind", KINDS)

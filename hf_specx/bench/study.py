@@ -54,7 +54,7 @@ class Study:
     device_map: Any = None
     trust_remote_code: bool = False
     hub: dict[str, Any] = field(default_factory=dict)
-    command: str = "hf_specx.measure.tune.tune(...)"
+    command: str = "hf_specx.bench.tune.tune(...)"
     keep_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -4,12 +4,12 @@ import pytest
 import torch
 from bench_cases import small, tiny_pair
 
+from hf_specx.bench import grid, timer
+from hf_specx.bench.bare import Bare, BareRound
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.grid import above_limit, counts, summarise, take_turns
 from hf_specx.engine.history import RoundRecord
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.measure import grid, timer
-from hf_specx.measure.bare import Bare, BareRound
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.grid import above_limit, counts, summarise, take_turns
 
 
 def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
@@ -75,7 +75,7 @@ def test_an_option_that_is_not_there_is_reported(monkeypatch):
     def refuse(*args, compile, **options):
         raise ValueError("no compiler")
 
-    monkeypatch.setattr("hf_specx.measure.contenders.SpeculativeDecoding", refuse)
+    monkeypatch.setattr("hf_specx.bench.contenders.SpeculativeDecoding", refuse)
     found = take_turns(small("plain", "block-2-compiled"), tiny_pair(), lambda: None)
     assert found["contenders"]["block-2-compiled"]["unavailable"] == "ValueError: no compiler"
 

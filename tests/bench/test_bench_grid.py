@@ -6,13 +6,13 @@ import pytest
 import torch
 from bench_cases import small, tiny_pair
 
+from hf_specx.bench import grid as bench_grid
+from hf_specx.bench.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid
+from hf_specx.bench.grid import results, run_grid
+from hf_specx.bench.recipes import PREFIX, RECIPES
+from hf_specx.bench.store import StepCounter, Store
+from hf_specx.bench.ways import way
 from hf_specx.hub.flatten import Module
-from hf_specx.measure import grid as bench_grid
-from hf_specx.measure.cells import EXPERIMENTS, Cell, cpu_grid, gpu_grid
-from hf_specx.measure.grid import results, run_grid
-from hf_specx.measure.recipes import PREFIX, RECIPES
-from hf_specx.measure.store import StepCounter, Store
-from hf_specx.measure.ways import way
 
 
 CELLS = [small("plain", "block-2", repeats=1), small("plain", "block-2", repeats=1, batch=2)]

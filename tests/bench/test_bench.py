@@ -7,9 +7,9 @@ from tiny_tokenizer import PAD, TEXTS, tiny_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_specx import Costs, SpeculativeDecoding
-from hf_specx.measure.inputs import emitted, encode
-from hf_specx.measure.store import provenance
-from hf_specx.measure.timer import compare
+from hf_specx.bench.inputs import emitted, encode
+from hf_specx.bench.store import provenance
+from hf_specx.bench.timer import compare
 
 
 def t5():

@@ -3,8 +3,8 @@
 import pytest
 from bench_cases import measured, median, ours, plain, runs, small, speed, speeds
 
-from hf_specx.measure.cells import AUTO_NUMBERS, FIXED
-from hf_specx.measure.points import claims
+from hf_specx.bench.cells import AUTO_NUMBERS, FIXED
+from hf_specx.bench.points import claims
 
 
 def told(cells, point, part):

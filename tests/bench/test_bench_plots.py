@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 import pytest
 from bench_cases import measured, ours, plain, small, speed
 
-from hf_specx.measure import plots as bench_plots
-from hf_specx.measure.cells import AUTO_NUMBERS, TEMPERATURES
-from hf_specx.measure.checks import check_plots
+from hf_specx.bench import plots as bench_plots
+from hf_specx.bench.cells import AUTO_NUMBERS, TEMPERATURES
+from hf_specx.bench.checks import check_plots
 
 
 pytest.importorskip("matplotlib")
@@ -40,7 +40,7 @@ def test_only_what_there_is_data_for(tmp_path):
 
 
 def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_specx.measure.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_specx.bench.checks.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="figures need matplotlib: pip install"):
         check_plots(tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.measure import grafted
-from hf_specx.measure.grafted import graft
-from hf_specx.measure.recipes import RECIPES, Recipe
+from hf_specx.bench import grafted
+from hf_specx.bench.grafted import graft
+from hf_specx.bench.recipes import RECIPES, Recipe
 
 
 TINY = Recipe(64, 96, 6, 2, heads=4, kv_heads=1, vocab=256, epsilon=0.1, positions=256)

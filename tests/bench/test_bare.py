@@ -5,8 +5,8 @@ import torch
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 
 from hf_specx import SpeculativeDecoding, SuffixDraft
+from hf_specx.bench import bare
 from hf_specx.engine.history import RoundRecord
-from hf_specx.measure import bare
 
 
 def ids(rows, width=7):

@@ -5,9 +5,9 @@ import torch
 from bench_cases import tiny_pair
 from transformers import CompileConfig
 
-from hf_specx.measure import contenders
-from hf_specx.measure.contenders import Contender, stock_settings
-from hf_specx.measure.ways import OUR_KINDS, Way, way
+from hf_specx.bench import contenders
+from hf_specx.bench.contenders import Contender, stock_settings
+from hf_specx.bench.ways import OUR_KINDS, Way, way
 
 
 EXITS = ("exit-5", "exit:2", "exit:0-5", "exit:a-5", "exit:-auto", "stock:", "block:2-5", "lookup:2-10")  # wrong ones

@@ -3,8 +3,8 @@
 import torch
 from bench_cases import small, tiny_pair
 
-from hf_specx.measure import probes as bench_probes
-from hf_specx.measure.probes import ForwardTimes, LiveMemory, compare_contexts, measure_memory, peak_bytes
+from hf_specx.bench import probes as bench_probes
+from hf_specx.bench.probes import ForwardTimes, LiveMemory, compare_contexts, measure_memory, peak_bytes
 
 
 def test_forwards_are_timed_but_for_the_prompts(monkeypatch):
