@@ -1,8 +1,6 @@
-"""What is given to `generate` where it is measured, pairs by name and prompts as batches, and what comes out."""
+"""What is given to `generate` where it is measured, prompts as batches, and what comes out."""
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,115 +9,34 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.padding import padded_rows
-from hf_specx.pair_files.facts import draft_tokenizer_facts
 from hf_specx.pairs.pair import DraftTargetPair
-
-from .grafted import graft
-from .recipes import PREFIX, RECIPES, check_grafted
 
 
 Inputs = dict[str, torch.Tensor]  # input_ids and attention_mask [B, L] int64
-LoadPair = Callable[[str, str], DraftTargetPair]
 
 
-@dataclass
-class BenchPair:
-    """A pair that is measured.
+def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens: int, seed: int = 0) -> Inputs:
+    """A batch of prompts of `length` tokens each, where the target takes them.
 
-    Attributes:
-        name: as it was asked for.
-        target, draft: in evaluation mode.
-        facts: what results say of it, plain values.
-        tokenizer, prompts: None and () for grafted pairs, which are given random tokens.
-        draft_tokenizer: the draft's own; None where it has the target's.
-    """
-
-    name: str
-    target: PreTrainedModel
-    draft: PreTrainedModel
-    facts: dict[str, Any]
-    tokenizer: PreTrainedTokenizerBase | None = None
-    prompts: Sequence[str] = ()
-    draft_tokenizer: PreTrainedTokenizerBase | None = None
-
-    @property
-    def tokenizers(self) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None:
-        """The target's and the draft's, where these are not the same."""
-        if self.tokenizer is None or self.draft_tokenizer is None:
-            return None
-        return self.tokenizer, self.draft_tokenizer
-
-    def inputs(self, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> Inputs:
-        """A batch of prompts that have `prompt_tokens` tokens each.
-
-        Row b has the prompts from number b on, one after another, as far as they are needed.
-        """
-        _check_room(self.target, prompt_tokens, new_tokens)
-        device = execution_device(self.target)
-        if self.tokenizer is None:
-            generator = torch.Generator().manual_seed(seed)
-            ids = torch.randint(1, self.target.config.vocab_size, (batch, prompt_tokens), generator=generator)
-        else:
-            rows = [row for text in self.prompts if (row := self.tokenizer(text)["input_ids"])]
-            _check_prompts(self.name, rows)
-            endless = [
-                itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
-            ]
-            ids = torch.tensor([list(itertools.islice(row, prompt_tokens)) for row in endless])
-        return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
-
-
-LoadBenchPair = Callable[[str, str], BenchPair]
-
-
-def load_bench_pair(name: str, dtype: str, load: LoadPair) -> BenchPair:
-    """A pair by its name.
-
-    Args:
-        name: "grafted-30M" and the like, which are made where accelerators are if there are any; else for `load`.
-        dtype: "float32", "bfloat16", "float16"; "auto" is as saved, and of grafted pairs what their device is best at.
-        load: makes any other pair from its name and dtype.
+    Row b has the pair's prompts from number b on, one after another, as far as they are needed. A pair without a
+    tokenizer gets random tokens, by the seed.
 
     Raises:
-        ValueError: for a grafted pair that is unknown, and a pair that cannot be measured by the bench.
+        ValueError: the pair has a tokenizer and no prompts, or the model has no positions for so many tokens.
     """
-    check_grafted(name)
-    if name.startswith(PREFIX):
-        recipe, device = RECIPES[name.removeprefix(PREFIX)], "cuda" if torch.cuda.is_available() else "cpu"
-        best = torch.float32 if device == "cpu" else torch.bfloat16
-        made = graft(recipe, best if dtype == "auto" else getattr(torch, dtype), device)
-        facts: dict[str, Any] = {
-            "synthetic": True,
-            "epsilon": made.epsilon,
-            "alpha": made.alpha,
-            "unrelated": recipe.unrelated,
-        }
-        return BenchPair(name, made.target, made.draft, facts | sizes(made.target, made.draft))
-    pair = load(name, dtype)
-    require(
-        not pair.target.config.is_encoder_decoder,
-        f"the pair {name!r} is of encoder-decoders, which the bench does not know; specx generate --demo times them.",
-    )
-    require(pair.tokenizer is not None, f"the pair {name!r} has no tokenizer, so it cannot read prompts.")
-    _check_prompts(name, pair.prompts)
-    told = f"the pair {name!r} has no draft model to time; specx bench --only suffix measures drafts without one."
-    require(isinstance(pair.draft, PreTrainedModel), told)
-    draft = pair.models[-1]
-    facts = {"synthetic": False} | sizes(pair.target, draft)
-    own = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, pair.target, draft)
-    if own is None:
-        return BenchPair(name, pair.target, draft, facts, pair.tokenizer, pair.prompts)
-    facts |= {"overlap": own.overlap}
-    return BenchPair(name, pair.target, draft, facts, pair.tokenizer, pair.prompts, pair.draft_tokenizer)
-
-
-def _check_prompts(name: str, prompts: Sequence[object]) -> None:
-    require(bool(prompts), f"the pair {name!r} has no prompts of its own; give some with --file.")
-
-
-def sizes(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
-    """The numbers of parameters of both models."""
-    return {"target_parameters": target.num_parameters(), "draft_parameters": draft.num_parameters()}
+    _check_room(pair.target, length, new_tokens)
+    if pair.tokenizer is None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(1, pair.target.config.vocab_size, (batch, length), generator=generator)
+    else:
+        rows = [row for text in pair.prompts if (row := pair.tokenizer(text)["input_ids"])]
+        require(bool(rows), "the pair has no prompts of its own; give some with --file.")
+        rotated = [
+            itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
+        ]
+        ids = torch.tensor([list(itertools.islice(tokens, length)) for tokens in rotated])
+    device = execution_device(pair.target)
+    return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
 
 def encode(

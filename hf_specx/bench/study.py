@@ -138,7 +138,6 @@ def named_drafts(drafts: Sequence[str], config: PreTrainedConfig) -> list[str]:
         config: of the target.
     """
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
-    named = [
-        each for name in drafts or (SUFFIX, SEVERAL_EXITS) for each in (exits if name == SEVERAL_EXITS else [name])
-    ]
+    stands_for = {SEVERAL_EXITS: exits}
+    named = [each for name in drafts or (SUFFIX, SEVERAL_EXITS) for each in stands_for.get(name, [name])]
     return list(dict.fromkeys(named)) if SEVERAL_EXITS in drafts else named

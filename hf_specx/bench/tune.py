@@ -255,7 +255,7 @@ def _learn(
 def _measurement(
     size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
 ) -> Measurement:
-    report, made, ratios = found.reports[0], provenance(target), found.ratios
+    report, made, ratios = found.ours.reports[0], provenance(target), found.ratios
     draft, number = strategy.draft_model, strategy.num_draft_tokens
     return Measurement(
         batch=size,
