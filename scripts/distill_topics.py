@@ -3,8 +3,7 @@
 The embedded pair knows the source code of the standard library; this is a text that neither model was trained on.
 `--fine-tune` trains the target on it first, by transformers' `Trainer`: a target that has no draft of its own.
 
-    python scripts/distill_topics.py --folder build/topics             # goes on if it was interrupted
-    python scripts/distill_topics.py --folder build/topics --speed     # then: both drafts and plain generate, in turns
+    python scripts/distill_topics.py --folder build/topics --speed     # then both drafts and plain generate, in turns
     python scripts/distill_topics.py --folder build/tuned --fine-tune 300       # the draft of a fine-tuned target
     python scripts/distill_topics.py --folder build/layers --draft layers:2     # from the target's first two layers
 """
@@ -16,8 +15,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from safetensors.torch import load_model, save_model
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from train_pair import fit
+from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.bench.timer import compare
@@ -47,29 +46,12 @@ def topic_prompts(pair: DraftTargetPair, tokens: int = PROMPT_TOKENS) -> tuple[l
 
 def fine_tune(pair: DraftTargetPair, steps: int, folder: Path, seed: int, bf16: bool) -> None:
     """Train the target on the half that is not held out, or take what an earlier run of this folder has trained."""
-    file, (learned, held_out) = folder / f"target-{steps}-{seed}.safetensors", topic_prompts(pair, LEARNED)
-    before = loss(pair.target, held_out)
-    if file.exists():
-        load_model(pair.target, file)
-    else:
-        data: Any = [{"input_ids": ids, "labels": ids} for ids in learned if len(ids) == LEARNED]
-        args = TrainingArguments(
-            str(folder),
-            max_steps=steps,
-            learning_rate=5e-4,
-            warmup_steps=steps // 10,
-            per_device_train_batch_size=8,
-            bf16=bf16,
-            use_cpu=not torch.cuda.is_available(),
-            seed=seed,
-            save_strategy="no",
-            report_to="none",
-        )
-        Trainer(pair.target, args, train_dataset=data).train()  # a list will do
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(pair.target, str(file.with_suffix(".part")))
-        file.with_suffix(".part").replace(file)
-    after = loss(pair.target.eval(), held_out)
+    learned, held_out = topic_prompts(pair, LEARNED)
+    before, data = loss(pair.target, held_out), [{"input_ids": ids, "labels": ids} for ids in learned]
+    data = [each for each in data if len(each["labels"]) == LEARNED]
+    how: dict[str, Any] = {"learning_rate": 5e-4, "warmup_steps": steps // 10, "per_device_train_batch_size": 8}
+    fit(pair.target, data, steps, folder / f"target-{steps}-{seed}", bf16=bf16, seed=seed, **how)
+    after = loss(pair.target, held_out)
     console.print(f"the target's loss on the other half: {before:.2f} nats a token, {after:.2f} after {steps} steps")
 
 

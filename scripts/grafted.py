@@ -7,10 +7,11 @@ size. Such models know no language, so their prompts are random tokens. Needs no
 
 import argparse
 import copy
-import json
+import itertools
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,34 +22,24 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 WEIGHT_STD = 0.05
 LOGIT_STD = 3.0  # of the logits; unrelated models of this sharpness agree to 2 Φ(-3 / sqrt 2) = 0.03
 TOLERANCE = 0.01  # of α, where ε is looked for
-COLUMNS = ("tokens_per_second", "times_plain", "speedup", "alpha", "tokens_per_round", "forward_limited_speedup")
+COLUMNS = ("tokens_per_second", "times_plain", "alpha", "tokens_per_round", "forward_limited_speedup")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a grafted pair is made of.
+    """What a grafted pair is made of."""
 
-    Attributes:
-        hidden, inner: widths of the stream and of the feed-forwards.
-        layers: of the target, of which the first `draft_layers` are the draft's.
-        heads, kv_heads: of attention.
-        vocab: tokens.
-        tied: whether the embeddings are the head as well.
-        epsilon: by which the residuals of later layers are scaled; None is looked for, so that α is `alpha`.
-        unrelated: whether the draft has random weights of its own instead.
-    """
-
-    hidden: int
-    inner: int
+    hidden: int  # width of the stream
+    inner: int  # width of the feed-forwards
     layers: int
-    draft_layers: int
+    draft_layers: int  # the first of them
     heads: int
     kv_heads: int
     vocab: int
-    tied: bool = True
-    epsilon: float | None = None
+    tied: bool = True  # whether the embeddings are the head as well
+    epsilon: float | None = None  # None is looked for, so that α is `alpha`
     alpha: float = 0.8
-    unrelated: bool = False
+    unrelated: bool = False  # whether the draft has random weights of its own instead
     seed: int = 0
 
 
@@ -131,11 +122,10 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return float(torch.minimum(p, q).sum(-1).mean())
 
 
-def shown(value: Any) -> str:
-    """A figure, or the least and the largest of a spread around its median."""
-    if isinstance(value, dict):
-        return f"{value['median']:.2f} ({value['min']:.2f}-{value['max']:.2f})"
-    return "-" if value is None else f"{value:.2f}"
+@lru_cache(1)  # the last one
+def grafted(name: str, dtype: str, device: str) -> Grafted:
+    """The pair of a name."""
+    return graft(RECIPES[name], getattr(torch, dtype), device)
 
 
 def main() -> None:
@@ -155,20 +145,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of results, as of specx bench")
     asked = parser.parse_args()
     store, device = Store(asked.out, "schema", {}), "cuda" if torch.cuda.is_available() else "cpu"
-    for name in asked.pairs:
-        made = graft(RECIPES[name], getattr(torch, asked.dtype), device)
-        pair = DraftTargetPair(made.target, made.draft)
-        for batch in asked.batch:
-            sizes: dict[str, Any] = {"new_tokens": asked.new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
-            cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
-            found = measure_cell(cell, pair, " ".join(["python", *sys.argv]))
-            store.add(found)
-            print(f"\n{cell} (synthetic, α {made.alpha:.2f}); {json.dumps(found['provenance'])}\n")
-            print("| contender | tokens/s | times plain | within turns | α | tokens a round | limit |")
-            print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
-            for way, noted in found["contenders"].items():
-                figures = [noted["unavailable"]] if "unavailable" in noted else [shown(noted.get(x)) for x in COLUMNS]
-                print(f"| {way} | {' | '.join(figures)} |", flush=True)
+    sizes: dict[str, Any] = {"new_tokens": asked.new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
+    for name, batch in itertools.product(asked.pairs, asked.batch):
+        made = grafted(name, asked.dtype, device)
+        cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
+        found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
+        store.add(found)
+        print(
+            f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n\n| contender | {' | '.join(COLUMNS)} |"
+        )
+        print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
+        for way, noted in found["contenders"].items():
+            values = [noted.get(column) for column in COLUMNS]
+            medians = [value["median"] if isinstance(value, dict) else value for value in values]
+            shown = ["-" if value is None else f"{value:.2f}" for value in medians]
+            print(f"| {way} | {' | '.join(shown)} | {noted.get('unavailable', '')} |", flush=True)
 
 
 if __name__ == "__main__":

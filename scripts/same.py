@@ -5,8 +5,7 @@
 
 COMMIT is laid out in a temporary folder, and a process in each tree does the same work.
 
-*text*: 200 calls, compared row by row. Under token and block verification rows share their noise, so they are compared
-up to the round in which one of them is nearly done and drafts less than its mates.
+*text*: 200 calls with a fixed number of candidates, compared token by token.
 
 *speed*: the pair in the package and a grafted one of 30M parameters, at batch 1 and 8, eager and compiled, with 5
 candidates a round and with "auto", and with "auto" on prompts of which half are noise. Two processes of one tree
@@ -92,73 +91,42 @@ def calls() -> Iterator[Case]:
         case: Case = {"kind": next(kinds), "rows": rows, "mode": mode, "number": next(numbers), "seed": seed}
         drawn = ("top_k", "temperature") if mode == "greedy" else ()
         case["settings"] = {name: value for name, value in processors.items() if name not in drawn}
-        case["ends"], case["late"] = seed % 3 == 2, seed % 5 == 3 and mode != "block"  # which is refused in order
-        case["layout"] = "auto" if case["late"] else layout
-        case["seeds"] = seed % 11 == 5 and case["layout"] != "lockstep" and not case["late"]
+        case["layout"], case["ends"] = layout, seed % 3 == 2
+        case["seeds"] = seed % 11 == 5 and layout != "lockstep"
         yield case
 
 
-def text_of(call: Case) -> tuple[list[list[int]], list[int]]:
-    """The new tokens of each row, and how many of them are compared."""
+def text_of(call: Case) -> list[list[int]]:
+    """The new tokens of each row."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))  # the helpers of this tree, for both
     import torch
     from tiny import near, prompts, tiny
-    from transformers import LogitsProcessor
 
     from hf_specx import SpeculativeDecoding
-
-    class Late(LogitsProcessor):
-        """May keep state for all that is known of it, so that candidates cannot be judged all at once."""
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            return scores.roll(input_ids.shape[1] % 2, -1)
 
     target = tiny(call["kind"], **({"ffn_dim": 48, "word_embed_proj_dim": 32} if call["kind"] == "opt" else {}))
     inputs, sampled = prompts(call["rows"]), call["mode"] != "greedy"
     options = call["settings"] | {"do_sample": sampled, "max_new_tokens": TEXT_TOKENS, "pad_token_id": 0}
-    options |= {"logits_processor": [Late()]} if call["late"] else {}
     options |= {"eos_token_id": [3, 7]} if call["ends"] else {}
     options |= {"seeds": list(range(call["rows"]))} if call["seeds"] else {}
     how: dict[str, Any] = {"num_draft_tokens": call["number"], "layout": call["layout"]}
     strategy = SpeculativeDecoding(near(target, 0.05), verification=call["mode"] if sampled else None, **how)
     torch.manual_seed(call["seed"])
     output = target.generate(**inputs, **options, custom_generate=strategy)
-    compared = [TEXT_TOKENS] * call["rows"]
-    if call["mode"] in ("token", "block"):
-        assert strategy.report is not None
-        compared = common(strategy.report.history, call["number"], alone=call["seeds"])
-    return output[:, inputs["input_ids"].shape[1] :].tolist(), compared
-
-
-def common(history: list[list[Any]], number: int, alone: bool) -> list[int]:
-    """Tokens that each row had emitted when it, or one of its mates unless rows stand alone, was nearly done."""
-    emitted = [0] * len(history)
-    ended = [False] * len(history)
-    for step in range(max(map(len, history))):
-        ended = [over or TEXT_TOKENS - count <= number for over, count in zip(ended, emitted, strict=True)]
-        live = [row for row, records in enumerate(history) if step < len(records)]
-        if not alone and len(history) > 1 and any(ended[row] for row in live):
-            break
-        for row in live:
-            if not ended[row] or len(history) == 1:
-                emitted[row] += history[row][step].emitted
-    return emitted
+    return output[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def compare_texts(tree: Path, number: int) -> bool:
     """Print what differs; whether anything does."""
     old, new = worker("text", tree), worker("text", ROOT)
-    bad = whole = compared = 0
+    bad = 0
     for call in itertools.islice(calls(), number):
-        (before, _), (now, kept) = answer(old, call), answer(new, call)
-        whole += before == now
-        compared += sum(kept)
-        if any(a[:end] != b[:end] for a, b, end in zip(before, now, kept, strict=True)):
+        if answer(old, call) != answer(new, call):
             bad += 1
             print("differs:", call)
     for process in (old, new):
         process.communicate()
-    print(f"{number} calls: {number - bad} the same in {compared} tokens, {whole} of them to the last token")
+    print(f"{number} calls: {number - bad} the same")
     return bad > 0
 
 
@@ -174,26 +142,17 @@ def cases(only: str) -> list[Case]:
     return [case for case in found if only != ("eager" if case["compile"] else "compiled")]
 
 
-def load(name: str) -> tuple[Any, Any]:
-    """Target and draft."""
-    if name == "embedded":
-        from hf_specx import DraftTargetPair
-
-        pair = DraftTargetPair.embedded()
-        return pair.target, pair.draft
-    from grafted import RECIPES, graft
-
-    made = graft(RECIPES[name])
-    return made.target, made.draft
-
-
 def time_of(case: Case, known: dict[str, Any]) -> tuple[float, int, int]:
     """Seconds, rounds and compilations of a call; models and strategies are kept in `known`."""
     import torch
+    from grafted import RECIPES, graft
 
-    from hf_specx import SpeculativeDecoding
+    from hf_specx import DraftTargetPair, SpeculativeDecoding
 
-    target, draft = known.get(case["pair"]) or known.setdefault(case["pair"], load(case["pair"]))
+    pair = case["pair"]
+    if pair not in known:
+        known[pair] = DraftTargetPair.embedded() if pair == "embedded" else graft(RECIPES[pair])
+    target, draft = known[pair].target, known[pair].draft
     key = json.dumps({name: value for name, value in case.items() if name != "seed"})
     if key not in known:
         known[key] = SpeculativeDecoding(draft, num_draft_tokens=case["number"], compile=case["compile"])

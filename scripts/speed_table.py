@@ -1,7 +1,5 @@
 """Measure the README's table of speed once more, add the run to those of earlier hours, and write the table.
 
-    python scripts/speed_table.py            # two minutes
-
 Each row of it compares three ways to generate in turns, on the pair in the package: plain `generate`, what a user of
 transformers would take instead, and this package with its defaults. The table shows for each row the least and the
 largest median over the runs of the file by the same machine and versions, so that it says how much hours differ.
@@ -40,7 +38,7 @@ PROPERTIES: dict[str, Any] = {
 }
 OBJECT = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that change these figures
-COPIED = 160  # tokens of a prompt whose last fifth repeats its beginning
+COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the first
 
 
 # of each text: what a user of transformers would take instead, ours at its defaults, and options of `generate`
@@ -81,8 +79,7 @@ def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
     """The beginning of a file of the standard library, and of it once more, in every row."""
     assert pair.tokenizer is not None
     source = pair.tokenizer(inspect.getsource(textwrap))["input_ids"]
-    begun = COPIED // 5
-    ids = torch.tensor([source[: COPIED - begun] + source[:begun]] * rows)
+    ids = torch.tensor([source[: COPIED - BEGUN] + source[:BEGUN]] * rows)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -144,15 +141,11 @@ def span(values: list[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def made_alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether machine and versions were the same."""
-    facts = [{name: x for name, x in each["made"].items() if name not in ("date", "commit")} for each in (run, other)]
-    return facts[0] == facts[1]
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """The rows of the last run, with all runs that were made as it was."""
-    made, shown = runs[-1]["made"], [run for run in runs if made_alike(run, runs[-1])]
+    made = runs[-1]["made"]
+    alike = made.keys() - {"date", "commit"}
+    shown = [run for run in runs if all(run["made"].get(name) == made[name] for name in alike)]
     dates = sorted(run["made"]["date"].replace("T", " ").replace("+00:00", "") for run in shown)
     lines = [
         f"The pair in the package, {made['hardware']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
@@ -193,10 +186,9 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
     out: Annotated[Path, typer.Option(help="File of runs.", dir_okay=False)] = Path("scripts/results/speed.json"),
     readme: Annotated[Path, typer.Option(help="Page with both markers.", dir_okay=False)] = Path("README.md"),
-    anew: Annotated[bool, typer.Option("--anew", help="Forget the runs of the file.")] = False,
 ) -> None:
     replaced(readme.read_bytes().decode(), "")  # refused before any work
-    runs = [] if anew or not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
+    runs = [] if not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
     runs.append({"made": provenance(), "rows": measure(repeats, new_tokens)})
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
     readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs)).encode())

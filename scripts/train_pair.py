@@ -8,8 +8,6 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
 """
 
 import hashlib
-import json
-import math
 import platform
 import shlex
 import sys
@@ -24,7 +22,14 @@ import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx import DraftTargetPair
@@ -51,10 +56,8 @@ Data: the source of the Python {python} standard library without tests, `encodin
 `turtledemo` and installed packages ({files} files, {tokens:,} tokens); one file in 20, chosen by a hash of its path,
 was held out ({held_out} files, from which the prompts are). Another Python version gives other weights.
 
-The target saw {steps:,} steps of 2,048 tokens. It is a Llama of 16 layers of 256 with 4 heads and feed-forwards of
-704, the draft the same with 2 layers; the vocabulary is a byte-level BPE whose `<|endoftext|>` ends a file. On the
-held-out files the target has a loss of {target_loss:.2f} nats a token (perplexity {target_perplexity:.1f}), the draft
-{draft_loss:.2f}. The command above prints these figures.
+The target, a Llama of 16 layers of 256, saw {steps:,} steps of 2,048 tokens; the draft is the same with 2 layers. On
+the held-out files the target has a loss of {target_loss:.2f} nats a token, the draft {draft_loss:.2f}.
 
 {draft}
 
@@ -79,24 +82,17 @@ def read(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8", errors="replace") for f in files)
 
 
-def train_tokenizer(files: list[Path]) -> Tokenizer:
-    """A byte-level BPE, which encodes every text and decodes it to exactly the same text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        read(files),
-        trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
-    )
-    return bpe
-
-
 def new_tokenizer(files: list[Path], work: Path) -> PreTrainedTokenizerFast:
-    """It is kept in a folder, and read from there the next time."""
+    """A byte-level BPE, which encodes every text and decodes it to exactly the same; kept in a folder."""
     file = work / "tokenizer.json"
     if not file.exists():
-        train_tokenizer(files).save(str(file))
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        how: Any = {"vocab_size": VOCAB_SIZE, "special_tokens": [END, PAD], "initial_alphabet": alphabet}
+        bpe.train_from_iterator(read(files), trainers.BpeTrainer(**how))
+        bpe.save(str(file))
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END, pad_token=PAD, padding_side="left")
 
 
@@ -143,29 +139,22 @@ class Windows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
+def fit(model: PreTrainedModel, data: Any, steps: int, folder: Path, **arguments: Any) -> None:
+    """Train by transformers' Trainer, from the last checkpoint in the folder on."""
+    fixed: dict[str, Any] = {"save_steps": 200, "save_total_limit": 1, "report_to": "none"}
+    fixed["use_cpu"] = not torch.cuda.is_available()
+    trainer = Trainer(model, TrainingArguments(str(folder), max_steps=steps, **fixed, **arguments), train_dataset=data)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()  # no longer in mixed precision
+
+
 def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path) -> LlamaForCausalLM:
-    """A model of 16 layers, in mixed precision; goes on from the last checkpoint in `work`."""
+    """A model of 16 layers, in mixed precision."""
     torch.manual_seed(seed)
-    args = TrainingArguments(
-        str(work / "target"),
-        max_steps=steps,
-        per_device_train_batch_size=BATCH,
-        learning_rate=2e-3,
-        warmup_steps=min(100, steps // 2),
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        seed=seed,
-        save_steps=200,
-        save_total_limit=1,
-        report_to="none",
-    )
-    model = llama(16)
-    trainer = Trainer(model, args, train_dataset=Windows(tokens, seed, BATCH * steps))
-    found = get_last_checkpoint(args.output_dir) if Path(str(args.output_dir)).is_dir() else None
-    trainer.train(resume_from_checkpoint=found)
-    return model.eval()
+    model, data = llama(16), Windows(tokens, seed, BATCH * steps)
+    how: dict[str, Any] = {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "adam_beta2": 0.95}
+    fit(model, data, steps, work / "target", per_device_train_batch_size=BATCH, bf16=True, seed=seed, **how)
+    return model
 
 
 def distil_draft(
@@ -221,17 +210,8 @@ def endless(model: Any) -> Any:
     return model
 
 
-def check_same_run(work: Path, arguments: dict[str, Any]) -> None:
-    """Raise an error if a folder has stages of a run with other arguments."""
-    path = work / "arguments.json"
-    if not path.exists():
-        path.write_text(json.dumps(arguments))
-    if json.loads(path.read_text()) != arguments:
-        raise typer.BadParameter(f"{work} holds stages of a run with {path.read_text()}; name another --work.")
-
-
 def main(
-    work: Annotated[Path, typer.Option(help="where checkpoints and texts are kept")] = Path("build/pair"),
+    work: Annotated[Path, typer.Option(help="what one run has made so far; it goes on")] = Path("build/pair"),
     out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
     start: Annotated[Path | None, typer.Option(help="a pair whose target is kept and whose draft goes on")] = None,
     target_steps: int = 3400,
@@ -243,8 +223,6 @@ def main(
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
     check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
-    arguments = {"start": start and str(start), "target_steps": target_steps, "phases": phases, "passes": passes}
-    check_same_run(work, arguments | {"seed": seed, "bf16": bf16})
     trained_on, held_out = source_files()
     pair = None if start is None else DraftTargetPair.from_pretrained(start, dtype=torch.float32)
     tokenizer: Any = new_tokenizer(trained_on, work) if pair is None else pair.tokenizer
@@ -257,7 +235,6 @@ def main(
     made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
-    facts |= {"target_perplexity": math.exp(facts["target_loss"])}
     console.print(facts, str(made))
     for model in (target, draft):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
