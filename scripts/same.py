@@ -79,9 +79,6 @@ def work(kind: str) -> None:
         print(json.dumps(made), flush=True)
 
 
-# Texts
-
-
 def calls() -> Iterator[Case]:
     """Each call as plain values: kind of model, batch size, mode, layout, number of candidates, processors, seed."""
     kinds = itertools.cycle(("llama", "gpt2", "qwen2", "mistral", "opt"))
@@ -128,9 +125,6 @@ def compare_texts(tree: Path, number: int) -> bool:
         process.communicate()
     print(f"{number} calls: {number - bad} the same")
     return bad > 0
-
-
-# Speed
 
 
 def cases(only: str) -> list[Case]:
