@@ -37,7 +37,7 @@ DOCUMENTS = {  # a key of each, and what is said of the progress where there is 
     "vllm PAIR": ("command", None),
 }
 OTHERS = {  # commands of some seconds without --json
-    "bench PAIR --batch 1 --prompt-tokens 4 --new-tokens 4 --repeats 1": "contenders in turns: [0-9]+ of 8",
+    "bench PAIR --batch 1 --prompt-tokens 4 --new-tokens 4 --repeats 1": "contenders in turns: [0-9]+ of 12",
     "check PAIR --batch 1 --new-tokens 4 --samples 2 --verification greedy": "plain and speculative, .*: [0-9]+ of",
 }
 

@@ -79,8 +79,6 @@ def test_bench(folder: str, models: dict[str, str], prompts: str, tmp_path: Path
     found = cell["contenders"]
     assert "stock did not run: ValueError: with another tokenizer transformers samples from wrong" in told
     assert found["block-auto"]["speedup"]["median"] > 0
-    assert "bare" in found["plain"]
-    assert "bare" not in found["block-auto"]
     names = ("plain", "stock-3", "coupled-3", "suffix-2", "several-3", "exit:1-2")
     asked = [part for name in names for part in ("--contender", name)]
     named = ["--target", models["target"], "--draft", models["other"], "--file", prompts, "--temperature", "0"]
@@ -88,9 +86,6 @@ def test_bench(folder: str, models: dict[str, str], prompts: str, tmp_path: Path
     (cell,) = (cell for cell in json.loads(out.read_text())["cells"] if cell["cell"]["temperature"] == 0)
     assert [name for name, noted in cell["contenders"].items() if "unavailable" in noted] == []
     assert cell["contenders"]["coupled-3"]["alpha"] > 0.2
-    assert cell["pair"]["overlap"] == pytest.approx(
-        PairConfig.from_file(f"{folder}/specx_config.json").draft_tokenizer.overlap
-    )
 
 
 def test_tune_ranks_drafts_of_any_tokenizer(models: dict[str, str], prompts: str, tmp_path: Path):
