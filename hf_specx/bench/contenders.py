@@ -28,6 +28,7 @@ class Contender:
         target, draft: of the pair; what drafts without a model needs no draft.
         strategy: ours, in place of the one that the name says.
         tokenizers: the target's and the draft's, where these are not the same.
+        early_exit: the pair's own, which may have a head; taken for its number of layers.
 
     Attributes:
         strategy: ours, which remembers what it learned from call to call; None for the others.
@@ -44,8 +45,10 @@ class Contender:
         draft: PreTrainedModel | None = None,
         strategy: SpeculativeDecoding | None = None,
         tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        early_exit: EarlyExitDraft | None = None,
     ):
         self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
+        self.early_exit = early_exit
         self.way = Way("given", compiled=strategy.compile) if strategy is not None else way(name)
         self.compiled = self.way.compiled
         needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
@@ -59,7 +62,8 @@ class Contender:
         if kind in ("suffix", "several"):
             draft = SuffixDraft() if kind == "suffix" else [SuffixDraft(), self.draft]
         elif layer is not None:
-            draft = EarlyExitDraft(layer)
+            own = self.early_exit
+            draft = own if own is not None and own.exit_layer == layer else EarlyExitDraft(layer)
         shared = self.tokenizers is None or kind in ("suffix", EXIT_NAME)
         tokenizer, draft_tokenizer = (None, None) if shared else self.tokenizers  # type: ignore[misc]
         return SpeculativeDecoding(

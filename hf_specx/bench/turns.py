@@ -26,17 +26,22 @@ FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_spe
 
 def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
     """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
-    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    names = [PLAIN_NAME, *(WITH_MODEL if draft_model(pair) else ()), *(["several-auto"] if len(drafts) > 1 else ())]
-    for draft in drafts:
-        if isinstance(draft, EarlyExitDraft):
-            names += [f"stock:{draft.exit_layer}", f"exit:{draft.exit_layer}-auto"]
-    return (*names, *WITHOUT_MODEL)
+    with_model = WITH_MODEL if draft_model(pair) else ()
+    several = ("several-auto",) if isinstance(pair.draft, list) else ()
+    own = early_exit(pair)
+    exits = () if own is None else (f"stock:{own.exit_layer}", f"exit:{own.exit_layer}-auto")
+    return (PLAIN_NAME, *with_model, *several, *exits, *WITHOUT_MODEL)
 
 
 def draft_model(pair: DraftTargetPair) -> PreTrainedModel | None:
     """The model that drafts, where one does."""
     return next(iter(pair.models[1:]), None)
+
+
+def early_exit(pair: DraftTargetPair) -> EarlyExitDraft | None:
+    """The first layers that draft, where they do."""
+    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
+    return next((draft for draft in drafts if isinstance(draft, EarlyExitDraft)), None)
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     own: Any = None if draft is None or same_tokens(*both) else both
 
     def make(name: str) -> Contender:
-        contender = Contender(name, pair.target, draft, tokenizers=own)
+        contender = Contender(name, pair.target, draft, tokenizers=own, early_exit=early_exit(pair))
         contender.prepare(inputs)
         return contender
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import turns
@@ -75,6 +76,27 @@ def test_a_draft_with_another_tokenizer(temperature, refused):
     assert refused in found["stock"].get("unavailable", "")
     assert len(found["stock"]["runs"]) == (refused == "")
     assert len(found["block-2"]["runs"]) == 1
+
+
+def test_an_early_exit_has_the_head_of_the_pair(monkeypatch):
+    drafts, calls = [], turns.Contender.__call__
+    monkeypatch.setattr(turns.Contender, "__call__", lambda own, *a: drafts.append(own.strategy) or calls(own, *a))
+    made = pair(EarlyExitDraft(1, torch.nn.Linear(32, 32, bias=False).eval()))
+    found = measure_cell(cell("exit:1-2"), made, "")["contenders"]["exit:1-2"]
+    assert len(found["runs"]) == 1
+    assert {strategy.draft_model for strategy in drafts} == {made.draft}
+
+
+def test_encoder_decoders_and_pairs_without_a_draft_model():
+    """Which the bench refused once."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=1, eos_token_id=0, pad_token_id=1))
+    made = DraftTargetPair(model.eval(), SuffixDraft(), tiny_tokenizer())
+    made.config.prompts = list(TEXTS)
+    found = measure_cell(cell(), made, "")["contenders"]
+    assert list(found) == ["plain", "lookup-10", "suffix-auto"]
+    assert [len(noted["runs"]) for noted in found.values()] == [1, 1, 1]
 
 
 def test_ratios_within_turns():
