@@ -64,16 +64,15 @@ Example:
     True
 """
 CITATION = "Freedman 1975, On Tail Probabilities for Martingales, The Annals of Probability 3(1), 100-118."
-
-ALL = 2**31
-BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, ALL)}
+BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, 2**31)}
 HALVES = ["half_1", "half_2", "half_3", "half_4"]
 FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES, "repeated", "overrated"]
 JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
 WEIGHTS = {"surprisal": ["_first", "_alternating"], "top_1": ["_first", "_alternating", "_after"], "cdf": ["_after"]}
 STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.get(name, [])]]
 MOST_LYAPUNOV = 0.1
-FAR, LEAST_VARIANCE = 30.0, 1e-9  # further standard errors tell no more, and smaller variances are rounding
+FAR = 30.0  # standard errors; larger deviations get the p-value of this one
+LEAST_VARIANCE = 1e-9  # smaller ones are rounding
 CHUNK = 32  # positions at a time
 
 
@@ -123,7 +122,7 @@ class Rows:
             model._prepare_special_tokens(self.config, device=self.device)
 
     def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
-        """Those that `generate` prepares for a prompt [1, L], or copies of the given; new ones, as some keep a state."""
+        """New ones for a prompt [1, L], as some keep a state: as `generate` prepares them, or copies of the given."""
         if self.given is not None:
             return LogitsProcessorList(copy.deepcopy(self.given, {id(self.target): self.target}))
         length = prompt.shape[1]
