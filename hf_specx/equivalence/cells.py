@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hf_specx.measure.trace import trace
+from hf_specx.bench.trace import trace
 from hf_specx.metrics import path
 
 from .equality import Noise, explain

@@ -1,10 +1,8 @@
 """`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,11 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
+from hf_specx.bench.store import Store, code_digest, provenance
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
-from hf_specx.measure.checks import check_out
-from hf_specx.measure.store import provenance
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
@@ -32,8 +29,8 @@ from .texts import Subject, ask_first, generate_texts
 
 SHOWN = 4  # texts of each way that a result has
 DELAY = 3  # seconds, before a progress bar appears
-FILE_KEY, FILE_VERSION = "check", 2  # of partial results
 Advance = Callable[[], object]
+Part = Callable[[str, Callable[[], Any]], Any]  # makes what has this name, unless it is known
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
 
@@ -86,7 +83,7 @@ def check(
             result = run_check(subject, bar.update, file, timed)
     else:
         result = run_check(subject, advance, file, timed)
-    result.pair, result.command = name_of(pair), call_in_python(settings, own_prompts=prompts is None)
+    result.pair = name_of(pair)
     if report is not None:
         write_report(result, report)
     return result
@@ -117,86 +114,48 @@ def run_check(subject: Subject, advance: Advance, path: Path | None = None, time
         path: as in `check`.
         timed: whether speed is measured, for a report.
     """
-    settings = subject.settings
-    made = made_of(subject)
-    parts = Parts(path, made, advance)
+    settings, made = subject.settings, made_of(subject)
+    store = Store(path, "check", made | {"asked": asked_of(subject)})
+
+    def part(name: str, make: Callable[[], Any]) -> Any:
+        found = store.take(name, make)
+        advance()
+        return found
+
     with generator_untouched():
-        texts = all_texts(subject, parts)
-        cells = all_cells(subject, parts, texts)
-        trace = parts("trace", partial(trace_one, subject))
-        speed = parts("speed", partial(measure_speed, subject)) if timed else {}
-    shown = shown_texts(subject, texts)
-    return CheckResult(
-        lines_of(settings, cells), settings.to_dict(), made["where"], subject.prompts, cells, shown, trace, speed
-    )
+        texts = all_texts(subject, part)
+        cells = all_cells(subject, part, texts)
+        trace = part("trace", partial(trace_one, subject))
+        speed = part("speed", partial(measure_speed, subject)) if timed else {}
+    lines, shown = lines_of(settings, cells), shown_texts(subject, texts)
+    return CheckResult(lines, settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
 
 
 def made_of(subject: Subject) -> dict[str, Any]:
-    """What the parts of a check depend on, as plain values: "where" they are made, and what was "asked"."""
-    pair, settings = subject.pair, subject.settings
-    code = digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))
-    where = provenance(pair.target) | described(pair) | {"code": code}
+    """Where and with what a check is made, as plain values."""
+    return provenance(subject.target) | described(subject.pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
+
+
+def asked_of(subject: Subject) -> str:
+    """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
+    pair, strategy = subject.pair, subject.pair.strategy
     models = [weights_digest(model) for model in pair.models]
-    how = pair.strategy.layout, pair.strategy.compile, pair.strategy.tokenizer_match
+    how = strategy.layout, strategy.compile, strategy.tokenizer_match
     vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
-    asked = [settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
-    return {"where": where, "asked": digest_of([json.dumps(asked).encode()])}
+    asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
+    return digest_of([json.dumps(asked).encode()])
 
 
-class Parts:
-    """Makes each part of a check, or takes it from a file that has it.
-
-    Args:
-        path: of the file, which gets each part as soon as it is known; None keeps them in memory.
-        made: what parts depend on, plain values; those of a file of which any is another are made anew.
-        advance: called after each part.
-    """
-
-    def __init__(self, path: Path | None, made: dict[str, Any], advance: Advance):
-        found = read_parts(path)
-        self.path, self.made, self.advance = path, made, advance
-        self.known = found["parts"] if found.get("made") == made else {}
-
-    def __call__(self, name: str, make: Callable[[], Any]) -> Any:
-        if name not in self.known:
-            self.known[name] = json.loads(json.dumps(make()))  # as a file would have it
-            if self.path is not None:
-                unfinished = self.path.with_name(f"{self.path.name}.part")
-                whole = {FILE_KEY: FILE_VERSION, "made": self.made, "parts": self.known}
-                unfinished.write_text(json.dumps(whole), encoding="utf-8")
-                os.replace(unfinished, self.path)
-        self.advance()
-        return self.known[name]
-
-
-def read_parts(path: Path | None) -> dict[str, Any]:
-    """What a file of an interrupted check holds; {} where there is none yet.
-
-    Raises:
-        ValueError: for a path where no file can be, and for another file.
-    """
-    check_out(path)
-    if path is None or not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        found = None
-    known = isinstance(found, dict) and found.get(FILE_KEY) == FILE_VERSION
-    require(known, f"{path} is there already and is no interrupted check of this version; name another file.")
-    return dict(found)
-
-
-def all_texts(subject: Subject, parts: Parts) -> Texts:
+def all_texts(subject: Subject, part: Part) -> Texts:
     """What is generated in each way at each batch size."""
     return {
-        (way, batch): parts(f"texts, {way}, batch {batch}", partial(generate_texts, subject, way, batch))
+        (way, batch): part(f"texts, {way}, batch {batch}", partial(generate_texts, subject, way, batch))
         for batch in subject.settings.batch_sizes
         for way in subject.settings.ways
     }
 
 
-def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[str, Any]]:
+def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:
     """What the metrics say of each verification."""
     settings, cells = subject.settings, {}
     for way in (way for way in settings.ways if way in settings.verifications):
@@ -206,17 +165,17 @@ def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[st
             cells[name] = {"acceptance": ours["acceptance"]}
             if way in settings.in_distribution:
                 make = partial(judge_distribution, subject, way, batch, ours["texts"])
-                cells[name]["law"] = parts(f"law, {name}", make)
+                cells[name]["law"] = part(f"law, {name}", make)
             else:
                 both = texts[plain, batch]["texts"], ours["texts"]
-                cells[name]["equality"] = parts(
+                cells[name]["equality"] = part(
                     f"equality, {name}", partial(judge_equality, subject, way, batch, *both)
                 )
         if way in settings.in_distribution:
             sizes = settings.batch_sizes
             pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
             indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
-            cells[way] = {"quality": parts(f"quality, {way}", partial(judge_quality, subject, indices, *pooled))}
+            cells[way] = {"quality": part(f"quality, {way}", partial(judge_quality, subject, indices, *pooled))}
     return cells
 
 
@@ -236,15 +195,6 @@ def name_of(pair: DraftTargetPair) -> str:
         return "embedded"
     weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
     return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
-
-
-def call_in_python(settings: Settings, own_prompts: bool) -> str:
-    """The call of `check` that these settings come from; `own_prompts` of the pair need not be named."""
-    usual, options = Settings(), settings.options
-    changed = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "options"}
-    changed = {name: value for name, value in changed.items() if value != getattr(usual, name)} | options
-    arguments = ["pair", *([] if own_prompts else ["prompts"]), *(f"{name}={x!r}" for name, x in changed.items())]
-    return f"hf_specx.check({', '.join(arguments)})"
 
 
 def described(pair: DraftTargetPair) -> dict[str, str]:

@@ -57,10 +57,10 @@ class CheckResult:
         cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
             alone "quality", None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
-        trace: how one text came about; see `hf_specx.measure.trace.trace`.
+        trace: how one text came about; see `hf_specx.bench.trace.trace`.
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
         pair: what the pair is called; "" if that is not known.
-        command: the command, or the call in Python, that made the check; "" if that is not known.
+        command: the command that made the check; "" in Python.
     """
 
     lines: list[CheckLine]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hf_specx.measure.inputs import emitted
+from hf_specx.bench.inputs import emitted
 
 from .settings import PLAIN_GREEDY, PLAIN_SAMPLED
 from .texts import Subject

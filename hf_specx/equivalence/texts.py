@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.bench.inputs import Inputs, emitted, encode
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.measure.inputs import Inputs, emitted, encode
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 

@@ -1,4 +1,4 @@
-"""Quality of texts compared with paired texts: perplexity, variety, length, ROUGE, exact match, with intervals."""
+"""Quality of texts compared with paired texts: perplexity, variety, length, exact match, with intervals."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ Args:
     prompts: one for each row, which its texts continue; None if there are none.
     model: for perplexity, a PreTrainedModel, a decoder in evaluation mode; None leaves perplexity out.
     tokenizer: of the model. Without one words are counted instead of tokens.
-    targets: one right text for each row, for ROUGE and exact match; None leaves these out.
+    targets: one right text for each row, for exact match and `extra`; None leaves these out.
     lengths: of the texts, [predictions, references], where they are known otherwise, such as tokens that were emitted.
-    extra: further metrics that compare a text with a target, as `evaluate.load` gives them; each is computed text by
+    extra: further metrics that compare a text with a target, such as evaluate.load("rouge"); each is computed text by
         text. Names are not taken: whoever loads a metric from the Hub runs its code, and should see it before.
     level: 1 - level is the confidence of each interval; above 0 and below 1, 0.05 unless given.
     seed: of the bootstrap, 0 unless given.
@@ -38,13 +38,11 @@ Returns:
         empty text are left out. Prompt and text are tokenized apart.
     distinct_1, distinct_2: share of distinct n-grams among those of a text; 0 if it has none.
     length: tokens of a text, or words.
-    rouge1, rougeL: F-measure, 0 to 1 (`rouge_score`, without stemming).
     exact_match: whether the text is its target, character for character.
     A metric of `extra` has its own name; if it gives several numbers, they are called name_key.
 
 Raises:
     ValueError: fewer than two rows; arguments that do not fit each other.
-    ImportError: targets are given, and `rouge_score` is not installed.
 
 Example:
     >>> text_quality.compute(predictions=["a b", "a a"], references=["a b", "b a"])["distinct_1"]["interval"]
@@ -83,8 +81,7 @@ class TextQuality(evaluate.Metric):
         }
         values["length"] = lengths or [[len(x) for x in each] for each in parts]
         if targets is not None:
-            for name, score in (_rouge_scores() | {"exact_match": lambda target, text: float(text == target)}).items():
-                values[name] = [[score(*row) for row in zip(targets, each, strict=True)] for each in texts]
+            values["exact_match"] = [[float(x == y) for x, y in zip(each, targets, strict=True)] for each in texts]
             for metric in extra:
                 values |= _by_text(metric, texts, targets)
         found = {name: _compared(pair, level, seed) for name, pair in values.items()}
@@ -151,18 +148,6 @@ def _loss(model: PreTrainedModel, prefix: list[int], text: Sequence[int]) -> flo
     logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     log_p = logits[0, len(prefix) - 1 : -1].double().log_softmax(-1)
     return float(-log_p.gather(1, ids[0, len(prefix) :, None].to(log_p.device)).mean())
-
-
-def _rouge_scores() -> dict[str, Callable[[str, str], float]]:
-    """F-measures of a target and a text."""
-    try:
-        from rouge_score.rouge_scorer import RougeScorer
-    except ImportError as error:
-        message = "targets are compared by ROUGE; install it (pip install rouge_score), or leave out the targets."
-        raise ImportError(message) from error
-    names = ("rouge1", "rougeL")
-    scorer = RougeScorer(names)
-    return {name: lambda *both, name=name: float(scorer.score(*both)[name].fmeasure) for name in names}
 
 
 def _by_text(metric: Any, texts: Sequence[list[str]], targets: Sequence[str]) -> dict[str, Pair]:
