@@ -10,20 +10,19 @@ import numpy as np
 import pytest
 import torch
 from check_cases import PROMPTS, SIZES, quick, tiny_pair
+from scipy import stats
 from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 import hf_specx
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.equivalence import cells as check_cells
 from hf_specx.equivalence import check as checking
-from hf_specx.equivalence import equality as check_equality
 from hf_specx.equivalence import texts as check_texts
-from hf_specx.equivalence.cells import judge_distribution, judge_quality, judge_texts, too_few
+from hf_specx.equivalence.cells import judge_equality, judge_quality
 from hf_specx.equivalence.equality import UNITS, Noise, explain
-from hf_specx.equivalence.power import least_share
-from hf_specx.equivalence.result import distribution_line
+from hf_specx.equivalence.result import least_share, quality_line, seen_deviations
 from hf_specx.equivalence.settings import Settings
+from hf_specx.equivalence.speed import TURNS, measure_speed
 from hf_specx.equivalence.texts import Subject
 
 
@@ -42,61 +41,40 @@ def test_what_is_found(result):
     assert list(result.cells) == [*names, "block"]
     assert [line.what for line in result.lines] == [
         *(f"{name}: the same tokens as plain generate" for name in names[:4]),
-        *(
-            f"{name}: {what}"
-            for name in names[4:]
-            for what in (
-                "sampled from the target's distribution",
-                "tokens that the draft overrates are as frequent as they should be",
-            )
-        ),
-        "block: texts alike those of plain generate",
+        *(f"{name}: sampled from the target's distribution" for name in names[4:]),
         "block: quality of plain text",
     ]
     assert {line.verdict for line in result.lines} == {"passed"}
     assert str(result).endswith(
         "no difference to plain generate was found; a correct one fails in at most 0.001 of such checks"
     )
-    equal = {**result.cells["greedy, batch 1"]["equality"]}
-    assert 0 < equal.pop("tolerance") < 1e-3
-    assert equal == {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
+    assert result.cells["greedy, batch 1"]["equality"] == {
+        "exact_match": 1.0,
+        "rows": 4,
+        "tokens": 32,
+        "differences": [],
+    }
     assert result.cells["coupled, batch 8"]["equality"]["rows"] == 32
-    assert 0 < result.cells["block, batch 8"]["acceptance"]["alpha"] < 1
-    assert result.cells["block, batch 8"]["acceptance"]["layout"] == "ragged"
+    assert "overrated" in result.cells["block, batch 8"]["law"]["statistics"]
     assert [text["prompt"] for text in result.texts["block"]] == [0, 1, 2, 3]
     assert result.trace["verification"] == "block"
     assert result.speed == {}  # as no report was asked for
     assert result.provenance["target"].startswith("LlamaForCausalLM, ")
 
 
-def test_rounds_are_counted(result):
-    """By hand on a few, then that those of a check fit its other figures."""
-    counted = check_cells.count_rounds({"accepted": [[3, 0], [1], []], "drafted": [[3, 3], [2], []]})
-    assert counted == {
-        "accepted_lengths": [1, 1, 0, 1],
-        "judged_per_position": [3, 2, 1],
-        "accepted_per_position": [2, 1, 1],
-    }
+def test_acceptance_is_that_of_all_calls(result):
     found = result.cells["block, batch 8"]["acceptance"]
-    assert sum(found["accepted_lengths"]) == found["judged_per_position"][0] == found["rounds"]
-    kept = sum(n * rounds for n, rounds in enumerate(found["accepted_lengths"]))
-    assert kept == sum(found["accepted_per_position"])
-    assert found["tokens_per_round"] == pytest.approx(1 + kept / found["rounds"])
-
-
-def test_alpha_is_the_mean_overlap_not_the_share_that_was_accepted():
-    """Block verification accepts more than that."""
-    ours = {"accepted": [[3]], "drafted": [[3]], "alpha": 0.7, "layout": "ragged"}
-    found = check_cells.judge_acceptance(ours)
-    assert found["alpha"] == 0.7
-    assert "overlap" not in found
+    assert 0 < found["alpha"] < 1
+    assert found["layout"] == "ragged"
+    assert found["judged_per_position"][0] == found["rounds"]
+    assert found["tokens_per_round"] == pytest.approx(1 + sum(found["accepted_per_position"]) / found["rounds"])
 
 
 def test_the_level_is_shared(result):
-    assert result.comparisons == 6  # two of the distribution at each batch size, two samples, quality
+    assert result.comparisons == 3  # of the distribution at each batch size, and of quality
     laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
-    assert [*laws, result.cells["block"]["two_samples"]["level"]] == pytest.approx([0.001 / 6] * 3)
-    assert Settings().comparisons == 12
+    assert laws == pytest.approx([0.001 / 3] * 2)
+    assert Settings().comparisons == 6
 
 
 @pytest.mark.parametrize(
@@ -131,7 +109,7 @@ def test_steps_are_counted():
     steps = []
     quick(**SMALL | {"batch_sizes": (8,)}, advance=lambda: steps.append(1))
     made = {key: value for key, value in SMALL.items() if key != "batch_sizes"}
-    assert len(steps) == Settings(batch_sizes=(8,), **made).steps(len(PROMPTS))
+    assert len(steps) == Settings(batch_sizes=(8,), **made).steps()
 
 
 def test_the_same_seed_gives_the_same_result(result):
@@ -189,11 +167,11 @@ def test_every_prompt_is_checked_at_the_largest_batch_size():
 def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
     path, made = tmp_path / "check.json", []
 
-    def generate_texts(subject, way, batch, advance):
+    def generate_texts(subject, way, batch):
         made.append((way, batch))
         if (way, batch) == ("block", 8) and made.count(("block", 8)) == 1:
             raise KeyboardInterrupt
-        return check_texts.generate_texts(subject, way, batch, advance)
+        return check_texts.generate_texts(subject, way, batch)
 
     monkeypatch.setattr(checking, "generate_texts", generate_texts)
     with pytest.raises(KeyboardInterrupt):
@@ -204,7 +182,7 @@ def test_an_interrupted_check_goes_on(result, monkeypatch, tmp_path):
     steps = []
     assert quick(**SMALL, path=path, advance=lambda: steps.append(1)).to_dict() == result.to_dict()
     assert len(made) == known + 2
-    assert len(steps) == Settings(**SMALL).steps(len(PROMPTS))
+    assert len(steps) == Settings(**SMALL).steps()
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
@@ -305,16 +283,6 @@ def test_a_gap_is_that_of_the_logits():
     assert not found.explained
 
 
-def test_a_gap_within_rounding_is_explained(monkeypatch):
-    target = tiny_pair().target
-    prompt = prompt_of(target)
-    with torch.no_grad():
-        best, other = target(torch.tensor([prompt])).logits[0, -1].topk(2).indices.tolist()
-    monkeypatch.setattr(check_equality, "UNITS", 1e9)
-    options = {"do_sample": False, "max_new_tokens": 8}
-    assert explain(target, options, prompt, [best], [other], 0, 0, None).explained
-
-
 @pytest.mark.parametrize(("units", "explained"), [(12, True), (20, False)])
 def test_as_many_units_are_rounding_as_is_said(units, explained):
     """Of two logits that are so far from each other; with a larger limit wrong tokens would pass in half precision."""
@@ -367,22 +335,6 @@ def test_tokens_on_the_edge_of_what_is_kept():
     assert found.gap == pytest.approx(float(first - second), rel=0.011)
 
 
-@pytest.mark.parametrize(("units", "passed"), [(UNITS, False), (1e9, True)])
-def test_impossible_tokens_are_told_from_those_on_the_edge_of_what_is_kept(monkeypatch, units, passed):
-    """By top-k 1 the second token is left out, however near it is."""
-    monkeypatch.setattr(check_equality, "UNITS", units)
-    subject = Subject(tiny_pair(), PROMPTS, Settings(top_k=1, samples=4, batch_sizes=(4,), verifications=("token",)))
-    texts = []
-    for prompt in subject.ids:
-        with torch.no_grad():
-            logits = subject.target(torch.tensor([prompt])).logits[0, -1]
-        texts.append(logits.topk(2).indices[1:].tolist())
-    found = judge_distribution(subject, "token", 4, {"texts": texts})
-    assert (found["passed"], found["p_value"]) == (passed, float(passed))
-    assert (found["impossible"], found["on_the_edge"]) == ((0, 4) if passed else (4, 0))
-    assert distribution_line("token", found).note.endswith("by rounding")
-
-
 @pytest.mark.parametrize("options", [{"top_p": 0.9}, {"top_k": 5, "repetition_penalty": 1.2}])
 def test_what_top_p_and_top_k_leave_out_never_comes(options):
     result = quick(verifications=("token", "block"), **options)
@@ -408,39 +360,22 @@ def test_half_precision_passes_and_says_how_many_rows_differ():
     line = next(line for line in result.lines if line.what.startswith("coupled"))
     assert line.note.startswith(f"{len(differences)} of 64 rows differ, all by rounding")
     assert 0 < line.figure <= line.threshold == UNITS
-    cell = result.cells["coupled, batch 16"]["equality"]
-    assert max(difference["gap"] for difference in differences) <= cell["tolerance"]
+    assert max(difference["gap"] for difference in differences) <= max(each["limit"] for each in differences)
     assert "was found but what rounding explains; a correct one" in str(result)
-    told = next(row for row in result.power if row["what"].startswith("coupled"))
-    assert told["what"].endswith(f"by a logit gap above {cell['tolerance']:.2g}")
-    assert told["values"] == {"batch 16": least_share(cell["tokens"])}
 
 
 def test_tokens_behind_a_difference_are_not_compared():
     subject = Subject(tiny_pair(), PROMPTS, Settings(batch_sizes=(4,), verifications=("greedy",)))
     plain, ours = [[5, 6, 7, 8]] * 4, [[5, 9, 7, 8]] + [[5, 6, 7, 8]] * 3
-    found = check_cells.judge_equality(subject, "greedy", 4, {"texts": plain}, {"texts": ours})
+    found = judge_equality(subject, "greedy", 4, plain, ours)
     assert (found["tokens"], len(found["differences"])) == (2 + 3 * 4, 1)
 
 
 def test_too_few_texts_are_told_so():
-    """Two differences of lengths are often equal, and then neither exchanges nor an interval say anything."""
     result = quick(samples=2, batch_sizes=(2,), verifications=("token",))
-    lines = {line.what.split(": ")[1]: line for line in result.lines[2:]}
-    assert list(lines) == ["texts alike those of plain generate", "quality of plain text"]
-    assert {(line.verdict, line.figure) for line in lines.values()} == {("not told", None)}
-    assert (result.cells["token"]["two_samples"], result.cells["token"]["quality"]) == (None, None)
-
-
-@pytest.mark.parametrize("level", [0.9, 0.05, 0.001])
-def test_as_few_texts_as_can_tell_anything(level):
-    """They fail if they differ in all; and no level is asked of exchanges that have none so small."""
-    subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), batch_sizes=(1,), level=level))
-    rows = next(rows for rows in range(2, 99) if not too_few(rows, subject.settings.share))
-    found = judge_texts(subject, [[5, 6, 7]] * rows, [[9, 8]] * rows)
-    assert not found["passed"]
-    assert found["rows"] == rows
-    assert judge_texts(subject, [[5, 6, 7]] * (rows - 1), [[9, 8]] * (rows - 1)) is None
+    line = result.lines[-1]
+    assert (line.what, line.verdict, line.figure) == ("token: quality of plain text", "not told", None)
+    assert result.cells["token"]["quality"] is None
 
 
 def test_texts_that_are_empty_have_no_perplexity_and_others_do():
@@ -458,39 +393,68 @@ def test_texts_that_are_empty_have_no_perplexity_and_others_do():
     assert found["length"]["reference"] == whole["length"]["reference"]  # counted in tokens as before
 
 
-def test_a_draft_that_is_the_target_overrates_nothing():
-    pair = DraftTargetPair(tiny_pair().target, tiny_pair().target, tiny_tokenizer())
+def law_with(draft: object, **more: object) -> dict:
+    """What a check of token verification says of a draft's text."""
+    pair = DraftTargetPair(tiny_pair().target, draft, tiny_tokenizer(), **more)
     settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
     result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
-    line = next(line for line in result.lines if "overrates" in line.what)
-    assert (line.verdict, line.figure) == ("not told", None)
-    assert result.passed
-    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
+    assert result.passed, str(result)
+    return result.cells["token, batch 8"]["law"]["statistics"]
+
+
+def test_a_draft_that_is_the_target_overrates_nothing():
+    assert "overrated" not in law_with(tiny_pair().target)
 
 
 def test_an_early_exit_overrates_what_its_layers_do():
-    pair = DraftTargetPair(tiny_pair().target, EarlyExitDraft(1), tiny_tokenizer())
-    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
-    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
-    assert result.cells["token, batch 8"]["draft"]["expected"] > 0
-    assert {line.verdict for line in result.lines} == {"passed"}
+    assert law_with(EarlyExitDraft(1))["overrated"]["expected"] > 0
 
 
 @pytest.mark.parametrize("kind", ["without a model", "another tokenizer"])
-def test_a_draft_without_a_distribution_over_the_targets_tokens_is_told_so(monkeypatch, kind):
-    """And no forward is made for it."""
-    monkeypatch.setattr(check_cells, "overrated", None)
-    target, own = tiny_pair().target, tiny_tokenizer()
-    pair = DraftTargetPair(target, SuffixDraft(), own)
-    if kind == "another tokenizer":
-        pair = DraftTargetPair(target, tiny_pair().draft, own, draft_tokenizer=tiny_tokenizer(["other words"]))
-    settings = SMALL | {"verifications": ("token",), "batch_sizes": (8,)}
-    result = hf_specx.check(pair, PROMPTS, **settings, advance=lambda: None)
-    line = next(line for line in result.lines if "overrates" in line.what)
-    assert (line.verdict, line.figure) == ("not told", None)
-    assert line.note == "the draft has no distribution over the target's tokens"
-    assert result.cells["token, batch 8"]["draft"] is None
-    assert next(row for row in result.power if "overrates" in row["what"])["smallest"] == "batch 8: not told"
+def test_a_draft_without_a_distribution_over_the_targets_tokens_is_left_out(kind):
+    if kind == "without a model":
+        assert "overrated" not in law_with(SuffixDraft())
+    else:
+        assert "overrated" not in law_with(tiny_pair().draft, draft_tokenizer=tiny_tokenizer(["other words"]))
+
+
+def test_a_wrong_quality_fails():
+    cell = {"prediction": 9.0, "reference": 8.0, "difference": 1.0, "interval": [0.5, 1.5]}
+    found = {"length": cell | {"p_value": 1e-6}, "perplexity": cell | {"p_value": 0.5}}
+    assert quality_line("token", found, 1e-5).verdict == "failed"
+    line = quality_line("token", found, 1.5e-6)
+    assert (line.verdict, line.figure) == ("passed", pytest.approx(5.699, abs=1e-3))  # two measures share the level
+
+
+def test_what_a_test_sees_is_seen_nine_times_in_ten():
+    """By simulation: wrong tokens among equal ones, and a mean that is off; within what 400 runs tell at 1e-4."""
+    runs, rng = 400, np.random.default_rng(0)
+    low, high = stats.binom.ppf(1e-4, runs, 0.9), stats.binom.isf(1e-4, runs, 0.9)
+    assert low <= sum(rng.binomial(700, least_share(700), runs) > 0) <= high
+    error, weight, level = 20.0, 1000.0, 0.01
+    statistic = {"standard_error": error, "weight": weight}
+    (told,) = seen_deviations({"level": level, "comparisons": 5, "statistics": {"surprisal": statistic}})
+    smallest = float(told.split("by ")[1].split()[0])
+    z = (rng.normal(0, error, runs) + smallest * weight) / error
+    assert low <= sum(abs(z) > stats.norm.isf(level / 5 / 2)) <= high
+
+
+def test_speed_is_that_of_turns_and_part_of_a_check_only_if_asked_for(monkeypatch, tmp_path):
+    """It is kept with the rest, and nothing else changes."""
+    subject = checking.subject_of(
+        tiny_pair(), PROMPTS, Settings((2,), 8, samples=2, num_draft_tokens=3, verifications=("greedy", "coupled"))
+    )
+    found = measure_speed(subject)
+    assert (found["verification"], found["batch"], found["turns"]) == ("coupled", 2, TURNS)
+    assert 0 < found["least"] <= found["times_plain"] <= found["most"]
+    measured, path = [], tmp_path / "known.json"
+    monkeypatch.setattr(checking, "measure_speed", lambda subject: measured.append(1) or {"batch": 2})
+    without = checking.run_check(subject, lambda: None, path)
+    timed = checking.run_check(subject, lambda: None, path, timed=True)
+    assert (without.speed, timed.speed) == ({}, {"batch": 2})
+    assert timed.to_dict() == without.to_dict() | {"speed": {"batch": 2}}
+    assert checking.run_check(subject, lambda: None, path, timed=True).speed == {"batch": 2}
+    assert measured == [1]
 
 
 def test_nothing_of_evaluate_is_imported_before_it_is_needed():
