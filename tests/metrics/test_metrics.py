@@ -1,15 +1,9 @@
 """The folders of the `evaluate` modules, and what acceptance and sequence equality say of small examples."""
 
-import ast
-import re
-import runpy
-import sys
 from pathlib import Path
 
-import evaluate
 import pytest
 import torch
-from huggingface_hub import metadata_load
 from metric_modules import load
 from rounds import made_round
 from tiny import near, prompts, tiny
@@ -19,50 +13,11 @@ from hf_specx.engine.report import SpeculationReport
 
 
 def test_paths_are_those_of_the_folders():
-    folders = {path.parent.name for path in Path(metrics.__file__).parent.glob("*/README.md")}
-    assert folders == set(metrics.NAMES)
+    files = {file.stem for file in Path(metrics.__file__).parent.glob("*/*.py")}
+    assert files == set(metrics.NAMES)
     for name in metrics.NAMES:
         assert Path(metrics.path(name)).is_absolute()
-        assert (Path(metrics.path(name)) / f"{name}.py").exists()
-
-
-@pytest.mark.parametrize("name", metrics.NAMES)
-def test_each_is_a_space(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Its card says what evaluate's own Spaces say, and its page shows the module beside it."""
-    folder, shown = Path(metrics.path(name)), []
-    front = metadata_load(folder / "README.md")
-    assert (front["sdk"], front["app_file"]) == ("gradio", "app.py")
-    assert {"evaluate", "metric"} <= set(front["tags"])
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    monkeypatch.setattr(evaluate.utils, "launch_gradio_widget", shown.append)
-    runpy.run_path(str(folder / "app.py"))
-    (module,) = shown
-    assert module.name == name
-    assert module.info.description in " ".join((folder / "README.md").read_text().split())
-
-
-@pytest.mark.parametrize("name", metrics.NAMES)
-def test_each_needs_what_it_says(name: str):
-    """It is published alone, so it imports nothing of ours."""
-    folder = Path(metrics.path(name))
-    needed = set()
-    for node in ast.walk(ast.parse((folder / f"{name}.py").read_text())):
-        if isinstance(node, ast.Import):
-            needed |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            needed.add(node.module.split(".")[0])
-    listed = set(re.findall(r"^[a-z_]+", (folder / "requirements.txt").read_text(), re.MULTILINE))
-    assert needed - sys.stdlib_module_names == listed
-
-
-@pytest.mark.parametrize("name", metrics.NAMES)
-def test_the_example_of_a_card_runs(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    text = (Path(metrics.path(name)) / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    assert "assert" in example
-    exec(example, {})
+        assert load(name).name == name
 
 
 def test_acceptance_by_hand():
@@ -125,12 +80,11 @@ def test_acceptance_of_a_call():
 @pytest.mark.parametrize(
     ("accepted", "drafted", "overlaps", "message"),
     [
-        ([[1, 2]], [[4]], None, r"row 0 has accepted=\[1, 2\] for drafted=\[4\]; give"),
-        ([[0], [5]], [[4], [4]], None, r"row 1 has accepted=\[5\] of drafted=\[4\]; it must be"),
-        ([[-1]], [[4]], None, "it must be 0 to all of them"),
-        ([[1]], [[4]], [[0.5] * 3], "row 0 has 3 overlaps for 2 judged candidates; leave out"),
-        ([[1]], [[4]], [], "overlaps has 0 rows and predictions 1; give"),
-        ([[1]], [[4]], [[0.5, 1.5]], "overlaps of row 0 are not within 0 and 1; give"),
+        ([[1, 2]], [[4]], None, r"accepted=\[1, 2\] of drafted=\[4\]; give"),
+        ([[0], [5]], [[4], [4]], None, r"accepted=\[5\] of drafted=\[4\]"),
+        ([[-1]], [[4]], None, "0 to all of the candidates"),
+        ([[1]], [[4]], [[0.5] * 3], "0 to 1, of the 2 judged candidates and no others"),
+        ([[1]], [[4]], [[0.5, 1.5]], "0 to 1, of the 2 judged"),
     ],
 )
 def test_acceptance_of_what_does_not_fit(accepted: list, drafted: list, overlaps: list | None, message: str):

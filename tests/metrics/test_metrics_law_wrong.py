@@ -93,6 +93,39 @@ def test_an_impossible_token_fails_whatever_the_rest():
     assert all(statistic["p_value"] > 1e-4 for statistic in found["statistics"].values())
 
 
+def test_tokens_on_the_edge_of_what_is_kept_are_told_from_impossible_ones():
+    """By top-k 1 the second token is left out, unless its logit may be off by as much as lacks it."""
+    prompts, config = [[3, 1, 4], [5, 6]], GenerationConfig(top_k=1)
+    rows = {"references": prompts, "predictions": []}
+    with torch.no_grad():
+        logits = [target()(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    rows["predictions"] = [row.topk(2).indices[1:].tolist() for row in logits]
+    top = [row.topk(2).values for row in logits]
+    units = [
+        float(a - b) / (torch.finfo(a.dtype).eps * float(row.abs().max()))
+        for (a, b), row in zip(top, logits, strict=True)
+    ]
+    for rounding, impossible in ((0.0, 2), (0.99 * min(units), 2), (1.01 * min(units), 1), (1.01 * max(units), 0)):
+        found = judge(rows, generation_config=config, rounding=rounding)
+        assert (found["impossible"], found["on_the_edge"]) == (impossible, 2 - impossible)
+        assert (found["passed"], found["p_value"]) == (not impossible, float(not impossible))
+
+
+def test_tokens_of_the_draft_are_seen_best_where_the_draft_is_known():
+    draft = near(target(), 0.3)
+    with torch.no_grad():
+        q = draft(torch.tensor([[3, 1, 4]])).logits[:, -1].double().softmax(-1)
+    rows = drawn(lambda p, step, u: pick(0.4 * p + 0.6 * q, u), rows=400, steps=1)
+    found = judge(rows, draft=draft)
+    statistics = found["statistics"]
+    assert rejected(found)
+    assert min(statistics, key=lambda name: statistics[name]["p_value"]) == "overrated"
+    assert "overrated" not in judge(rows)["statistics"]
+    right = judge(drawn(lambda p, step, u: pick(p, u), rows=400, steps=1), draft=draft)
+    assert right["passed"]
+    assert 0 < right["statistics"]["overrated"]["expected"] < 400
+
+
 def test_a_law_of_single_tokens_compares_nothing():
     found = judge(greedy(), generation_config=GenerationConfig(top_k=1))
     assert (found["passed"], found["comparisons"], found["p_value"], found["impossible"]) == (True, 0, 1.0, 0)

@@ -29,12 +29,12 @@ import evaluate
 modules = {name: evaluate.load(hf_specx.metrics.path(name)) for name in hf_specx.metrics.NAMES}
 assert [module.name for module in modules.values()] == list(hf_specx.metrics.NAMES)
 assert modules["acceptance"].compute(predictions=[[1]], references=[[2]])["alpha"] == 0.5
-pair = ["sequence_equality", "two_samples"]
+pair = ["sequence_equality", "acceptance"]
 rows = {"predictions": [[1, 2]] * 20, "references": [[1, 2]] * 19 + [[1, 3]]}
 for both in ([hf_specx.metrics.path(name) for name in pair], {name: modules[name] for name in pair}):
     found = evaluate.combine(both).compute(**rows)
     assert found["exact_match"] == 0.95, found
-    assert found["passed"], found
+    assert found["rounds"] == 40, found
 print("loaded and combined")
 """
 
@@ -57,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_all_files_of_each(site: Path):
     for name in NAMES:
         files = {path.name for path in (site / "hf_specx" / "metrics" / name).iterdir()}
-        assert files == {f"{name}.py", "README.md", "app.py", "requirements.txt"}
+        assert files == {f"{name}.py"}
 
 
 def test_the_wheel_has_the_parts_of_the_report(site: Path):
