@@ -4,7 +4,6 @@ import base64
 import datetime
 import hashlib
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ def check_can_write(path: str | Path | None) -> None:
         path = Path(path)
         require(path.suffix.lower() in PAGES, f"the report {path} does not end in .html, which it is; name it so.")
         check_out(path)
-        require(find_spec("jinja2") is not None, "a report needs jinja2: pip install jinja2.")
 
 
 def write_report(result: CheckResult, path: str | Path) -> Path:
@@ -52,7 +50,7 @@ def write_report(result: CheckResult, path: str | Path) -> Path:
         The page.
 
     Raises:
-        ValueError: for a path at which no page can be written, and without jinja2.
+        ValueError: for a path at which no page can be written.
     """
     path = Path(path)
     check_can_write(path)
