@@ -51,11 +51,6 @@ def test_moments_are_those_of_an_enumeration():
     assert named["surprisal"][4] == pytest.approx(-math.log(0.2))
 
 
-def test_seen_is_the_text_before_each_token():
-    seen = script("sampled_law").seen(torch.tensor([2, 0, 2]), torch.tensor([4, 4]), 5)
-    assert seen.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 1], [1, 0, 1, 0, 1]]
-
-
 def test_halves_are_halves_and_differ():
     """Of many ids, each is one of the even bits of a coin, and so is where two of them agree: within five sigma."""
     halves = script("sampled_law").random_halves(40_000)
@@ -63,6 +58,11 @@ def test_halves_are_halves_and_differ():
     agreement = (signs.T @ signs).fill_diagonal_(0)
     assert signs.sum(0).abs().max() < 5 * 200
     assert agreement.abs().max() < 5 * 200
+
+
+def test_seen_is_the_text_before_each_token():
+    seen = script("sampled_law").seen(torch.tensor([2, 0, 2]), torch.tensor([4, 4]), 5)
+    assert seen.tolist() == [[0, 0, 0, 0, 1], [0, 0, 1, 0, 1], [1, 0, 1, 0, 1]]
 
 
 def test_p_values_by_the_normal_and_by_freedman():
@@ -162,38 +162,27 @@ def test_speculative_samples_pass(verification: str):
     assert rejected(judge(rows, model=draft))
 
 
-class Notes(LogitsProcessor):
-    """Keeps what it is shown, as a processor with a state does."""
+SHOWN: list[tuple[int, list[int]]] = []
 
-    def __init__(self):
-        self.seen: list[list[int]] = []
+
+class Counts(LogitsProcessor):
+    """Has a state: how often it was called."""
+
+    calls = 0
 
     def __call__(self, input_ids, scores):
-        self.seen.append(input_ids[0].tolist())
-        SHOWN.append((id(self), len(self.seen), input_ids[0].tolist()))
+        self.calls += 1
+        SHOWN.append((self.calls, input_ids[0].tolist()))
         return scores
 
 
-SHOWN: list[tuple[int, int, list[int]]] = []
-
-
 def test_processors_see_exact_prefixes_and_each_row_has_its_own():
-    notes, rows = Notes(), sampled(3)
+    counts, rows = Counts(), sampled(3)
     SHOWN.clear()
-    judge(rows, processors=LogitsProcessorList([host.TemperatureLogitsWarper(1.0), notes]))
-    assert notes.seen == []
-    expected = [
-        (i + 1, prompt + text[:i]) for text, prompt in zip(*rows.values(), strict=True) for i in range(len(text))
-    ]
-    assert [shown[1:] for shown in SHOWN] == expected
-
-
-def test_processors_take_the_place_of_a_config():
-    options = {"temperature": 0.7, "repetition_penalty": 1.5}
-    rows = sampled(8, **options)
-    list_ = LogitsProcessorList([host.RepetitionPenaltyLogitsProcessor(1.5), host.TemperatureLogitsWarper(0.7)])
-    found = judge(rows, processors=list_)
-    assert found == judge(rows, generation_config=GenerationConfig(**PLAIN, **options))
+    judge(rows, processors=LogitsProcessorList([host.TemperatureLogitsWarper(1.0), counts]))
+    assert counts.calls == 0
+    texts = zip(*rows.values(), strict=True)
+    assert [(i + 1, prompt + text[:i]) for text, prompt in texts for i in range(len(text))] == SHOWN
 
 
 def test_the_model_and_the_generator_are_left_as_they_were():
@@ -219,11 +208,8 @@ ROW = {"predictions": [[1, 2]], "references": [[3]]}
     ("rows", "options", "message"),
     [
         (ROW, {"model": None}, "model=NoneType: pass the decoder"),
-        (ROW, {"model": build("seq2seq", "t5")}, "model=T5ForConditionalGeneration: pass the decoder"),
-        (ROW, {"model": copy.deepcopy(target()).train()}, "after model.eval"),
         (ROW, {"processors": LogitsProcessorList(), "generation_config": GenerationConfig()}, "both given; .*pass"),
         (ROW, {"level": 0}, "level=0 is no probability"),
-        (ROW, {"level": 1}, "level=1 is no probability"),
         (ROW | {"references": [[]]}, {}, "the prompt of row 0 is empty; give"),
         (ROW | {"predictions": [[]]}, {}, "predictions has no tokens; give"),
         (ROW | {"predictions": [[VOCAB_SIZE]]}, {}, f"row 0 has ids that are not 0 to {VOCAB_SIZE - 1}; give"),
@@ -233,3 +219,10 @@ ROW = {"predictions": [[1, 2]], "references": [[3]]}
 def test_what_has_no_law_is_refused(rows: dict, options: dict, message: str):
     with pytest.raises(ValueError, match=message):
         judge(rows, **options)
+
+
+def test_models_without_a_law_are_refused():
+    with pytest.raises(ValueError, match="model=T5ForConditionalGeneration: pass the decoder"):
+        judge(ROW, model=build("seq2seq", "t5"))
+    with pytest.raises(ValueError, match="after model.eval"):
+        judge(ROW, model=copy.deepcopy(target()).train())

@@ -90,19 +90,6 @@ def test_perplexity_is_that_of_the_models_loss(given: bool):
     assert found["p_value"] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
 
 
-def test_the_models_own_samples_are_less_perplexing_than_noise():
-    model, tokenizer = tiny(**SIZES), tiny_tokenizer()
-    torch.manual_seed(0)
-    start = torch.full((40, 1), tokenizer("a").input_ids[0])
-    words = [tokenizer.decode(ids) for ids in range(2, 258)]
-    rng = np.random.default_rng(0)
-    own = model.generate(start, do_sample=True, temperature=0.5, max_new_tokens=12)[:, 1:]
-    noise = ["".join(rng.choice(words, 12)) for _ in own]
-    prompts = {"prompts": ["a"] * 40, "model": model, "tokenizer": tokenizer}
-    found = quality(tokenizer.batch_decode(own, skip_special_tokens=True), noise, **prompts)["perplexity"]
-    assert found["interval"][1] < 0
-
-
 def test_intervals_cover_the_truth_as_often_as_they_say():
     """100 samples of 50 pairs at level 0.1; the bootstrap's own is at most 0.12. Bounds at 1e-4 on either side."""
     compared, rng, missed = script("text_quality")._compared, np.random.default_rng(0), 0
@@ -131,12 +118,6 @@ def test_pairs_are_drawn_together():
         < found["reference"] + 1
         < found["reference_interval"][1]
     )
-
-
-def test_the_seed_decides():
-    assert quality(seed=1) == quality(seed=1)
-    many = {"left": ["a " * i for i in range(40)], "right": ["a " * (i * i % 7) for i in range(40)]}
-    assert quality(**many, seed=1) != quality(**many, seed=2)
 
 
 @pytest.mark.parametrize(
@@ -179,13 +160,10 @@ def test_what_does_not_fit_is_refused(options: dict, message: str):
         quality(**options)
 
 
-def test_texts_without_tokens_have_no_perplexity():
+def test_what_has_no_perplexity_is_refused():
+    tokenizer, model = tiny_tokenizer(), tiny(**SIZES)
     with pytest.raises(ValueError, match="less than two pairs both texts have tokens; leave out the model"):
-        quality(["", "a"], ["b", ""], model=tiny(**SIZES), tokenizer=tiny_tokenizer())
-
-
-def test_without_a_start_there_must_be_prompts():
-    tokenizer = tiny_tokenizer()
+        quality(["", "a"], ["b", ""], model=model, tokenizer=tokenizer)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="has nothing before its first token; give prompts"):
-        quality(model=tiny(**SIZES), tokenizer=tokenizer)
+        quality(model=model, tokenizer=tokenizer)
