@@ -11,6 +11,7 @@ import torch
 from accelerate.utils import tqdm
 
 from hf_specx.bench.store import Store, code_digest, provenance
+from hf_specx.bench.timer import Advance
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.hub.flatten import PACKAGE
@@ -28,8 +29,6 @@ from .texts import Subject, ask_first, generate_texts
 
 
 SHOWN = 4  # texts of each way that a result has
-DELAY = 3  # seconds, before a progress bar appears
-Advance = Callable[[], object]
 Part = Callable[[str, Callable[[], Any]], Any]  # makes what has this name, unless it is known
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
@@ -77,12 +76,9 @@ def check(
     settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     check_can_write(report)
-    subject, file, timed = subject_of(pair, texts, settings), None if path is None else Path(path), report is not None
-    if advance is None:
-        with tqdm(total=settings.steps(timed), delay=DELAY, desc="checking") as bar:
-            result = run_check(subject, bar.update, file, timed)
-    else:
-        result = run_check(subject, advance, file, timed)
+    subject, timed = subject_of(pair, texts, settings), report is not None
+    with tqdm(total=settings.steps(timed), delay=3, desc="checking", disable=advance is not None) as bar:
+        result = run_check(subject, advance or bar.update, path, timed)
     result.pair = name_of(pair)
     if report is not None:
         write_report(result, report)
@@ -105,7 +101,7 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     return subject
 
 
-def run_check(subject: Subject, advance: Advance, path: Path | None = None, timed: bool = False) -> CheckResult:
+def run_check(subject: Subject, advance: Advance, path: str | Path | None = None, timed: bool = False) -> CheckResult:
     """`check` of what was put together by `subject_of`.
 
     Args:
@@ -115,7 +111,7 @@ def run_check(subject: Subject, advance: Advance, path: Path | None = None, time
         timed: whether speed is measured, for a report.
     """
     settings, made = subject.settings, made_of(subject)
-    store = Store(path, "check", made | {"asked": asked_of(subject)})
+    store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
 
     def part(name: str, make: Callable[[], Any]) -> Any:
         found = store.take(name, make)

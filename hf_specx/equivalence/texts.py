@@ -123,10 +123,10 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
         if strategy is not None:
             assert strategy.report is not None
             reports.append(strategy.report)
-    return {"texts": texts} | ({"acceptance": acceptance_of(reports)} if reports else {})
+    return {"texts": texts} | ({"acceptance": acceptance_in(reports)} if reports else {})
 
 
-def acceptance_of(reports: list[SpeculationReport]) -> dict[str, Any]:
+def acceptance_in(reports: list[SpeculationReport]) -> dict[str, Any]:
     """What the draft was worth in some calls; by position of a candidate, how many were judged and accepted there."""
     drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
     judged, rounds = sum(report.judged for report in reports), sum(sum(report.rounds_per_row) for report in reports)
