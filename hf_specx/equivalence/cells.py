@@ -15,7 +15,7 @@ from .texts import Subject
 
 
 CONFIDENCE = 0.95  # of intervals
-LEAST_PAIRS = 16  # of texts; the differences of fewer may be equal by chance, and then no test of them means anything
+MEASURES = 4  # of quality
 
 
 @cache
@@ -70,6 +70,11 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: list[list[i
     return found
 
 
+def too_few(pairs: int, share: float) -> bool:
+    """Whether all differences of so many pairs of texts may have one sign by chance, at a level that is shared."""
+    return MEASURES * 2.0 ** (1 - pairs) >= share
+
+
 def judge_quality(
     subject: Subject, indices: list[int], plain: list[list[int]], ours: list[list[int]]
 ) -> dict[str, Any] | None:
@@ -78,7 +83,8 @@ def judge_quality(
     Lengths are those of the tokens that were emitted, since text that is read again may have more of them. None where
     there are too few texts.
     """
-    if len(ours) < LEAST_PAIRS:
+    share = subject.settings.share
+    if too_few(len(ours), share):
         return None
     texts = [subject.decoded(each) for each in (ours, plain)]
     judge = {"model": subject.target, "prompts": [subject.prompts[index] for index in indices]}
@@ -91,7 +97,7 @@ def judge_quality(
         lengths=[[len(text) for text in each] for each in (ours, plain)],
         level=1 - CONFIDENCE,
         seed=subject.settings.seed,
-        **(judge if pairs >= LEAST_PAIRS else {}),
+        **({} if too_few(pairs, share) else judge),
     )
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from law_samples import PLAIN, drawn, judge, pick, rejected, sampled, target
-from tiny import VOCAB_SIZE, near
+from tiny import VOCAB_SIZE, near, tiny
 from transformers import GenerationConfig
 
 
@@ -124,6 +124,9 @@ def test_tokens_of_the_draft_are_seen_best_where_the_draft_is_known():
     right = judge(drawn(lambda p, step, u: pick(p, u), rows=400, steps=1), draft=draft)
     assert right["passed"]
     assert 0 < right["statistics"]["overrated"]["expected"] < 400
+    smaller = judge(sampled(8), draft=tiny(vocab_size=VOCAB_SIZE - 5))  # it lacks some that are emitted
+    assert smaller["passed"]
+    assert smaller["statistics"]["overrated"]["expected"] > 0
 
 
 def test_a_law_of_single_tokens_compares_nothing():
