@@ -101,15 +101,14 @@ def test_tokens_of_the_draft_are_seen_best_where_the_draft_is_known():
     draft = near(target(), 0.3)
     with torch.no_grad():
         q = draft(torch.tensor([[3, 1, 4]])).logits[:, -1].double().softmax(-1)
-    rows = drawn(lambda p, step, u: pick(0.4 * p + 0.6 * q, u), rows=400, steps=1)
+    rows = drawn(lambda p, step, u: pick(0.2 * p + 0.8 * q, u), rows=250, steps=1)
     found = judge(rows, draft=draft)
     statistics = found["statistics"]
     assert rejected(found)
     assert min(statistics, key=lambda name: statistics[name]["p_value"]) == "overrated"
-    assert "overrated" not in judge(rows)["statistics"]
-    right = judge(drawn(lambda p, step, u: pick(p, u), rows=400, steps=1), draft=draft)
+    right = judge(drawn(lambda p, step, u: pick(p, u), rows=250, steps=1), draft=draft)
     assert right["passed"]
-    assert 0 < right["statistics"]["overrated"]["expected"] < 400
+    assert 0 < right["statistics"]["overrated"]["expected"] < 250
     smaller = judge(sampled(8), draft=tiny(vocab_size=VOCAB_SIZE - 5))  # it lacks some that are emitted
     assert smaller["passed"]
     assert smaller["statistics"]["overrated"]["expected"] > 0
