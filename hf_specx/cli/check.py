@@ -12,7 +12,6 @@ from rich.text import Text
 
 from hf_specx.bench.checks import check_out
 from hf_specx.equivalence.page import check_can_write, write_report
-from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.equivalence.settings import CHECKED, Settings, check_packages
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
@@ -46,7 +45,7 @@ HELP_VERIFICATION = f"{', '.join(CHECKED)}, once for each; else all."
 HELP_SAMPLES = "Texts for each sampled verification and batch size; else 8 batches, "
 HELP_SAMPLES += "at the largest size at least 16 texts and one for each prompt."
 HELP_RESUME = "File of partial results; an interrupted check continues from it."
-HELP_REPORT = "Page (.html) for people, its figures in a folder beside it; measures speed too; needs the extra plots."
+HELP_REPORT = "Page (.html) for people, which has all of it; measures speed too."
 
 
 def check(
@@ -121,8 +120,7 @@ def run_named(
     loaded = load_named(named)
     prompts = texts_of(given, loaded.tokenizer, chat, named.name)
     subject = subject_of(loaded, prompts or loaded.prompts, settings)
-    steps = settings.steps(len(subject.prompts), timed=timed)
-    with progress("plain and speculative, and both compared", steps) as advance:
+    with progress("plain and speculative, and both compared", settings.steps(timed)) as advance:
         result = run_check(subject, advance, resume, timed=timed)
     result.pair, result.command = named.name, typed()
     return result
@@ -142,12 +140,11 @@ def keep(path: Path, write: Callable[[Path], Path], result: CheckResult) -> None
 
 
 def show_result(result: CheckResult) -> None:
-    """Print the results of all tests, the verdict, and the smallest deviations that would have been found."""
+    """Print the results of all tests, and the verdict."""
     console = Output()
     console.print(lines_table(result))
     console.print(Text(CHECK_LEGEND, "dim"))
     console.print(Text(summary(result), COLOURS[PASSED if result.passed else FAILED]), soft_wrap=True)
-    console.print(power_table(result))
 
 
 def lines_table(result: CheckResult) -> Table:
@@ -160,13 +157,4 @@ def lines_table(result: CheckResult) -> Table:
         figure = "-" if line.figure is None else f"{line.figure:.3g}"
         verdict = Text(line.verdict, COLOURS[line.verdict])
         table.add_row(Text(line.what), verdict, figure, f"{line.threshold:.3g}", Text(line.note))
-    return table
-
-
-def power_table(result: CheckResult) -> Table:
-    """The smallest deviation that the check would have found, a row for each kind of test."""
-    title = f"what would have been rejected with probability {POWER:g}"
-    table = Table("what", "from this on", show_edge=False, title=title, title_justify="left")
-    for row in result.power:
-        table.add_row(Text(row["what"]), Text(row["smallest"]))
     return table

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
-from hf_specx.bench.store import StepCounter, Store, code_digest, provenance
+from hf_specx.bench.store import Store, code_digest, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
@@ -19,27 +18,18 @@ from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
-from hf_specx.pairs.progress import DELAY
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
-from .cells import (
-    judge_acceptance,
-    judge_distribution,
-    judge_draft,
-    judge_equality,
-    judge_quality,
-    judge_texts,
-    trace_one,
-)
+from .cells import judge_distribution, judge_equality, judge_quality, trace_one
 from .page import check_can_write, write_report
-from .power import power_of
 from .result import CheckResult, lines_of
-from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, TIMED_RUNS, Settings, check_packages
+from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, Settings, check_packages
 from .speed import measure_speed
 from .texts import Subject, ask_first, generate_texts
 
 
 SHOWN = 4  # texts of each way that a result has
+Part = Callable[[str, Callable[[], Any]], Any]  # makes what has this name, unless it is known
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
 
@@ -70,9 +60,9 @@ def check(
         pair: in its own precision, with the layout of `pair.strategy`.
         prompts: texts; None is the pair's own.
         batch_sizes, new_tokens, ..., level: as in `Settings`.
-        advance: called after each of `Settings(...).steps(len(prompts), timed=report is not None)` steps; else a bar.
+        advance: called after each of `Settings(...).steps(timed=report is not None)` parts; else there is a bar.
         path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
-        report: of a page (.html) to write, with a folder of its figures; then speed is measured as well.
+        report: of a page (.html) to write; then speed is measured as well.
         **options: what `generate` is given besides, plain and speculative alike; plain values.
 
     Raises:
@@ -86,56 +76,22 @@ def check(
     settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
     texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
     check_can_write(report)
-    subject, path = subject_of(pair, texts, settings), None if path is None else Path(path)
-    result = run_check(subject, advance, path, timed=report is not None)
-    result.pair, result.command = name_of(pair), call_in_python(settings, own_prompts=prompts is None)
+    subject, timed = subject_of(pair, texts, settings), report is not None
+    with tqdm(total=settings.steps(timed), delay=3, desc="checking", disable=advance is not None) as bar:
+        result = run_check(subject, advance or bar.update, path, timed)
+    result.pair = name_of(pair)
     if report is not None:
         write_report(result, report)
     return result
 
 
-def run_check(
-    subject: Subject, advance: Advance | None = None, path: Path | None = None, timed: bool = False
-) -> CheckResult:
-    """`check` of what was put together by `subject_of`; `timed` with speed, for a report."""
-    pair, settings, prompts = subject.pair, subject.settings, subject.prompts
-    made = provenance(pair.target) | described(pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
-    models = [weights_digest(model) for model in pair.models]
-    how = pair.strategy.layout, pair.strategy.compile, pair.strategy.tokenizer_match
-    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
-    asked = [settings.to_dict(), prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
-    store = Store(path, "check", made | {"asked": digest_of([json.dumps(asked).encode()])})
-    with counted(settings.steps(len(prompts), timed), advance) as step, generator_untouched():
-        parts = Parts(store, step)
-        texts = all_texts(subject, parts)
-        cells = all_cells(subject, parts, texts)
-        traced = parts("trace", 1, partial(trace_one, subject))
-        timing = partial(measure_speed, subject, parts.step)
-        speed = parts("speed", TIMED_RUNS, timing) if timed else {}
-    return CheckResult(
-        lines_of(settings, cells),
-        settings.to_dict(),
-        made,
-        prompts,
-        cells,
-        shown_texts(subject, texts),
-        traced,
-        speed=speed,
-        power=power_of(settings, cells),
-    )
-
-
 def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
     """What is checked; raises for what cannot be, before any forward."""
     check_packages()
-    require(
-        not pair.target.config.is_encoder_decoder,
-        "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself.",
-    )
-    require(
-        pair.tokenizer is not None,
-        "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one.",
-    )
+    told = "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself."
+    require(not pair.target.config.is_encoder_decoder, told)
+    told = "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
+    require(pair.tokenizer is not None, told)
     listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
     own = "" if prompts else "none "
     require(bool(listed), f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {own}of its own.")
@@ -145,93 +101,78 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
     return subject
 
 
-def name_of(pair: DraftTargetPair) -> str:
-    """What a pair is called: "embedded", or where its models come from."""
-    names = [model.name_or_path or type(model).__name__ for model in pair.models]
-    if names[0] == str(embedded_folder()):
-        return "embedded"
-    weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
-    return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
+def run_check(subject: Subject, advance: Advance, path: str | Path | None = None, timed: bool = False) -> CheckResult:
+    """`check` of what was put together by `subject_of`.
 
+    Args:
+        subject: what is checked.
+        advance: called after each of `subject.settings.steps(timed)` parts.
+        path: as in `check`.
+        timed: whether speed is measured, for a report.
+    """
+    settings, made = subject.settings, made_of(subject)
+    store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
 
-def call_in_python(settings: Settings, own_prompts: bool) -> str:
-    """The call of `check` that these settings come from; `own_prompts` of the pair need not be named."""
-    usual, options = Settings(), settings.options
-    changed = {each.name: getattr(settings, each.name) for each in fields(settings) if each.name != "options"}
-    changed = {name: value for name, value in changed.items() if value != getattr(usual, name)} | options
-    arguments = ["pair", *([] if own_prompts else ["prompts"]), *(f"{name}={x!r}" for name, x in changed.items())]
-    return f"hf_specx.check({', '.join(arguments)})"
-
-
-def described(pair: DraftTargetPair) -> dict[str, str]:
-    """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
-    found = {"target": "", "draft": type(pair.draft).__name__}
-    for role, model in zip(("target", "draft"), pair.models, strict=False):
-        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
-        if source is not None and source.name is not None:
-            facts += [source.name, f"commit {source.revision}"]
-        found[role] = ", ".join(facts)
-    return found
-
-
-class Parts:
-    """Makes each part of a check, or takes it from what is known, and counts its steps in either case."""
-
-    def __init__(self, store: Store, advance: Advance):
-        self.store, self.advance = store, advance
-        self.steps = StepCounter(0, advance)
-
-    def __call__(self, name: str, steps: int, make: Callable[[], Any]) -> Any:
-        self.steps = StepCounter(steps, self.advance)
-        found = self.store.take(name, make)
-        self.steps.finish()
+    def part(name: str, make: Callable[[], Any]) -> Any:
+        found = store.take(name, make)
+        advance()
         return found
 
-    def step(self) -> None:
-        """One of the steps of the part that is being made."""
-        self.steps()
+    with generator_untouched():
+        texts = all_texts(subject, part)
+        cells = all_cells(subject, part, texts)
+        trace = part("trace", partial(trace_one, subject))
+        speed = part("speed", partial(measure_speed, subject)) if timed else {}
+    lines, shown = lines_of(settings, cells), shown_texts(subject, texts)
+    return CheckResult(lines, settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
 
 
-def all_texts(subject: Subject, parts: Parts) -> Texts:
+def made_of(subject: Subject) -> dict[str, Any]:
+    """Where and with what a check is made, as plain values."""
+    return provenance(subject.target) | described(subject.pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
+
+
+def asked_of(subject: Subject) -> str:
+    """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
+    pair, strategy = subject.pair, subject.pair.strategy
+    models = [weights_digest(model) for model in pair.models]
+    how = strategy.layout, strategy.compile, strategy.tokenizer_match
+    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
+    asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
+    return digest_of([json.dumps(asked).encode()])
+
+
+def all_texts(subject: Subject, part: Part) -> Texts:
     """What is generated in each way at each batch size."""
-    settings, found = subject.settings, {}
-    for batch in settings.batch_sizes:
-        for way in settings.ways:
-            runs = len(settings.batches(way, batch, len(subject.prompts)))
-            make = partial(generate_texts, subject, way, batch, parts.step)
-            found[way, batch] = parts(f"texts, {way}, batch {batch}", runs, make)
-    return found
+    return {
+        (way, batch): part(f"texts, {way}, batch {batch}", partial(generate_texts, subject, way, batch))
+        for batch in subject.settings.batch_sizes
+        for way in subject.settings.ways
+    }
 
 
-def all_cells(subject: Subject, parts: Parts, texts: Texts) -> dict[str, dict[str, Any]]:
+def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:
     """What the metrics say of each verification."""
     settings, cells = subject.settings, {}
-    for way in settings.ways:
-        if way in (PLAIN_GREEDY, PLAIN_SAMPLED):
-            continue
+    for way in (way for way in settings.ways if way in settings.verifications):
+        plain = PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED
         for batch in settings.batch_sizes:
             name, ours = f"{way}, batch {batch}", texts[way, batch]
-            cells[name] = {"acceptance": judge_acceptance(ours)}
+            cells[name] = {"acceptance": ours["acceptance"]}
             if way in settings.in_distribution:
-                cells[name]["law"] = parts(f"law, {name}", 1, partial(judge_distribution, subject, way, batch, ours))
-                cells[name]["draft"] = parts(f"draft, {name}", 1, partial(judge_draft, subject, way, batch, ours))
+                make = partial(judge_distribution, subject, way, batch, ours["texts"])
+                cells[name]["law"] = part(f"law, {name}", make)
             else:
-                plain = texts[PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED, batch]
-                make = partial(judge_equality, subject, way, batch, plain, ours)
-                cells[name]["equality"] = parts(f"equality, {name}", 1, make)
+                both = texts[plain, batch]["texts"], ours["texts"]
+                cells[name]["equality"] = part(
+                    f"equality, {name}", partial(judge_equality, subject, way, batch, *both)
+                )
         if way in settings.in_distribution:
-            pooled = [pool(settings, texts, each) for each in (PLAIN_SAMPLED, way)]
-            indices = [index for batch in settings.batch_sizes for index in subject.prompt_indices(way, batch)]
-            cells[way] = {
-                "two_samples": parts(f"two samples, {way}", 1, partial(judge_texts, subject, *pooled)),
-                "quality": parts(f"quality, {way}", 1, partial(judge_quality, subject, indices, *pooled)),
-            }
+            sizes = settings.batch_sizes
+            pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
+            indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
+            cells[way] = {"quality": part(f"quality, {way}", partial(judge_quality, subject, indices, *pooled))}
     return cells
-
-
-def pool(settings: Settings, texts: Texts, way: str) -> list[list[int]]:
-    """The texts of one way at all batch sizes."""
-    return [text for batch in settings.batch_sizes for text in texts[way, batch]["texts"]]
 
 
 def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:
@@ -243,14 +184,24 @@ def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]
     return found
 
 
-@contextmanager
-def counted(steps: int, advance: Advance | None) -> Iterator[Advance]:
-    """What counts a step: the caller's own function, or a progress bar, which appears after some seconds."""
-    if advance is not None:
-        yield advance
-        return
-    with tqdm(total=steps, delay=DELAY, desc="checking") as bar:
-        yield bar.update
+def name_of(pair: DraftTargetPair) -> str:
+    """What a pair is called: "embedded", or where its models come from."""
+    names = [model.name_or_path or type(model).__name__ for model in pair.models]
+    if names[0] == str(embedded_folder()):
+        return "embedded"
+    weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
+    return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
+
+
+def described(pair: DraftTargetPair) -> dict[str, str]:
+    """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
+    found = {"target": "", "draft": type(pair.draft).__name__}
+    for role, model in zip(("target", "draft"), pair.models, strict=False):
+        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
+        if source is not None and source.name is not None:
+            facts += [source.name, f"commit {source.revision}"]
+        found[role] = ", ".join(facts)
+    return found
 
 
 @contextmanager

@@ -30,7 +30,8 @@ class Difference(NamedTuple):
         plain, ours: ids; -1 where a text has ended there.
         gap: the least rise of its logit by which each of the two is chosen, the larger one; None where none is enough.
         units: the same in units of rounding.
-        explained: whether it is at most `UNITS`.
+        limit: the largest gap that counts as rounding there.
+        explained: whether the gap does.
     """
 
     row: int
@@ -39,6 +40,7 @@ class Difference(NamedTuple):
     ours: int
     gap: float | None
     units: float | None
+    limit: float | None
     explained: bool
 
 
@@ -79,7 +81,7 @@ def explain(
     """
     left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
     if -1 in (left, right):
-        return Difference(row, position, left, right, None, None, False)
+        return Difference(row, position, left, right, None, None, None, False)
     ids, logits = plain_logits(target, prompt, plain[:position])
     processors = prepared_processors(target, ids[:, : len(prompt)], options)
     for before in range(len(prompt), ids.shape[1]):  # some keep a state from token to token
@@ -88,14 +90,15 @@ def explain(
     exponentials = None if noise is None else race_noise(noise, position, logits)
 
     def chosen(changed: torch.Tensor) -> int:
-        scores = copied(processors, target)(ids, changed)  # type: ignore[arg-type]
+        own = copy.deepcopy(processors, {id(target): target})  # some have a state, and ask the model itself
+        scores = own(ids, changed)  # type: ignore[arg-type]
         return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
 
     unit = unit_of(target, logits)
     gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
     if math.isinf(gap):
-        return Difference(row, position, left, right, None, None, False)
-    return Difference(row, position, left, right, gap, gap / unit, gap <= UNITS * unit)
+        return Difference(row, position, left, right, None, None, UNITS * unit, False)
+    return Difference(row, position, left, right, gap, gap / unit, UNITS * unit, gap <= UNITS * unit)
 
 
 def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:
@@ -114,42 +117,6 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
         middle = (low + high) / 2
         low, high = (low, middle) if wins(middle) else (middle, high)
     return high
-
-
-@torch.no_grad()
-def impossible(
-    target: PreTrainedModel,
-    options: dict[str, Any],
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-) -> int:
-    """How many emitted tokens have no probability, even if the logit of each were larger by `UNITS` of rounding.
-
-    Top-p and top-k keep a token or not; one that is on their edge may be kept in one forward and not in another.
-
-    Args:
-        target: the model that the texts come from.
-        options: of `generate`.
-        prompts: ids of each row, without pads.
-        texts: ids of each row, up to and including the end token.
-    """
-    found = 0
-    for prompt, text in zip(prompts, texts, strict=True):
-        ids, logits = plain_logits(target, prompt, text)
-        processors = prepared_processors(target, ids[:, : len(prompt)], options)
-        for position, token in enumerate(text, len(prompt)):
-            raised = logits[position - 1 : position].to(torch.float32, copy=True)
-            raised[0, token] += UNITS * unit_of(target, raised)
-            found += bool(processors(ids[:, :position], raised)[0, token].isneginf())  # type: ignore[arg-type]
-    return found
-
-
-@torch.no_grad()
-def tolerance(target: PreTrainedModel, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> float:
-    """The largest rise of a logit that counts as rounding, of all at which tokens of these texts were chosen."""
-    rows = zip(prompts, texts, strict=True)
-    known = (plain_logits(target, prompt, text)[1][len(prompt) - 1 : -1] for prompt, text in rows)  # one at a time
-    return UNITS * max(unit_of(target, logits) for logits in known)
 
 
 def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
@@ -187,9 +154,3 @@ def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: d
     mask = torch.ones_like(start)
     target.generate(input_ids=start, attention_mask=mask, **options, custom_generate=catch)  # type: ignore[operator]
     return caught[0]
-
-
-def copied(processors: LogitsProcessorList, target: PreTrainedModel) -> LogitsProcessorList:
-    """Processors with a state of their own, and with the model that some of them ask."""
-    made: LogitsProcessorList = copy.deepcopy(processors, {id(target): target})
-    return made

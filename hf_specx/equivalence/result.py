@@ -3,10 +3,12 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from .settings import UNITS, Settings
@@ -14,14 +16,12 @@ from .settings import UNITS, Settings
 
 PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
 LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
+POWER = 0.9  # with which the deviations that are told would have been seen
 CHECK_LEGEND = (
     "figure: how far off; larger is worse, and a test fails above its threshold. Of equal tokens it is the largest "
-    "logit gap of a difference in units of rounding; of a distribution and of texts alike it is -log10 of the p-value "
-    "(3 is one in a thousand); of quality it is how far the measure that is furthest off is on the way out of its "
-    "interval, where 1 is the end"
+    "logit gap of a difference in units of rounding, else -log10 of the p-value (3 is one in a thousand). Sees: the "
+    f"least deviation that the test finds with probability {POWER:g}"
 )
-TOO_FEW = "too few texts for this level; ask for more samples"
-NO_LAW = "the draft has no distribution over the target's tokens"
 
 
 class CheckLine(NamedTuple):
@@ -30,10 +30,9 @@ class CheckLine(NamedTuple):
     Attributes:
         what: in words.
         verdict: "passed", "failed", or "not told" where too little was generated.
-        figure: how far off, larger is worse: units of rounding, -log10 of a p-value, or how far the measure that is
-            furthest off is on its way to the end of its interval (1 is there); None where there is none.
+        figure: how far off, larger is worse: units of rounding, or -log10 of a p-value; None where there is none.
         threshold: a figure above it fails.
-        note: what was seen.
+        note: what was seen, and what would have been.
     """
 
     what: str
@@ -55,16 +54,13 @@ class CheckResult:
         settings: of the check, as plain values.
         provenance: versions, device, precision, code.
         prompts: as given.
-        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law" and "draft" (None
-            where it has no distribution over the target's tokens); by verification alone "two_samples" and "quality",
-            None where there were too few texts.
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
+            alone "quality", None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
         trace: how one text came about; see `hf_specx.bench.trace.trace`.
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
-        power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
-            `hf_specx.equivalence.power.power_of`.
         pair: what the pair is called; "" if that is not known.
-        command: the command, or the call in Python, that made the check; "" if that is not known.
+        command: the command that made the check; "" in Python.
     """
 
     lines: list[CheckLine]
@@ -75,7 +71,6 @@ class CheckResult:
     texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     trace: dict[str, Any] = field(default_factory=dict)
     speed: dict[str, Any] = field(default_factory=dict)
-    power: list[dict[str, Any]] = field(default_factory=list)
     pair: str = ""
     command: str = ""
 
@@ -132,10 +127,9 @@ def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[Check
         if "equality" in cell:
             found.append(equality_line(name, cell["equality"]))
         if "law" in cell:
-            found += [distribution_line(name, cell["law"]), draft_line(name, cell["draft"], settings.share)]
+            found.append(distribution_line(name, cell["law"]))
         if "quality" in cell:
-            found.append(texts_line(name, cell["two_samples"], settings.share))
-            found.append(quality_line(name, cell["quality"]))
+            found.append(quality_line(name, cell["quality"], settings.share))
     return found
 
 
@@ -143,20 +137,27 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_equality`."""
     what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
     if not differences:
-        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal")
-    note, limit = f"{len(differences)} of {cell['rows']} rows differ", f"where {cell['tolerance']:.2g} may be rounding"
+        sees = f"one wrong token in {1 / least_share(cell['tokens']):,.0f}"
+        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal; sees {sees}")
+    note = f"{len(differences)} of {cell['rows']} rows differ"
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
-        figure = max(difference["units"] for difference in differences)
-        gap = max(difference["gap"] for difference in differences)
-        return CheckLine(
-            what, PASSED, figure, UNITS, f"{note}, all by rounding: logit gaps of at most {gap:.2g} {limit}"
-        )
+        widest = max(differences, key=lambda difference: difference["units"])
+        told = f"logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
+        note = f"{note}, all by rounding: {told}"
+        return CheckLine(what, PASSED, widest["units"], UNITS, note)
     first, known = wrong[0], [difference["units"] for difference in wrong]
-    gap = "no gap that could explain it" if first["gap"] is None else f"a logit gap of {first['gap']:.2g} {limit}"
+    gap = "no gap that could explain it"
+    if first["gap"] is not None:
+        gap = f"a logit gap of {first['gap']:.2g} where {first['limit']:.2g} may be rounding"
     seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
     figure = None if None in known else max(known)
     return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
+
+
+def least_share(tokens: int) -> float:
+    """How many of the tokens have to be wrong, each by itself, for any among so many to be, with `POWER`."""
+    return float(1 - (1 - POWER) ** (1 / max(1, tokens)))
 
 
 def unlikely(chance: float) -> float:
@@ -164,66 +165,44 @@ def unlikely(chance: float) -> float:
     return 0.0 - math.log10(max(chance, LEAST_CHANCE))  # 0 for 1, and not -0
 
 
-def seen_with(chance: float) -> str:
-    """A p-value for people."""
-    return f"p = {chance:.2g}"
-
-
 def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
     """Of `judge_distribution`."""
-    note = f"{seen_with(cell['p_value'])}; {cell['positions']} tokens, {cell['comparisons']} statistics"
+    note = f"p = {cell['p_value']:.2g}; {cell['positions']} tokens, {cell['comparisons']} statistics"
     if cell["impossible"]:
         note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
     elif cell["statistics"]:
         furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
-    if cell.get("on_the_edge"):
+    if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
+    sees = ", ".join(seen_deviations(cell))
     verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
+    note = f"{note}; sees {sees}" if sees else note
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 
-def draft_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
-    """Of `judge_draft`."""
-    what = f"{name}: tokens that the draft overrates are as frequent as they should be"
-    threshold = unlikely(share)
-    if cell is None:
-        return CheckLine(what, UNTOLD, None, threshold, NO_LAW)
-    if cell["p_value"] is None:
-        return CheckLine(what, UNTOLD, None, threshold, "it overrates none that could come, or nothing else could")
-    note = f"{cell['observed']:.0f} of {cell['positions']}, expected {cell['expected']:.0f}, z = {cell['z']:.1f}"
-    verdict = PASSED if cell["passed"] else FAILED
-    return CheckLine(what, verdict, unlikely(cell["p_value"]), threshold, f"{seen_with(cell['p_value'])}; {note}")
+def seen_deviations(cell: dict[str, Any]) -> Iterator[str]:
+    """The least deviations of some means that `sampled_law` finds with `POWER`, as far as sums are normal."""
+    beyond = NormalDist().inv_cdf(1 - cell["level"] / max(1, cell["comparisons"]) / 2) + NormalDist().inv_cdf(POWER)
+    told = {
+        "surprisal": "a mean log p off by {:.2g} nats a token",
+        "top_1": "the likeliest token {:.1%} of tokens too often or too seldom",
+        "overrated": "what the draft overrates {:.1%}",
+    }
+    for name, words in told.items():
+        if name in cell["statistics"]:
+            known = cell["statistics"][name]
+            yield words.format(beyond * known["standard_error"] / known["weight"])
 
 
-def texts_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
-    """Of `judge_texts`."""
-    what = f"{name}: texts alike those of plain generate"
-    if cell is None:
-        return CheckLine(what, UNTOLD, None, unlikely(share), TOO_FEW)
-    note = f"{seen_with(cell['p_value'])}; {cell['comparisons']} permutation tests"
-    figures = unlikely(cell["p_value"]), unlikely(cell["level"])
-    return CheckLine(what, PASSED if cell["passed"] else FAILED, *figures, note)
-
-
-def quality_line(name: str, cell: dict[str, Any] | None) -> CheckLine:
+def quality_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
     """Of `judge_quality`."""
-    what = f"{name}: quality of plain text"
+    what, threshold = f"{name}: quality of plain text", unlikely(share)
     if cell is None:
-        return CheckLine(what, UNTOLD, None, 1.0, TOO_FEW)
-    furthest = max(cell, key=lambda key: reach(cell[key]))
-    measured = cell[furthest]
+        return CheckLine(what, UNTOLD, None, threshold, "too few texts; ask for more samples")
+    furthest = min(cell, key=lambda key: cell[key]["p_value"])
+    measured, chance = cell[furthest], min(1.0, len(cell) * cell[furthest]["p_value"])
     low, high = measured["interval"]
     seen = f"{furthest} {measured['prediction']:.3g}, plain {measured['reference']:.3g}"
-    note = f"of {len(cell)} measures furthest off: {seen}, 95 % interval of the difference {low:.2g} to {high:.2g}"
-    verdict = PASSED if all(each["within"] for each in cell.values()) else FAILED
-    return CheckLine(what, verdict, reach(measured), 1.0, note)
-
-
-def reach(measured: dict[str, Any]) -> float:
-    """How far a difference is on its way to the end of its widened interval around 0: above 1 it does not hold 0."""
-    difference, (low, high) = measured["difference"], measured["widened"]
-    room = difference - low if difference > 0 else high - difference
-    if difference == 0:
-        return 0.0
-    return abs(difference) / room if room > 0 else float("inf")
+    note = f"p = {chance:.2g}; of {len(cell)} measures furthest off: {seen}, 95 % interval {low:.2g} to {high:.2g}"
+    return CheckLine(what, PASSED if chance >= share else FAILED, unlikely(chance), threshold, note)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_specx.bench.checks import check_runs, check_sampling
 from hf_specx.common.errors import is_int, require
-from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
+from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 
 CHECKED = ("greedy", "coupled", "token", "block")
@@ -18,10 +18,7 @@ OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_i
 IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
 LEAST_SAMPLES, RUNS = 16, 8
 PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
-TIMED = tuple(range(MAX_DRAFT_TOKENS + 1))  # candidates a round of what is timed for a report; 0 is plain
-REPEATS = 3  # timed runs of each, after one that warms up
 UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
-TIMED_RUNS = len(TIMED) * (1 + REPEATS)
 
 
 def check_packages() -> None:
@@ -69,16 +66,10 @@ class Settings:
         names, number = self.verifications, self.num_draft_tokens
         known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)
         require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
-        require(
-            self.new_tokens >= 2 and (self.samples is None or self.samples >= 2),
-            f"new_tokens={self.new_tokens} and samples={self.samples} leave nothing to compare; give 2 or more of "
-            "each.",
-        )
-        require(
-            is_int(number) and number >= 1,
-            f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, and a check is the "
-            "same each time.",
-        )
+        told = f"new_tokens={self.new_tokens} and samples={self.samples} leave nothing to compare; give 2 or more."
+        require(self.new_tokens >= 2 and (self.samples is None or self.samples >= 2), told)
+        told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
+        require(is_int(number) and number >= 1, told)
         told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
         require(0 < self.level < 1, told)
         own = next((name for name in self.options if name in OWN), None)
@@ -96,8 +87,8 @@ class Settings:
 
     @property
     def comparisons(self) -> int:
-        """Tests that share the level: for each `in_distribution` two a batch size, one of texts, one of quality."""
-        return len(self.in_distribution) * (2 * len(self.batch_sizes) + 2)
+        """Tests that share the level: for each `in_distribution` one a batch size, and one of quality."""
+        return len(self.in_distribution) * (len(self.batch_sizes) + 1)
 
     @property
     def share(self) -> float:
@@ -121,29 +112,23 @@ class Settings:
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
         """The indices of the prompts in each batch: all in order, again and again, as far as they are needed."""
-        rows = self._rows(batch, prompts)
+        largest = batch == max(self.batch_sizes)
+        # at smaller sizes fewer texts, since a token takes longer there
+        rows = self.samples or max(RUNS * batch, max(LEAST_SAMPLES, prompts) if largest else 0)
         if way in (PLAIN_GREEDY, "greedy"):
-            rows = prompts if batch == max(self.batch_sizes) else min(prompts, rows)
+            rows = prompts if largest else min(prompts, rows)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
         return [[index % prompts for index in range(first, first + batch)] for first in firsts]
-
-    def _rows(self, batch: int, prompts: int) -> int:
-        """Sampled texts at a batch size; at smaller ones fewer, since a token takes longer there."""
-        least = max(LEAST_SAMPLES, prompts) if batch == max(self.batch_sizes) else 0
-        return self.samples or max(RUNS * batch, least)
 
     def run_seed(self, way: str, batch: int, run: int) -> int:
         """The seed of one batch; coupled sampling has those of plain sampling, all others have their own."""
         stream = PLAIN_SAMPLED if way == "coupled" else way
         return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
 
-    def steps(self, prompts: int, timed: bool = False) -> int:
-        """How often a check of so many prompts says that it has advanced; `timed` with speed, for a report."""
-        runs = sum(len(self.batches(way, batch, prompts)) for way in self.ways for batch in self.batch_sizes)
-        tests = len(self.in_distribution) * (len(self.batch_sizes) + 2)
-        judged = len(self.verifications) * len(self.batch_sizes) + tests
-        timing = TIMED_RUNS if timed else 0
-        return runs + judged + timing + 1  # the last is the trace
+    def steps(self, timed: bool = False) -> int:
+        """How many parts a check has: texts, what is made of them, the trace, and speed where that is `timed`."""
+        sizes = len(self.batch_sizes)
+        return sizes * (len(self.ways) + len(self.verifications)) + len(self.in_distribution) + 1 + timed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with lists for tuples."""

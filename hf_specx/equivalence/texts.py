@@ -2,14 +2,15 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.bench.inputs import Inputs, emitted, encode
-from hf_specx.bench.timer import Advance
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
@@ -44,12 +45,18 @@ class Subject:
         assert self.pair.tokenizer is not None
         return self.pair.tokenizer
 
-    def strategy(self, verification: str, num_draft_tokens: int | None = None) -> SpeculativeDecoding:
+    @property
+    def draft(self) -> PreTrainedModel | None:
+        """The model that gives candidates a distribution over the target's tokens; None where none does."""
+        same = same_tokens(self.pair.tokenizer, self.pair.draft_tokenizer)
+        return make_drafter(self.pair.draft, self.target).model if same else None
+
+    def strategy(self, verification: str) -> SpeculativeDecoding:
         """Like the pair's own, but for what is checked; a new one, so that nothing learned elsewhere counts."""
         own = self.pair.strategy
         return SpeculativeDecoding(
             self.pair.draft,
-            num_draft_tokens=num_draft_tokens or self.settings.num_draft_tokens,
+            num_draft_tokens=self.settings.num_draft_tokens,
             verification=None if verification == "greedy" else verification,
             layout=own.layout,
             compile=own.compile,
@@ -57,6 +64,12 @@ class Subject:
             draft_tokenizer=own.draft_tokenizer,
             tokenizer_match=own.tokenizer_match,
         )
+
+    def call(self, way: str) -> dict[str, Any]:
+        """What `generate` is given besides its inputs; with a strategy where it is not plain."""
+        options = self.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
+        plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
+        return options if plain else options | {"custom_generate": self.strategy(way)}
 
     def prompt_indices(self, way: str, batch: int) -> list[int]:
         """The index of each row's prompt, over all batches."""
@@ -86,27 +99,19 @@ def ask_first(subject: Subject) -> None:
         for way, batch in product(settings.ways, settings.batch_sizes):
             inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])
             with suppress(Reached):
-                subject.target.generate(**inputs, **call_of(subject, way))  # type: ignore[operator]
+                subject.target.generate(**inputs, **subject.call(way))  # type: ignore[operator]
     finally:
         for handle in handles:
             handle.remove()
 
 
-def call_of(subject: Subject, way: str) -> dict[str, Any]:
-    """What `generate` is given besides its inputs; with a strategy where it is not plain."""
-    options = subject.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
-    plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
-    return options if plain else options | {"custom_generate": subject.strategy(way)}
-
-
-def generate_texts(subject: Subject, way: str, batch: int, advance: Advance) -> dict[str, Any]:
+def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     """All texts of one way to generate.
 
     Returns:
-        "texts", emitted ids of each row up to and including its end token; of a speculative way also "accepted" and
-        "drafted" of each row and round, "alpha" (mean sum min(p, q) of judged candidates) and "layout".
+        "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance".
     """
-    settings, options = subject.settings, call_of(subject, way)
+    settings, options = subject.settings, subject.call(way)
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
     reports: list[SpeculationReport] = []
@@ -118,16 +123,23 @@ def generate_texts(subject: Subject, way: str, batch: int, advance: Advance) -> 
         if strategy is not None:
             assert strategy.report is not None
             reports.append(strategy.report)
-        advance()
-    return {"texts": texts} | (_acceptance(reports) if reports else {})
+    return {"texts": texts} | ({"acceptance": acceptance_in(reports)} if reports else {})
 
 
-def _acceptance(reports: list[SpeculationReport]) -> dict[str, Any]:
-    rows = [[record for record in row if record.drafted] for report in reports for row in report.history]
-    judged = sum(report.judged for report in reports)
+def acceptance_in(reports: list[SpeculationReport]) -> dict[str, Any]:
+    """What the draft was worth in some calls; by position of a candidate, how many were judged and accepted there."""
+    drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
+    judged, rounds = sum(report.judged for report in reports), sum(sum(report.rounds_per_row) for report in reports)
     return {
-        "accepted": [[record.accepted for record in row] for row in rows],
-        "drafted": [[record.drafted for record in row] for row in rows],
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "tokens_per_round": 1 + accepted / rounds if rounds else 1.0,
+        "rounds": rounds,
         "alpha": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
         "layout": reports[0].layout,
+        "judged_per_position": _sums([report.judged_per_position for report in reports]),
+        "accepted_per_position": _sums([report.accepted_per_position for report in reports]),
     }
+
+
+def _sums(counts: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -5,7 +5,7 @@ from pathlib import Path
 from hf_specx.common.errors import require
 
 
-NAMES = ("acceptance", "sequence_equality", "sampled_law", "two_samples", "text_quality")
+NAMES = ("acceptance", "sequence_equality", "sampled_law", "text_quality")
 
 
 def path(name: str) -> str:

@@ -1,5 +1,6 @@
 """`specx check`: what is shown, written and refused, and the exit status."""
 
+import html
 import json
 
 import pytest
@@ -50,10 +51,7 @@ def test_a_check_that_passes(folder, texts, tmp_path):
         assert line["verdict"] == "passed"
     assert "passed: no difference to plain generate was found" in result.stdout
     assert f"wrote {out}" in result.stdout
-    assert "would have been rejected with probability 0.9" in result.stdout
-    for row in found["power"]:
-        assert row["what"] in result.stdout
-        assert row["smallest"].split(";")[0] in result.stdout
+    assert "deviation that the test finds with probability 0.9" in " ".join(result.stdout.split())
 
 
 def test_a_check_that_fails(monkeypatch, folder, texts, tmp_path):
@@ -110,9 +108,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
         (["--out", "no/such/folder.json"], "there is no folder"),
         (["--resume", "no/such/folder.json"], "there is no folder"),
         (["--report", "no/such/report.html"], "there is no folder"),
-        (["--report", "report.pdf"], "does not end in .html"),
         (["--report", "FOLDER"], "is a folder; name a file in it"),
-        (["--resume", "FILE"], "is no interrupted check of this version"),
         ([], "give a list of texts; the pair has none of its own"),
         (["--file", "FILE", "--new-tokens", "1000"], "more than the 128 positions"),
     ],
@@ -128,47 +124,30 @@ def test_errors_are_one_line(folder, texts, tmp_path, arguments, message):
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("fault", [None, "one candidate too many"])
-def test_a_report(monkeypatch, folder, texts, tmp_path, fault):
-    """Of a check that passes and of one that fails, whose exit code says so."""
-    pytest.importorskip("jinja2")
-    pytest.importorskip("matplotlib")
-    if fault is not None:
-        inject(monkeypatch, fault)
+def test_a_report(folder, texts, tmp_path):
     out, report = tmp_path / "result.json", tmp_path / "report.html"
     small = [*SMALL, "--file", texts, "--verification", "greedy", "--out", str(out)]
     result = specx(folder, *small, "--report", str(report))
-    assert result.exit_code == (fault is not None), result.stderr
+    assert result.exit_code == 0, result.stderr
     assert f"wrote {report}" in result.stdout
-    page = report.read_text(encoding="utf-8")
-    for line in json.loads(out.read_text())["lines"]:
+    page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
+    for line in found["lines"]:
         assert line["what"] in page
-        assert line["verdict"] == ("passed" if fault is None else "failed")
-    assert f'class="verdict {line["verdict"]}"' in page
-    assert {file.name for file in (tmp_path / "report_files").iterdir()} == {
-        "acceptance.png",
-        "lengths.png",
-        "speed.png",
-    }
-    assert len(json.loads(out.read_text())["speed"]["numbers"]) == 8
+    assert found["speed"]["times_plain"] > 0
+    assert found["command"] in html.unescape(page)
+    assert found["pair"] in page
 
 
-def test_chat_is_for_prompts_of_a_file(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chat"], "--chat is for prompts of --file"),
+        (["--report", "report.pdf"], "does not end in .html"),
+        (["org/pair", "--resume", "FILE"], "is no interrupted check of this version"),
+    ],
+)
+def test_refused_before_anything_is_loaded(monkeypatch, texts, arguments, message):
     monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
-    result = specx("--chat")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--chat is for prompts of --file" in result.stderr
-
-
-def test_reports_are_refused_before_anything_is_loaded(monkeypatch):
-    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
-    result = specx("--report", "report.pdf")
-    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
-    assert "does not end in .html" in result.stderr
-
-
-def test_a_file_that_cannot_be_taken_up_is_refused_before_the_pair_is_loaded(monkeypatch, texts):
-    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
-    result = specx("org/pair", "--resume", texts)
-    assert result.exit_code == 2
-    assert "is no interrupted check of this version" in result.stderr
+    result = specx(*(texts if argument == "FILE" else argument for argument in arguments))
+    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
+    assert message in result.stderr

@@ -8,106 +8,69 @@ from hf_specx.equivalence.settings import Settings
 
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\">"
-COUNTS = {"judged_per_position": [40, 30, 24], "accepted_per_position": [30, 24, 18]}
 ACCEPTANCE = {
     "alpha": 0.731,
     "tokens_per_round": 2.8,
-    "rounds": 40,
-    "accepted_lengths": [10, 6, 6, 18],
-    **COUNTS,
+    "judged_per_position": [40, 30, 24, 20, 9],
+    "accepted_per_position": [30, 24, 18, 9, 0],
 }
 LINES = [
     CheckLine("greedy, batch 1: the same tokens as plain generate", PASSED, 0.0, 16.0, "all 4 rows are equal"),
-    CheckLine(
-        "token, batch 1: sampled from the target's distribution",
-        PASSED,
-        0.6,
-        3.7,
-        "p = 0.25; 64 tokens, 17 statistics",
-    ),
-    CheckLine("token: texts alike those of plain generate", UNTOLD, None, 3.7, "too few texts for this level"),
-    CheckLine("token: quality of plain text", PASSED, 0.414, 1.0, "of 4 measures furthest off: length 9, plain 8"),
+    CheckLine("token, batch 1: sampled from the target's distribution", PASSED, 0.6, 3.7, "p = 0.25; 64 tokens"),
+    CheckLine("token: quality of plain text", UNTOLD, None, 3.7, "too few texts; ask for more samples"),
 ]
 WRONG = CheckLine("coupled, batch 1: the same tokens as plain generate", FAILED, None, 16.0, "1 of 4 rows differs")
 
 
-def candidate(text: str, p: float, q: float | None, acceptance: float, accepted: bool, token: int = 7) -> dict:
-    return {
-        "token": token,
-        "text": text,
-        "p": p,
-        "q": q,
-        "acceptance": acceptance,
-        "overlap": 0.5,
-        "accepted": accepted,
-    }
-
-
-def token(text: str, origin: str, p: float, q: float | None, token: int = 7) -> dict:
-    return {"token": token, "text": text, "origin": origin, "p": p, "q": q}
+def entry(text: str, token: int, p: float, q: float | None, **more: object) -> dict:
+    return {"token": token, "text": text, "p": p, "q": q} | more
 
 
 TRACE = {
     "verification": "token",
-    "prompt": [1, 2],
     "rounds": [
-        {"candidates": [], "rejected": None, "tokens": [token("the", "bonus", 0.125, None, 11)]},
+        {"candidates": [], "rejected": None, "tokens": [entry("the", 11, 0.125, None, origin="bonus")]},
         {
             "candidates": [
-                candidate(" cat", 0.0584, 0.1347, 0.4342, True, 12),
-                candidate(HOSTILE, 0.001234, 0.5, 0.002468, False, 13),
-                candidate(" mat", 0.9, 0.9, 1.0, False, 14),
+                entry(" cat", 12, 0.0584, 0.1347, acceptance=0.4342),
+                entry(HOSTILE, 13, 0.001234, 0.5, acceptance=0.002468),
             ],
             "rejected": 1,
-            "tokens": [token(" cat", "accepted", 0.0584, 0.1347, 12), token("\n    ", "recovered", 0.3, 0.0777, 15)],
+            "tokens": [
+                entry(" cat", 12, 0.0584, 0.1347, origin="accepted"),
+                entry("\n    ", 15, 0.3, 0.0777, origin="recovered"),
+            ],
         },
         {
-            "candidates": [
-                candidate(HOSTILE, 0.62, 0.31, 1.0, True, 13),
-                candidate(" on", 5.53e-05, 4.0, 0.1, True, 16),
-            ],
+            "candidates": [entry(HOSTILE, 13, 0.62, 0.31, acceptance=1.0)],
             "rejected": None,
             "tokens": [
-                token(HOSTILE, "accepted", 0.62, 0.31, 13),
-                token(" on", "accepted", 5.53e-05, 4.0, 16),
-                token("\tend", "bonus", 0.017, None, 17),
+                entry(HOSTILE, 13, 0.62, 0.31, origin="accepted"),
+                entry("\tend", 17, 0.017, None, origin="bonus"),
             ],
         },
     ],
 }
-SPEED = {
-    "verification": "block",
-    "batch": 1,
-    "new_tokens": 64,
-    "repeats": 3,
-    "alpha": 0.751,
-    "cost_coefficient": 0.183,
-    "plain": {"median": 61.5, "min": 60.0, "max": 63.0},
-    "numbers": [
-        {
-            "num_draft_tokens": number,
-            "tokens_per_second": {"median": 60.0 + number, "min": 60.0, "max": 80.0},
-            "times_plain": 1.5 - 0.1 * abs(4 - number),
-            "speedup": {"median": 1.51 - 0.1 * abs(4 - number), "min": 1.0, "max": 1.75},
-            "tokens_per_round": 1 + number / 3,
-            "expected": 1.6,
-            "forward_limited": 1.55,
-        }
-        for number in range(1, 9)
-    ],
-}
+TOLD = [  # of each token
+    "the: bonus, token 11, p 0.125, q -, acceptance -, round 1",
+    "␣cat: accepted, token 12, p 0.0584, q 0.135, acceptance 0.434, round 2, candidate 1 of 2",
+    f"↵␣␣␣␣: recovered, token 15, p 0.3, q 0.0777, acceptance -, round 2; in place of {HOSTILE}: token 13, p 0.00123, "
+    "q 0.5, acceptance 0.00247",
+    f"{HOSTILE}: accepted, token 13, p 0.62, q 0.31, acceptance 1, round 3, candidate 1 of 1",
+    "⇥end: bonus, token 17, p 0.017, q -, acceptance -, round 3",
+]
+SPEED = {"verification": "block", "batch": 1, "num_draft_tokens": 5, "turns": 3}
+SPEED |= {"times_plain": 1.4, "least": 1.0, "most": 1.75}
 
 
 def made(passed: bool = True, **changes: object) -> CheckResult:
     """A result of a check of three verifications."""
     given = {
         "lines": LINES if passed else [*LINES, WRONG],
-        "settings": Settings((1, 8), 8, temperature=0.7, top_p=0.9, options={"min_new_tokens": 3}).to_dict(),
+        "settings": Settings((1, 8), 8, temperature=0.7, options={"min_new_tokens": 3}).to_dict(),
         "provenance": {"hf_specx": "0.1.0", "target": f"Llama {HOSTILE}", "draft": "Llama, 99 parameters"},
         "prompts": [f"def {HOSTILE}(", "the dog"],
-        "cells": {
-            name: {"acceptance": ACCEPTANCE} for name in ("greedy, batch 1", "coupled, batch 1", "token, batch 1")
-        },
+        "cells": {f"{name}, batch 1": {"acceptance": ACCEPTANCE} for name in ("greedy", "coupled", "token")},
         "texts": {"plain sampled": [{"prompt": 1, "text": f" & {HOSTILE}\n"}]},
         "trace": TRACE,
         "speed": SPEED,
@@ -118,22 +81,15 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
 
 
 class Page(HTMLParser):
-    """What a page has.
+    """What a page has: `elements`, each with its attributes, and all `text` but that of styles and scripts."""
 
-    Attributes:
-        elements: each with its attributes, in order.
-        texts: pieces of text, but for those of styles and scripts.
-        within: the text in each element that has an id.
-    """
-
-    VOID = ("meta", "link", "img")
+    VOID = ("meta", "link", "img", "br")
 
     def __init__(self, source: str):
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
-        self.within: dict[str, str] = {}
-        self.open: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
         self.feed(source)
         self.close()
         assert self.open == []
@@ -141,31 +97,20 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.elements.append((tag, dict(attributes)))
         if tag not in self.VOID:
-            self.open.append((tag, dict(attributes).get("id")))
+            self.open.append(tag)
 
     def handle_endtag(self, tag):
-        assert self.open.pop()[0] == tag  # each end belongs to its start
+        assert self.open.pop() == tag  # each end belongs to its start
 
     def handle_data(self, data):
-        if not self.open or self.open[-1][0] in ("style", "script"):
-            return
-        self.texts.append(data)
-        for _, name in self.open:
-            if name is not None:
-                self.within[name] = self.within.get(name, "") + data
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.texts.append(data)
 
     @property
     def text(self) -> str:
-        """All of it, with single spaces."""
+        """With single spaces."""
         return " ".join(" ".join(self.texts).split())
 
-    def all(self, tag: str, **attributes: str) -> list[dict[str, str | None]]:
-        """Attributes of the elements of a kind that have these; `class_` is one of its classes."""
-        chosen = attributes.pop("class_", None)
-        return [
-            found
-            for name, found in self.elements
-            if name == tag
-            and (chosen is None or chosen in (found.get("class") or "").split())
-            and attributes.items() <= found.items()
-        ]
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """Attributes of the elements of a kind."""
+        return [attributes for name, attributes in self.elements if name == tag]

@@ -1,8 +1,6 @@
 """text_quality: measures by hand, perplexity by the model's own loss, and intervals that cover what they should."""
 
-import copy
 import math
-import sys
 
 import evaluate
 import numpy as np
@@ -63,18 +61,14 @@ def test_tokens_are_counted_where_there_is_a_tokenizer():
     assert counts != [3, 4, 0]
 
 
-def test_targets_by_hand():
-    targets = ["the cat ran", "b a a a", "two"]
-    found = quality(targets=targets)
-    assert found["rouge1"]["prediction"] == pytest.approx((2 / 3 + 1 + 0) / 3)
-    assert found["rougeL"]["prediction"] == pytest.approx((2 / 3 + 3 / 4 + 0) / 3)
-    assert found["exact_match"]["prediction"] == 0
-    found = quality(targets=[LEFT[0], RIGHT[1], "one "])
+def test_targets_and_lengths_by_hand():
+    found = quality(targets=[LEFT[0], RIGHT[1], "one "], lengths=[[9, 8, 7], [9, 9, 9]])
     assert (found["exact_match"]["prediction"], found["exact_match"]["reference"]) == pytest.approx((1 / 3, 1 / 3))
+    assert (found["length"]["prediction"], found["length"]["reference"]) == (8, 9)
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_perplexity_is_that_of_the_models_loss(given: bool, tmp_path):
+def test_perplexity_is_that_of_the_models_loss(given: bool):
     """A text is judged behind its prompt, or behind the token that starts texts; the empty one is left out."""
     model, tokenizer = tiny(**SIZES).double(), tiny_tokenizer()
     prompts = ["the ", "on a ", "x"] if given else None
@@ -92,79 +86,60 @@ def test_perplexity_is_that_of_the_models_loss(given: bool, tmp_path):
     assert found["difference"] == pytest.approx(expected[0] - expected[1])
     ways = [math.exp(losses[i]) - math.exp(losses[i + 2]) for i in range(2)] + [expected[0] - expected[1]]
     assert found["interval"] == pytest.approx([min(ways), max(ways)], rel=1e-4)  # of two rows, each way is drawn often
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    loaded = quality(prompts=prompts, model=str(tmp_path))["perplexity"]
-    assert loaded["prediction"] == pytest.approx(expected[0])
-
-
-def test_the_models_own_samples_are_less_perplexing_than_noise():
-    model, tokenizer = tiny(**SIZES), tiny_tokenizer()
-    torch.manual_seed(0)
-    start = torch.full((40, 1), tokenizer("a").input_ids[0])
-    words = [tokenizer.decode(ids) for ids in range(2, 258)]
-    rng = np.random.default_rng(0)
-    own = model.generate(start, do_sample=True, temperature=0.5, max_new_tokens=12)[:, 1:]
-    noise = ["".join(rng.choice(words, 12)) for _ in own]
-    prompts = {"prompts": ["a"] * 40, "model": model, "tokenizer": tokenizer}
-    found = quality(tokenizer.batch_decode(own, skip_special_tokens=True), noise, **prompts)["perplexity"]
-    assert found["interval"][1] < 0
-
-
-def test_the_model_is_left_as_it_was():
-    model = copy.deepcopy(tiny(**SIZES)).train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    quality(model=model, tokenizer=tiny_tokenizer())
-    assert [module.training for module in model.modules()] == modes
+    differences = [losses[i] - losses[i + 2] for i in range(2)]
+    assert found["p_value"] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue)
 
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
     """100 samples of 50 pairs at level 0.1; the bootstrap's own is at most 0.12. Bounds at 1e-4 on either side."""
-    compared, rng, missed = script("text_quality").compared, np.random.default_rng(0), 0
+    compared, rng, missed = script("text_quality")._compared, np.random.default_rng(0), 0
     for _ in range(100):
         common, left, right = rng.normal(size=(3, 50))
-        low, high = compared(5 * common + left + 0.3, 5 * common + right, level=0.1, seed=0)["interval"]
+        low, high = compared([5 * common + left + 0.3, 5 * common + right], level=0.1, seed=0)["interval"]
         missed += not low < 0.3 < high
     assert stats.binom.ppf(1e-4, 100, 0.1) <= missed <= stats.binom.isf(1e-4, 100, 0.12)
 
 
+def test_p_values_are_those_of_students_paired_test():
+    compared, (left, right) = script("text_quality")._compared, np.random.default_rng(0).normal(size=(2, 40))
+    assert compared([left, right], 0.05, 0)["p_value"] == pytest.approx(stats.ttest_rel(left, right).pvalue)
+    assert compared([left, left], 0.05, 0)["p_value"] == 1
+    assert compared([np.ones(40), np.zeros(40)], 0.05, 0)["p_value"] == 0
+
+
 def test_pairs_are_drawn_together():
-    """What both texts of a row share does not widen the interval."""
+    """What both texts of a row share does not widen the interval of the difference, but those of each mean."""
     common = np.random.default_rng(0).normal(size=60)
-    found = script("text_quality").compared(100 * common + 1, 100 * common, level=0.05, seed=0)
+    found = script("text_quality")._compared([100 * common + 1, 100 * common], level=0.05, seed=0)
     assert found["interval"] == pytest.approx([1, 1])
+    assert (
+        found["reference_interval"][0]
+        < found["reference"] - 1
+        < found["reference"] + 1
+        < found["reference_interval"][1]
+    )
 
 
-def test_each_mean_has_an_interval_of_its_own():
-    """That of its difference from nothing, of which nothing is left to chance."""
-    compared, rng = script("text_quality").compared, np.random.default_rng(0)
-    left, right, nothing = rng.normal(size=40), rng.normal(size=40), np.zeros(40)
-    found = compared(left, right, level=0.1, seed=3)
-    for name, column in (("prediction", left), ("reference", right)):
-        assert found[f"{name}_interval"] == compared(column, nothing, level=0.1, seed=3)["interval"]
-        assert found[f"{name}_interval"][0] < found[name] < found[f"{name}_interval"][1]
-
-
-def test_the_seed_decides():
-    assert quality(seed=1) == quality(seed=1)
-    many = {"left": ["a " * i for i in range(40)], "right": ["a " * (i * i % 7) for i in range(40)]}
-    assert quality(**many, seed=1) != quality(**many, seed=2)
-
-
-def test_other_metrics_are_computed_text_by_text(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ("{'by': len(target) - len(text), 'kinds': [1]}", {"shorter": (2.5, 1.5)}),
+        ("{'text': len(text), 'target': len(target)}", {"shorter_text": (1.5, 2.5), "shorter_target": (4, 4)}),
+    ],
+)
+def test_other_metrics_are_computed_text_by_text(tmp_path, monkeypatch, result: str, expected: dict):
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    name = extra(tmp_path, "{'by': len(target) - len(text), 'kinds': [1]}")
-    found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[name])
-    assert (found["shorter"]["prediction"], found["shorter"]["reference"]) == (2.5, 1.5)
-    assert found["shorter"]["interval"] == [1, 1]
+    metric = evaluate.load(extra(tmp_path, result))
+    found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[metric])
+    assert {name: (found[name]["prediction"], found[name]["reference"]) for name in expected} == expected
 
 
-def test_several_numbers_of_another_metric(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
-    name = extra(tmp_path, "{'text': len(text), 'target': len(target)}")
-    found = quality(["a", "ab"], ["ab", "abc"], targets=["abcd", "abcd"], extra=[name])
-    assert (found["shorter_text"]["prediction"], found["shorter_target"]["prediction"]) == (1.5, 4)
+def test_code_of_a_metric_that_is_only_named_is_not_run(tmp_path):
+    path = tmp_path / "was_run"
+    name = extra(tmp_path, f"open({str(path)!r}, 'w') and {{'one': 1.0}}")
+    with pytest.raises(ValueError, match="is not loaded; pass evaluate.load"):
+        quality(targets=LEFT, extra=[name])
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +151,8 @@ def test_several_numbers_of_another_metric(tmp_path, monkeypatch):
         ({"targets": ["a"]}, "targets has 1 texts for 3 rows; give"),
         ({"prompts": ["a"] * 3}, "prompts are read by a model; pass model and tokenizer, or leave them out"),
         ({"model": tiny(**SIZES)}, "model cannot read text; pass its tokenizer"),
-        ({"extra": ["bleu"]}, "compares texts with targets; give targets"),
+        ({"extra": ["bleu"]}, "compare texts with targets; give targets"),
+        ({"extra": ["bleu"], "targets": LEFT}, "extra='bleu' is not loaded"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict, message: str):
@@ -184,29 +160,10 @@ def test_what_does_not_fit_is_refused(options: dict, message: str):
         quality(**options)
 
 
-def test_texts_without_tokens_have_no_perplexity():
-    with pytest.raises(ValueError, match="in each pair one text has no tokens.*leave out the model"):
-        quality(["", "a"], ["b", ""], model=tiny(**SIZES), tokenizer=tiny_tokenizer())
-
-
-def test_without_a_start_there_must_be_prompts():
-    tokenizer = tiny_tokenizer()
+def test_what_has_no_perplexity_is_refused():
+    tokenizer, model = tiny_tokenizer(), tiny(**SIZES)
+    with pytest.raises(ValueError, match="less than two pairs both texts have tokens; leave out the model"):
+        quality(["", "a"], ["b", ""], model=model, tokenizer=tokenizer)
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="has nothing before its first token; give prompts"):
-        quality(model=tiny(**SIZES), tokenizer=tokenizer)
-
-
-def test_rouge_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(ImportError, match="pip install rouge_score.*or leave out the targets"):
-        quality(targets=LEFT)
-
-
-def test_another_metric_that_is_not_found(monkeypatch):
-    def load_none(name):
-        raise FileNotFoundError(name)
-
-    module = load("text_quality")
-    monkeypatch.setattr(evaluate, "load", load_none)
-    with pytest.raises(ValueError, match="extra='bleu' is not found; give a path, or a name on the Hub and a network"):
-        module.compute(predictions=LEFT, references=RIGHT, targets=RIGHT, extra=["bleu"])
+        quality(model=model, tokenizer=tokenizer)

@@ -2,16 +2,14 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import evaluate
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 
 DESCRIPTION = "Tests whether texts were sampled from exactly the distribution of a model and its logits processors."
@@ -21,55 +19,54 @@ a function f and the emitted token x, f(x) - E_p f has mean 0 whatever came befo
 martingale with variance sum Var_p f, also where a text ends at an end token. The functions are chosen beforehand:
 
     surprisal: -log p(x).
-    top_1, rank_2_3, rank_4_10, rank_11_50, rank_51_on: whether x has that rank in p (ties by id).
-    half_1 to half_4: whether x is in a fixed pseudo-random half of the vocabulary, as a random sign of each id.
+    top_1, rank_2_3, rank_4_10, rank_11_50, rank_51_on, half_1 to half_4: whether x has that rank in p (ties by id), or
+        is in a fixed pseudo-random half of the vocabulary.
     cdf: p of all smaller ids plus half of p(x); it shows errors in sampling by cumulated sums.
     repeated: whether x is in the row already; it shows errors in processors that read the prefix.
+    overrated, with a draft: whether q(x) > p(x), since most faulty verifiers let too much of the draft through.
 
-All of this stays true if f is multiplied by a weight that is known before x is sampled. Some functions are tested with
-such weights too: `_first` counts only the first token of each row (it comes from the prompt's forward, and would be
-lost among the others), `_alternating` gives the tokens of a row the signs + - + -, and `_after` weighs each token by
-the centred f of the one before it: only this shows random numbers that are used twice.
+All of this stays true if f is multiplied by a weight that is known before x is sampled: `_first` counts only the first
+token of each row (it comes from the prompt's forward), `_alternating` gives the tokens of a row the signs + - + -, and
+`_after` weighs each token by the centred f of the one before it, which shows random numbers that are used twice.
 
-The p-value of z = (observed - expected) / sqrt(variance) is two-sided. Where Lyapunov's ratio
-L = sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1, as for a hundred fair coins, it is a normal's times
-cosh(L z^3 / 6), since skewed sums have longer tails (Cramer). Where L is larger (few or rare events) it is bounded by
-Freedman's inequality, and surprisal is left out. The least is multiplied by the number of statistics (Bonferroni).
+The two-sided p-value of z = (observed - expected) / sqrt(variance) is a normal's times cosh(L z^3 / 6), for the longer
+tails of skewed sums (Cramer), where L = sum E|f - E f|^3 / (sum Var f)^1.5 is at most 0.1 (a hundred fair coins). For
+few or rare events Freedman's inequality bounds it, and surprisal is left out. The least is multiplied by the number of
+statistics (Bonferroni).
 
 Args:
     predictions: emitted ids of each row, with its end token, without pads.
     references: prompt ids of each row, without pads.
-    model: whose distribution is tested: a PreTrainedModel (decoder only), or a path for `from_pretrained`. It is left
-        unchanged. Use float32: in half precision the test may find the rounding.
+    model: the PreTrainedModel whose distribution is tested, a decoder in evaluation mode. Use float32: in half
+        precision the test may find the rounding.
     generation_config: of the call that made the text, read as for do_sample=True; None is the model's own. As in
         `generate`, unset values are the model's, or transformers' defaults (among them top_k=50; 0 is none).
     processors: a LogitsProcessorList instead of a generation_config. Each row gets a copy of it.
+    draft: the PreTrainedModel that proposed tokens of the same vocabulary, for `overrated`; None leaves it out.
+    rounding: how far a logit may be off, in units of the precision's epsilon times the largest logit; 0 unless given.
+        A token with p = 0 that would be kept with its logit raised by so much is `on_the_edge`, and not `impossible`.
     level: probability of a false alarm, above 0 and below 1, 0.001 unless given.
 
 Returns:
     passed: whether p_value is at least `level` and no token was impossible.
     p_value: Bonferroni-adjusted, at most 1; 0 where a token was impossible. 1 where nothing could be compared.
     level, comparisons: as given, and how many statistics were tested.
-    positions, impossible: the number of emitted tokens, and of those with p = 0.
-    statistics: by name `observed`, `expected`, `standard_error` (of observed), `z`, `p_value` (of this one, without
-        Bonferroni), `limit` (the smallest |observed - expected| that fails) and `weight` (sum of |weights|).
+    positions, impossible, on_the_edge: the number of emitted tokens, and of those with p = 0.
+    statistics: by name `observed`, `expected`, `standard_error`, `z`, `p_value` (without Bonferroni) and `weight` (sum
+        of |weights|).
 
 Raises:
-    ValueError: no model, a model with an encoder, a row without a prompt, ids outside the vocabulary, or no tokens.
+    ValueError: for a model or for rows whose distribution is not known.
 
 Example:
-    >>> out = model.generate(prompt, do_sample=True, max_new_tokens=200)
-    >>> text = out[:, prompt.shape[1]:].tolist()
+    >>> text = model.generate(prompt, do_sample=True, max_new_tokens=200)[:, prompt.shape[1] :].tolist()
     >>> sampled_law.compute(predictions=text, references=prompt.tolist(), model=model)["passed"]
     True
 """
-CITATION = """@article{freedman1975tail, author={Freedman, David A.}, title={On Tail Probabilities for Martingales},
-  journal={The Annals of Probability}, volume={3}, number={1}, pages={100--118}, year={1975}}"""
-
-ALL = 2**31
-BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, ALL)}
-HALVES = [f"half_{i}" for i in range(1, 5)]
-FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES, "repeated"]
+CITATION = "Freedman 1975, On Tail Probabilities for Martingales, The Annals of Probability 3(1), 100-118."
+BANDS = {"top_1": (0, 1), "rank_2_3": (1, 3), "rank_4_10": (3, 10), "rank_11_50": (10, 50), "rank_51_on": (50, 2**31)}
+HALVES = ["half_1", "half_2", "half_3", "half_4"]
+FUNCTIONS = ["surprisal", "cdf", *BANDS, *HALVES, "repeated", "overrated"]
 JUMPS = dict.fromkeys(FUNCTIONS, 1.0) | {"surprisal": math.inf, "cdf": 0.5}  # the most that |f - E f| can be
 WEIGHTS = {"surprisal": ["_first", "_alternating"], "top_1": ["_first", "_alternating", "_after"], "cdf": ["_after"]}
 STATISTICS = [(name, weight) for name in FUNCTIONS for weight in ["", *WEIGHTS.get(name, [])]]
@@ -95,71 +92,101 @@ class SampledLaw(evaluate.Metric):
         self,
         predictions: list[list[int]],
         references: list[list[int]],
-        model: PreTrainedModel | str | Path | None = None,
+        model: PreTrainedModel | None = None,
         generation_config: GenerationConfig | None = None,
         processors: LogitsProcessorList | None = None,
+        draft: PreTrainedModel | None = None,
+        rounding: float = 0.0,
         level: float = 0.001,
     ) -> dict[str, object]:
-        _check_options(model, generation_config, processors, level)
-        judge: Any = AutoModelForCausalLM.from_pretrained(model) if isinstance(model, (str, Path)) else model
-        _check_rows(judge, predictions, references)
-        rows = Rows(judge, generation_config, processors)
-        totals, impossible = torch.zeros(len(STATISTICS), 5, dtype=torch.float64), 0
-        with torch.no_grad(), evaluating(judge):
-            for text, prompt in zip(predictions, references, strict=True):
-                if text:
-                    moments, missed = rows.moments(prompt, text)
-                    totals += weighted(moments)
-                    impossible += missed
-        return verdict(totals, impossible, level) | {"positions": sum(map(len, predictions))}
+        _check(model, generation_config, processors, level, predictions, references)
+        rows = Rows(model, generation_config, processors, draft, rounding)
+        totals = torch.zeros(len(STATISTICS), 5, dtype=torch.float64)
+        for text, prompt in zip(predictions, references, strict=True):
+            if text:
+                totals += weighted(rows.moments(prompt, text))
+        counts = {"positions": sum(map(len, predictions)), "on_the_edge": rows.on_the_edge}
+        return verdict(totals, rows.impossible, level) | counts
 
 
 class Rows:
-    """Recomputes the distribution of each emitted token of a row; each row gets a copy of the processors."""
+    """Recomputes the distribution of each emitted token, row by row, and counts those that had p = 0."""
 
-    def __init__(self, model: Any, config: GenerationConfig | None, processors: LogitsProcessorList | None):
-        self.model, self.given = model, processors
-        self.device = torch.device("cpu") if model.device.type == "meta" else model.device
+    def __init__(self, model: Any, config: Any, processors: Any, draft: PreTrainedModel | None, rounding: float):
+        self.models = [model] if draft is None else [model, draft]
+        self.target, self.given, self.rounding, self.device = model, processors, rounding, device_of(model)
+        self.impossible = self.on_the_edge = 0
         if processors is None:
             self.config, _ = model._prepare_generation_config(config)
             self.config.do_sample = True
             model._prepare_special_tokens(self.config, device=self.device)
 
     def processors(self, prompt: Tensor) -> Callable[..., Tensor]:
-        """The processors that `generate` prepares for a prompt [1, L]."""
+        """New ones for a prompt [1, L], as some keep a state: as `generate` prepares them, or copies of the given."""
         if self.given is not None:
-            return LogitsProcessorList(copy.deepcopy(self.given, {id(self.model): self.model}))
+            return LogitsProcessorList(copy.deepcopy(self.given, {id(self.target): self.target}))
         length = prompt.shape[1]
         if self.config.max_new_tokens is not None:
             self.config.max_length = length + self.config.max_new_tokens
-        return self.model._get_logits_processor(
+        return self.target._get_logits_processor(
             self.config, input_ids_seq_length=length, encoder_input_ids=prompt, device=self.device, model_kwargs={}
         )
 
-    def moments(self, prompt: list[int], text: list[int]) -> tuple[Tensor, int]:
-        """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU, and how many tokens had p = 0."""
-        ids = torch.tensor([prompt + text], device=self.device)
-        first, parts, impossible = len(prompt), [], 0
-        processors = self.processors(ids[:, :first])
-        logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        logits = logits[0, first - 1 : -1].to(self.device, torch.float32, copy=True)  # as in `generate`
-        halves = random_halves(logits.shape[1]).to(self.device)
+    @torch.no_grad()
+    def moments(self, prompt: list[int], text: list[int]) -> Tensor:
+        """`function_moments` [functions, 4, T] of a row's T tokens, on the CPU; 0 where a token had p = 0."""
+        ids, first, parts = torch.tensor([prompt + text], device=self.device), len(prompt), []
+        logits = [plain_logits(model, ids, first) for model in self.models]
+        vocabulary = logits[0].shape[1]
+        # a draft may lack some of the target's ids
+        logits = [torch.nn.functional.pad(x, (0, vocabulary - x.shape[1]), value=-math.inf) for x in logits]
+        processors = [self.processors(ids[:, :first]) for _ in logits]
+        halves = random_halves(vocabulary).to(self.device)
         for start in range(0, len(text), CHUNK):
             steps = range(start, min(start + CHUNK, len(text)))
-            scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1]) for i in steps])
-            p = scores.double().softmax(-1).nan_to_num(0.0)  # [n, V], 0 where all scores are -inf
+            both = [distributions(*each, ids, first, steps) for each in zip(processors, logits, strict=True)]
+            p, q = both[0], both[-1]  # without a draft q is p, and no token is overrated
             tokens, before = ids[0, first + start : first + start + len(steps)], ids[0, : first + start]
             possible = p.gather(1, tokens[:, None])[:, 0] > 0
-            impossible += int((~possible).sum())
-            moments = function_moments(p, tokens, halves, seen(tokens, before, p.shape[1]))
+            for step in (~possible).nonzero()[:, 0].tolist():
+                kept = self.is_kept_when_raised(ids, logits[0], first, start + step)
+                self.on_the_edge += kept
+                self.impossible += not kept
+            moments = function_moments(p, q, tokens, halves, seen(tokens, before, vocabulary))
             parts.append((moments * possible).cpu())
-        return torch.cat(parts, -1), impossible
+        return torch.cat(parts, -1)
+
+    def is_kept_when_raised(self, ids: Tensor, logits: Tensor, first: int, step: int) -> bool:
+        """Whether an impossible token would be possible if rounding had lowered its logit."""
+        processors, token = self.processors(ids[:, :first]), int(ids[0, first + step])
+        scores = logits[: step + 1].clone()
+        largest = float(scores[step].masked_fill(scores[step].isinf(), 0).abs().max())
+        scores[step, token] += self.rounding * torch.finfo(self.target.dtype).eps * largest
+        return bool(distributions(processors, scores, ids, first, range(step + 1))[step, token] > 0)
 
 
-def function_moments(p: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor) -> Tensor:
+def plain_logits(model: Any, ids: Tensor, first: int) -> Tensor:
+    """The logits [T, V] of a model at the T tokens of ids [1, L] from position `first` on, as `generate` has them."""
+    known = ids.clamp(max=model.get_input_embeddings().weight.shape[0] - 1).to(device_of(model))
+    logits = model(input_ids=known, attention_mask=torch.ones_like(known), use_cache=False).logits
+    return logits[0, first - 1 : -1].to(ids.device, torch.float32, copy=True)
+
+
+def distributions(processors: Callable[..., Tensor], logits: Tensor, ids: Tensor, first: int, steps: range) -> Tensor:
+    """The processed distributions [n, V] float64 at some steps of a text; 0 where all scores are -inf."""
+    scores = torch.cat([processors(ids[:, : first + i], logits[i : i + 1].clone()) for i in steps])
+    return scores.double().softmax(-1).nan_to_num(0.0)
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model's inputs go; weights that are offloaded are on "meta" between forwards."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
+def function_moments(p: Tensor, q: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor) -> Tensor:
     """[functions, 4, n]: f(x), E f, Var f and E|f - E f|^3 (for cdf a bound of it), in the order of `FUNCTIONS`.
 
-    Of p [n, V] float64, the tokens x [n], and halves [V, halves] and repeated [n, V] of 0 and 1.
+    Of p and q [n, V] float64, the tokens x [n], and halves [V, halves] and repeated [n, V] of 0 and 1.
     """
     here = p.gather(1, tokens[:, None])  # [n, 1]
     surprisal = -p.clamp_min(torch.finfo(p.dtype).tiny).log()
@@ -169,8 +196,8 @@ def function_moments(p: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor
     variance = ((1 - (p**3).sum(-1)) / 12).clamp_min(0)  # of the mid-distribution transform
     middle = (p.cumsum(-1) - p / 2).gather(1, tokens[:, None])[:, 0]
     moments.append([middle, torch.full_like(middle, 0.5), variance, variance / 2])
-    ids = torch.arange(p.shape[1], device=p.device)
-    rank = ((p > here) | ((p == here) & (ids < tokens[:, None]))).sum(-1)
+    smaller = torch.arange(p.shape[1], device=p.device) < tokens[:, None]
+    rank = ((p > here) | ((p == here) & smaller)).sum(-1)
     last = min(50, p.shape[1])
     top = torch.nn.functional.pad(p.topk(last).values.cumsum(-1), (1, 0))
     top = torch.nn.functional.pad(top, (0, 1), value=1.0)  # [n, last + 2], mass of the likeliest 0 to last, and of all
@@ -178,7 +205,8 @@ def function_moments(p: Tensor, tokens: Tensor, halves: Tensor, repeated: Tensor
         mass = top[:, min(high, last + 1)] - top[:, min(low, last + 1)]
         moments.append(_indicator((rank >= low) & (rank < high), mass))
     moments += [_indicator(halves[tokens, i], p @ halves[:, i]) for i in range(halves.shape[1])]
-    moments.append(_indicator(repeated.gather(1, tokens[:, None])[:, 0], (p * repeated).sum(-1)))
+    for inside in (repeated, (q > p).to(p.dtype)):
+        moments.append(_indicator(inside.gather(1, tokens[:, None])[:, 0], (p * inside).sum(-1)))
     return torch.stack([torch.stack(parts) for parts in moments])
 
 
@@ -237,16 +265,6 @@ def p_value(excess: float, variance: float, third: float, jump: float) -> float 
     return min(1.0, 2 * math.exp(a + (a + b) * math.log(b / (a + b))))  # Freedman 1975, Theorem 1.6
 
 
-def least_excess(chance: float, variance: float, third: float, jump: float) -> float:
-    """The smallest excess with a p-value of at most `chance`, to a millionth of it."""
-    low, high = 0.0, 2.0**40
-    while high - low > 1e-6 * high:
-        middle = (low + high) / 2
-        found = p_value(middle, variance, third, jump)
-        low, high = (middle, high) if found is None or found > chance else (low, middle)
-    return high
-
-
 def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
     """The result of the test, from the sums [statistics, 5] of `weighted`."""
     sums = {name + kind: (JUMPS[name], *row) for (name, kind), row in zip(STATISTICS, totals.tolist(), strict=True)}
@@ -257,44 +275,26 @@ def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
             error = math.sqrt(max(variance, LEAST_VARIANCE))
             known = {"observed": observed, "expected": expected, "standard_error": error, "weight": weight}
             found[name] = known | {"z": (observed - expected) / error, "p_value": chance}
-    for name, (jump, _, _, variance, third, _) in sums.items():
-        if name in found:
-            found[name]["limit"] = least_excess(level / len(found), variance, third, jump)
     least = min((statistic["p_value"] for statistic in found.values()), default=1.0)
     adjusted = 0.0 if impossible else min(1.0, least * max(1, len(found)))
     known = {"passed": not impossible and adjusted >= level, "p_value": adjusted, "level": level}
     return known | {"comparisons": len(found), "impossible": impossible, "statistics": found}
 
 
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put all modules into evaluation mode, and each back into its own afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _check_options(model: object, generation_config: object, processors: object, level: float) -> None:
-    if model is None:
-        raise ValueError("model=None has no distribution; pass the model that the text should be of, or its path.")
-    if generation_config is not None and processors is not None:
+def _check(model: Any, config: object, processors: object, level: float, predictions: Any, references: Any) -> None:
+    if model is None or model.config.is_encoder_decoder or model.training:
+        raise ValueError(
+            f"model={type(model).__name__}: pass the decoder that the text should be of, after model.eval()."
+        )
+    if config is not None and processors is not None:
         raise ValueError("generation_config and processors were both given; pass one of them.")
     if not 0 < level < 1:
         raise ValueError(f"level={level} is no probability of a false alarm; give one above 0 and below 1.")
-
-
-def _check_rows(model: Any, predictions: list[list[int]], references: list[list[int]]) -> None:
-    if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder; only distributions of decoders are recomputed here.")
     if not any(predictions):
         raise ValueError("predictions has no tokens; give those that were emitted.")
-    embeddings = model.get_input_embeddings().weight.shape[0]
+    known = range(model.get_input_embeddings().weight.shape[0])
     for row, (text, prompt) in enumerate(zip(predictions, references, strict=True)):
         if not prompt:
             raise ValueError(f"the prompt of row {row} is empty; give the ids that generate began with.")
-        if not all(0 <= token < embeddings for token in prompt + text):
-            raise ValueError(f"row {row} has ids that are not 0 to {embeddings - 1}; give ids of the model's own.")
+        if not all(token in known for token in prompt + text):
+            raise ValueError(f"row {row} has ids that are not 0 to {len(known) - 1}; give ids of the model's own.")

@@ -7,7 +7,7 @@ import evaluate
 DESCRIPTION = "Whether sequences of tokens are equal, and the index of the first difference of each row."
 INPUTS = """
 Args:
-    predictions: token ids of each row.
+    predictions: token ids of each row, without pads.
     references: those that they should be.
 
 Returns:
@@ -30,12 +30,8 @@ class SequenceEquality(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
-        return evaluate.MetricInfo(
-            description=DESCRIPTION,
-            citation="",
-            inputs_description=INPUTS,
-            features=datasets.Features({"predictions": ids, "references": ids}),
-        )
+        features = datasets.Features({"predictions": ids, "references": ids})
+        return evaluate.MetricInfo(description=DESCRIPTION, citation="", inputs_description=INPUTS, features=features)
 
     def _compute(self, predictions: list[list[int]], references: list[list[int]]) -> dict[str, object]:
         if not predictions:
