@@ -63,11 +63,15 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
     )
 
 
-def commit_of(model: PreTrainedModel) -> str | None:
+def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:
     """The commit on the Hub that a model was loaded from; None if it is not known.
 
     transformers up to 5.22 keeps it in the config, and `loading` does so for the models that it loads. For others it
     is the commit in the local cache, if there is only one.
+
+    Args:
+        model: from anywhere.
+        cache_dir: the cache that it was loaded into; None is the usual one.
     """
     name = str(model.name_or_path)
     if not HUB_ID.fullmatch(name) or Path(name).is_dir():
@@ -75,7 +79,7 @@ def commit_of(model: PreTrainedModel) -> str | None:
     known = getattr(model.config, COMMIT, None)
     if known is not None:
         return str(known)
-    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    snapshots = Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
     commits = [path.parent.name for path in snapshots.glob("*/config.json")]
     return commits[0] if len(commits) == 1 else None
 

@@ -2,8 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -27,11 +26,6 @@ from .schema import HUB_ID
 
 KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 SIZE = ("parameters", "max_positions")
-REMEDIES = {  # for who loads a pair; a call has none of these arguments
-    "pass trust_remote_code=True": "load the draft yourself and pass draft_model=",
-    "pass use_safetensors=False": "load the draft yourself and pass draft_model=",
-    "as target= or draft=": "as draft_model=",
-}
 
 
 class Found(NamedTuple):
@@ -67,26 +61,12 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
         ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    with _remedies_of_a_call():
-        source = find_source(target, given.get("revision"), hub)
-        with LOADING:
-            loaded = LOADED.setdefault(target, {})
-            if source not in loaded:
-                loaded[source] = _load(target, *source, hub)
-            return loaded[source]
-
-
-@contextmanager
-def _remedies_of_a_call() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        told = str(error)
-        for of_pair, of_call in REMEDIES.items():
-            told = told.replace(of_pair, of_call)
-        if told == str(error):
-            raise
-        raise ValueError(told) from error
+    source = find_source(target, given.get("revision"), hub)
+    with LOADING:
+        loaded = LOADED.setdefault(target, {})
+        if source not in loaded:
+            loaded[source] = _load(target, *source, hub)
+        return loaded[source]
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
@@ -118,14 +98,15 @@ def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: 
     if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
         return f"{name!r} is no folder and no id on the Hub"
     try:
-        files = get_files(name, revision or commit_of(target), [CONFIG_NAME], **hub)
+        files = get_files(name, revision or commit_of(target, hub.get("cache_dir")), [CONFIG_NAME], **hub)
     except (OSError, ValueError) as error:
         return f"{name!r} cannot be read: {' '.join(str(error).split())}"
     return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
-    pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
+    commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
+    pair, config = get_pair(name, commit, **hub)
     warn_of_another_target(config, target)
     weightless = config.weightless_draft()
     if weightless is not None:

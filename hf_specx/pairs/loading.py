@@ -167,7 +167,8 @@ def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **o
         files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), **options, **hub)
         changed = not options["use_safetensors"] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
-    return FoundModel(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
+    trusted = options["trust_remote_code"] and source.is_pinned
+    return FoundModel(files, source, load_config(files, source.subfolder, trusted), changed)
 
 
 def _plan(
@@ -195,6 +196,7 @@ def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
     if found.model is not None:
         return found.model
     assert found.files is not None
+    kwargs["trust_remote_code"] = kwargs["trust_remote_code"] and found.source.is_pinned
     model = load_model(found.files, found.source.subfolder, **kwargs)
     check_facts(found.files.name, *compared_facts(found.source, model, KIND))
     return model
@@ -210,7 +212,8 @@ def _tokenizers(
         named = each.source != ModelSource()  # by the pair, and not given in place of what it names
         facts = config.draft_tokenizer if role == "draft" and named else None
         if each.files is not None and (each.files != pair or facts is not None):
-            others[role] = get_tokenizer(each.files, each.source.subfolder, facts, trust_remote_code)
+            trusted = trust_remote_code and each.source.is_pinned
+            others[role] = get_tokenizer(each.files, each.source.subfolder, facts, trusted)
     target, draft = others.get("target"), others.get("draft")
     return target or own, draft or (own if target and "draft" in found else None)
 

@@ -18,6 +18,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.pair_files import fetch
 from hf_specx.pair_files.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
 from hf_specx.pair_files.pair_config import ModelSource, TokenizerFacts
+from hf_specx.pair_files.weights import shards
 
 
 COMMIT = "c" * 40
@@ -62,7 +63,6 @@ def here(root: Path) -> set[str]:
 def test_a_folder_is_taken_as_it_is(folder: Path, downloads: list):
     files = get_files(folder, "main", ["*"])
     assert files == Files(str(folder), None, folder)
-    assert files.loading("draft") == {"subfolder": "draft"}
     assert downloads == []
 
 
@@ -113,19 +113,12 @@ def test_all_is_asked_for_where_it_is_trusted(folder: Path, downloads: list):
 
 
 def test_a_reference_has_its_own_repository_and_revision(folder: Path, downloads: list):
-    files = get_model(
+    get_model(
         Files("nowhere", None, folder), ModelSource("org/pair", "v2", "draft"), False, True, local_files_only=True
     )
     assert {(x["name"], x["local_files_only"]) for x in downloads} == {("org/pair", True)}
     assert [x["revision"] for x in downloads] == ["v2", COMMIT]
     assert all(pattern.startswith("draft/") for x in downloads for pattern in x["patterns"])
-    cache = str(files.root.parents[2])
-    assert files.loading("draft") == {
-        "subfolder": "draft",
-        "revision": COMMIT,
-        "local_files_only": True,
-        "cache_dir": cache,
-    }
 
 
 def test_what_is_not_found_is_named(tmp_path: Path):
@@ -210,6 +203,15 @@ def test_all_shards_count(folder: Path):
     content = (folder / "two.safetensors").read_bytes()
     (folder / "two.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": 1}', '{"weight_map": {"a": "../x.safetensors"}}'])
+def test_a_broken_index_is_told_to_whoever_asks_for_the_weights(folder: Path, content: str):
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(content)
+    for ask in (shards, fingerprint):
+        with pytest.raises(ValueError, match="does not say which file has which weights|outside the model's folder"):
+            ask(folder)
 
 
 def test_tokenizers(folder: Path):

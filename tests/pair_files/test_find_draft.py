@@ -1,5 +1,6 @@
 """The draft of callers who name none: where it is looked for, loaded once, and gone with its target."""
 
+import copy
 import gc
 import shutil
 import sys
@@ -101,6 +102,16 @@ def test_a_folder_that_was_moved_is_found_beside_its_target(target: PreTrainedMo
     assert torch.equal(by_string(model, moved), expected(target, 0.1))
     with pytest.raises(ValueError, match="there is no draft: pass draft_model=.*of no pair.*not there"):
         by_string(target, moved)
+
+
+def test_the_commit_of_a_target_is_looked_for_in_the_cache_of_the_call(target: PreTrainedModel, tmp_path: Path):
+    """It holds one commit, and does not say which one is the main branch's."""
+    publish(tmp_path / "hub" / "models--org--pair" / "snapshots" / ("c" * 40), target, 0.1)
+    model = copy.deepcopy(target)
+    model.name_or_path = "org/pair"
+    torch.manual_seed(0)
+    output = hf_specx.generate(**prompts(3), **SETTINGS, model=model, cache_dir=str(tmp_path / "hub"))
+    assert torch.equal(output, expected(target, 0.1))
 
 
 def test_a_draft_is_loaded_once_and_goes_with_its_target(
