@@ -205,7 +205,9 @@ def test_all_shards_count(folder: Path):
     assert fingerprint(folder) != before
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"weight_map": 1}', '{"weight_map": {"a": "../x.safetensors"}}'])
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"weight_map": 1}', '{"metadata": {}, "weight_map": {"a": "../x.safetensors"}}']
+)
 def test_a_broken_index_is_told_to_whoever_asks_for_the_weights(folder: Path, content: str):
     (folder / "model.safetensors").unlink()
     (folder / INDEX).write_text(content)

@@ -19,8 +19,7 @@ from transformers import LogitsProcessor
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.ranks import in_group
-from hf_specx.pairs.complete import complete
-from hf_specx.pairs.completions import Completer
+from hf_specx.pairs.complete import Completer, complete
 from hf_specx.pairs.results import CompletedText, NumberedText
 
 
@@ -29,10 +28,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "greedy, uneven": (TEXTS, GREEDY | {"batch_size": 2}),
     "block, uneven": (TEXTS, SAMPLED | {"batch_size": 2}),
     "coupled, uneven": (TEXTS, SAMPLED | {"batch_size": 1, "verification": "coupled"}),
-    "greedy, one prompt": (TEXTS[:1], GREEDY),
     "block, one prompt": (TEXTS[:1], SAMPLED),
     "greedy, none": ([], GREEDY),
-    "block, none": ([], SAMPLED),
 }
 
 
@@ -169,36 +166,6 @@ def test_an_encoder_decoder_gives_all_that_follows_its_start(folder: Path):
 @pytest.mark.usefixtures("draft_pays")
 def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
     assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
-
-
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        ("def", {}, "texts='def' is not a list of strings"),
-        ([1], {}, "is not a list of strings"),
-        (["a", ""], {}, "prompt 1 is empty"),
-        (["a"], {"batch_size": 0}, "batch_size=0"),
-        (["a"], {"seed": -1}, "seed=-1"),
-        (["a"], {"seed": 2**63}, "well below 2..63"),
-        (["a"], {"seeds": [1]}, "seeds= belongs to one call"),
-        (["a"], {"num_return_sequences": 2}, "num_return_sequences= belongs to one call"),
-    ],
-)
-def test_misuse(folder: Path, texts: Any, options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        complete(load(folder), texts, **options)
-
-
-def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    pair = load(folder)
-    pair.tokenizer = None
-    with pytest.raises(ValueError, match="no tokenizer"):
-        complete(pair, ["a"])
-    pair = load(folder)
-    models = (pair.target, pair.draft)
-    monkeypatch.setattr("hf_specx.pairs.completions.synced_by_default", lambda *given: given == models)
-    with pytest.raises(ValueError, match="spread over processes"):
-        complete(pair, ["a"])
 
 
 if __name__ == "__main__":
