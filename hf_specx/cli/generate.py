@@ -9,7 +9,7 @@ import typer
 
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_writable
-from hf_specx.pairs.results import check_results_path
+from hf_specx.pairs.results_file import check_results_path
 
 from .console import errors_in_one_line, imports
 from .options import (

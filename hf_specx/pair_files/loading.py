@@ -33,6 +33,8 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
     with _reading(folder):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     assert isinstance(config, transformers.PreTrainedConfig)
+    if not trust_remote_code:
+        vars(config).pop("auto_map", None)  # transformers has a class of its own for it
     return config
 
 

@@ -14,7 +14,8 @@ from hf_specx.validation.rows import MAX_SEED
 
 from .fingerprint import arguments_of
 from .progress import Progress
-from .results import CompletedText, NumberedText, ResultsFile
+from .results import CompletedText, NumberedText
+from .results_file import ResultsFile
 from .shares import gathered, processes
 
 
@@ -61,16 +62,8 @@ def complete(
     `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
     "block" and "token". Models whose rows cannot be filled again take whole batches.
 
-    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair
-    (on an accelerator by `device_map="cuda"`, say). Without `out` each completes its share, and all get every text;
-    one that has finished waits for the others, at most for the timeout of the process group, and an error in one is
-    raised in all. With `out` each takes the next prompt when it has room for it, and they need not be started
-    together, only on one machine; what a process leaves that dies, or has an error, the others complete.
-
-    With `out` each text is in the file as soon as it is known, and nothing is lost when the call is interrupted, even
-    by SIGKILL: the same call goes on from there. Prompts are read one by one, and 8 bytes are kept for each. A prompt
-    that cannot be completed (an empty one, or one that is too long) has an "error" in its line, and a warning tells
-    how many there are; without its line it is tried again.
+    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair;
+    `out` is a file that an interrupted call goes on with. See the README of this room for both.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.

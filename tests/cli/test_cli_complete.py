@@ -15,7 +15,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli.options import read_prompts
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.pairs.results import ResultsFile
+from hf_specx.pairs.results_file import ResultsFile
 
 
 OPTIONS = ["--max-new-tokens", "12", "--top-k", "30"]

@@ -16,8 +16,9 @@ from zoo import build
 
 from hf_specx import DraftTargetPair
 from hf_specx.engine.requests import Request
-from hf_specx.pairs import results as results_file
-from hf_specx.pairs.results import CompletedText, NumberedText, ResultsFile
+from hf_specx.pairs import results_file
+from hf_specx.pairs.results import CompletedText, NumberedText
+from hf_specx.pairs.results_file import ResultsFile
 
 
 TEXTS = MANY[:12]

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_specx import DraftTargetPair, SuffixDraft
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.pairs import loading as pair_loading
+from hf_specx.pairs.placement import Placement
 
 
 SETTINGS = {"do_sample": True, "max_new_tokens": 10}
@@ -110,12 +111,12 @@ def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
     seen, load = [], pair_loading.load_model
 
-    def note(files, subfolder, **kwargs):
+    def note(files, subfolder, trust, **kwargs):
         seen.append((subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
-        return load(files, subfolder, **kwargs)
+        return load(files, subfolder, trust, **kwargs)
 
     monkeypatch.setattr(pair_loading, "load_model", note)
-    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: {"target": {}, "draft": {}})
+    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: Placement({}))
     DraftTargetPair.from_pretrained(
         folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}
     )

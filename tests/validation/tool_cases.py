@@ -26,7 +26,7 @@ from hf_specx.metrics import path
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 from hf_specx.pairs.complete import complete
 from hf_specx.pairs.placement import plan
-from hf_specx.pairs.results import check_results_path
+from hf_specx.pairs.results_file import check_results_path
 
 
 def exported(target: ModelSource, draft: ModelSource):
