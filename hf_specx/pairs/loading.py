@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.pair_files.exit_head import get_head, with_head
 from hf_specx.pair_files.facts import model_facts
@@ -26,7 +27,7 @@ from hf_specx.pair_files.model_files import check_facts
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.pair_files.schema import check_loading, check_place
 
-from .placement import CACHE_TOKENS, Placement, beside, plan
+from .placement import CACHE_TOKENS, Placement, plan
 
 
 FOR_TARGET = ("quantization_config", "offload_folder")
@@ -72,8 +73,7 @@ def load_pair(
         dtype: of both models; "auto" is as they were saved.
         target, draft: a model, or a folder or id of one, to use instead of the pair's own.
         revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
-        trust_remote_code: whether the code of models and tokenizers may run, False unless given. That of a repository
-            that the pair's config names is run at a full commit only.
+        trust_remote_code: whether code of models may run; of a repository that the config names, at a full commit.
         use_safetensors: False also loads pickles, which may run code.
         draft_kwargs: for the draft's `from_pretrained` only.
         **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
@@ -84,23 +84,28 @@ def load_pair(
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     pair, config = get_pair(name_or_path, revision, **hub)
-    if draft is not None:
-        config.set_draft(None)
-    weightless, head = config.weightless_draft(), get_head(pair, config, **hub)
+    weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
+    trust = trust_remote_code, use_safetensors
     _check_used(asked, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
-    found = _find_all(pair, config, asked, hub, trust_remote_code, use_safetensors)
+    found = {role: _find(pair, config, role, other, hub, *trust) for role, other in asked.items()}
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
-    sizes = {"max_memory": max_memory, "cache_tokens": cache_tokens, "dtype": dtype}
-    place = _plan(found, device_map, draft_device_map, **sizes, **own["target"])
+    where = device_map, draft_device_map, max_memory, cache_tokens
+    place = _plan(found, *where, dtype, own["target"].get("quantization_config"))
     loaded = _load(found["target"], **shared | own["target"] | place.target)
     warn_of_another_target(config, loaded)
-    sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
     if weightless is not None:
-        return LoadedPair(loaded, with_head(weightless, head, loaded), *tokenizers, config, sources)
-    placed = {"": beside(loaded, place.home)} if draft_device_map in (None, "auto") else draft_device_map
-    own_draft = _load(found["draft"], **shared | {"device_map": placed} | own["draft"])
-    return LoadedPair(loaded, own_draft, *tokenizers, config, sources)
+        return LoadedPair(loaded, with_head(weightless, head, loaded), *tokenizers, config, _sources(found))
+    placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
+    loaded_draft = _load(found["draft"], **shared | {"device_map": placed} | own["draft"])
+    return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
+
+
+def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
+    """The pair's draft, if it has no weights and there is no other in its place; then the config tells of none."""
+    if other is not None:
+        config.set_draft(None)
+    return config.weightless_draft()
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -135,7 +140,6 @@ class FoundModel(NamedTuple):
     Attributes:
         files: its checked files; None where the caller gave the model.
         source: where in `files` it is.
-        changed: whether it is not the model that the pair was saved with.
         trusted: whether its code may run.
         model: as the caller gave it.
     """
@@ -143,52 +147,51 @@ class FoundModel(NamedTuple):
     files: Files | None
     source: ModelSource
     config: PreTrainedConfig
-    changed: bool
     trusted: bool = False
     model: PreTrainedModel | None = None
 
 
-def _find_all(
-    pair: Files, config: PairConfig, asked: dict[str, Any], hub: dict[str, Any], *trust: bool
-) -> dict[str, FoundModel]:
-    """The models by role; if one is not what the pair was measured with, the config forgets the measurements."""
-    found = {role: _find(pair, getattr(config, role), other, hub, *trust) for role, other in asked.items()}
-    if any(each.changed for each in found.values()):
-        config.forget()
-    return found
+def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
+    """Get and check the files of a model: the one that the pair names, or `other` where it is given.
 
+    The config forgets its measurements where it is not the model that they were made with.
 
-def _find(
-    pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], trust_remote_code: bool, use_safetensors: bool
-) -> FoundModel:
-    """Get and check the files of a model: the one that the pair names, or `other` where it is given."""
+    Args:
+        pair, config: the pair's own files, and what they say.
+        role: "target" or "draft".
+        other: a model, its name or its folder; None is the pair's own.
+        hub: `HUB_OPTIONS`.
+        *trust: `trust_remote_code` and `use_safetensors`.
+    """
+    source = getattr(config, role)
     if isinstance(other, PreTrainedModel):
         facts = model_facts(other)
-        same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
-        return FoundModel(None, ModelSource(), other.config, not same, model=other)
+        if facts.name is None or (facts.name, facts.revision) != (source.name, source.revision):
+            config.forget()
+        return FoundModel(None, ModelSource(), other.config, model=other)
     if other is None:
-        files = get_model(pair, source, trust_remote_code, use_safetensors, **hub)
+        files = get_model(pair, source, *trust, **hub)
         changed = is_changed(files, source)
     else:
         check_place(str(other), None)
         files = get_files(other, None, SMALL_FILES, **hub)
-        files = get_model(files, ModelSource(), trust_remote_code, use_safetensors, **hub)
-        changed = not use_safetensors or fingerprint(files.root) != source.fingerprint
+        files = get_model(files, ModelSource(), *trust, **hub)
+        changed = not trust[1] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
-    trusted = trust_remote_code and source.is_pinned
-    return FoundModel(files, source, load_config(files, source.subfolder, trusted), changed, trusted)
+    if changed:
+        config.forget()
+    trusted = trust[0] and source.is_pinned
+    return FoundModel(files, source, load_config(files, source.subfolder, trusted), trusted)
 
 
-def _plan(found: dict[str, FoundModel], device_map: Any, draft_device_map: Any, **options: Any) -> Placement:
-    """Where the target goes, with room left for a draft that is loaded after it."""
+def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
+    """Where the models go, by further arguments of `plan`; a draft that was given as a model needs no room."""
     target, draft = found["target"], found.get("draft")
     if target.model is not None:
         return Placement({})
-    if draft is None or draft.model is not None:  # it takes no memory, or has taken it
-        return Placement({"device_map": device_map, "max_memory": options["max_memory"]} if device_map else {})
-    options.pop("offload_folder", None)
-    given = {"device_map": device_map, "draft_device_map": draft_device_map}
-    return plan(target.config, draft.config, **given, **options, trust_remote_code=target.trusted)
+    needs = None if draft is None or draft.model is not None else draft.config
+    how += (target.trusted,)
+    return plan(target.config, needs, *how)
 
 
 def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
@@ -215,8 +218,10 @@ def _tokenizers(
     return target or own, draft or (own if target and "draft" in found else None)
 
 
-def _reference(found: FoundModel) -> ModelSource | None:
-    """The entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
-    if found.files is None or found.files.revision is None:
-        return None
-    return replace(found.source, name=found.files.name, revision=found.files.revision)
+def _sources(found: dict[str, FoundModel]) -> dict[str, ModelSource | None]:
+    """By role, the entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
+    sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
+    for role, each in found.items():
+        if each.files is not None and each.files.revision is not None:
+            sources[role] = replace(each.source, name=each.files.name, revision=each.files.revision)
+    return sources

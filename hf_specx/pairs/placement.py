@@ -2,17 +2,15 @@
 
 import copy
 import itertools
-import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import get_max_memory
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.integrations.accelerate import check_and_set_device_map, compute_module_sizes
 from transformers.quantizers.auto import get_hf_quantizer
 
-from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.pair_files.facts import auto_class
 
@@ -27,36 +25,34 @@ class Placement(NamedTuple):
 
     Attributes:
         target: arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred.
-        home: the device with room for the draft; None is that of the target's last layers, wherever that is.
+        home: the draft's device; None is that of the target's last layers, wherever they are once it is loaded.
     """
 
     target: dict[str, Any]
-    home: Any = None
+    home: str | None = None
 
 
 def plan(
     target: PreTrainedConfig,
-    draft: PreTrainedConfig,
-    *,
+    draft: PreTrainedConfig | None,
     device_map: DeviceMap | None,
-    max_memory: Mapping[Any, int | str] | None = None,
-    dtype: torch.dtype | str | None = "auto",
     draft_device_map: DeviceMap | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
     cache_tokens: int = CACHE_TOKENS,
+    dtype: torch.dtype | str | None = "auto",
     quantization_config: Any = None,
     trust_remote_code: bool = False,
 ) -> Placement:
-    """Leave room for the draft and for both caches where the target goes; it reads configs and allocates no memory.
+    """How to load a target so that a draft and both caches have room beside it; it allocates no memory itself.
 
     Args:
-        target, draft: configs; a `quantization_config` in them is taken into account.
-        device_map: the target's, as for `from_pretrained`; only "auto", "balanced", "balanced_low_0" and "sequential"
-            need room to be left, others are kept as they are.
+        target, draft: configs; a `quantization_config` in them is taken into account. None is no draft.
+        device_map: the target's, as for `from_pretrained`; room is left in one that is inferred, such as "auto".
+        draft_device_map: the device that is asked for the draft; None or "auto" is beside the target's last layers.
         max_memory: bytes, or text like "10GB", by number of accelerator and for "cpu", whether this machine has them
             or not. None is the free memory, on accelerators less a tenth.
-        dtype, trust_remote_code, quantization_config: as for `from_pretrained`; the last is for the target only.
-        draft_device_map: where the draft will go; None or "auto" is beside the target's last layers, if it fits there.
         cache_tokens: rows times tokens for which both caches get room.
+        dtype, quantization_config, trust_remote_code: as for `from_pretrained`; the second is for the target only.
 
     Raises:
         ValueError: an argument has an unusable value.
@@ -66,32 +62,31 @@ def plan(
     if not isinstance(devices, str):
         return Placement({} if devices is None else {"device_map": device_map})
     weights = weights_of(target, dtype, trust_remote_code, devices, quantization_config)
-    cache, needed = (cache_tokens * cache_numbers(each) * _itemsize(each, dtype) for each in (target, draft))
-    needed += weights_of(draft, dtype, trust_remote_code)
+    cache = cache_tokens * cache_bytes(target, dtype)
+    needed = 0
+    if draft is not None:
+        needed = weights_of(draft, dtype, trust_remote_code) + cache_tokens * cache_bytes(draft, dtype)
     limits = _limits(max_memory)
     runs = [device for device in limits if device != "cpu"] or ["cpu"]
-    home = _home({device: limits[device] for device in runs}, needed, weights + cache, devices)
-    asked: Any = {"": home} if draft_device_map in (None, "auto") else check_and_set_device_map(draft_device_map)
-    for device in set(map(_key, asked.values())):
-        limits[device] = max(0, limits.get(device, 0) - needed)
-    free = sum(limits[device] for device in runs)
-    # a cache is where its layer runs, which is never on the CPU or on disk where there is anything faster
-    share = max(0.0, min(weights / (weights + cache), 1 - cache / max(free, 1)))
-    room = limits | {device: int(share * limits[device]) for device in runs}
-    uneven = min(room[device] for device in runs) < weights / len(runs)
-    if devices == "auto" and uneven and sum(room[device] for device in runs) >= weights:
+    homes = [device for device in runs if limits[device] >= needed]
+    if draft_device_map not in (None, "auto"):
+        asked: Any = check_and_set_device_map(draft_device_map)
+        homes = [_key(device) for device in asked.values()]
+    elif homes:  # else the draft will be on the CPU
+        limits |= {device: 0 for device in runs if device not in homes}  # wherever the target ends, the draft fits
+    limits |= {device: max(0, limits[device] - needed) for device in homes if device in limits}
+    room = _beside_cache(limits, runs, weights, cache)
+    used = [room[device] for device in runs if room[device]]
+    if devices == "auto" and sum(used) >= weights > len(used) * min(used):
         devices = "sequential"  # "auto" is "balanced", and would leave the larger of two accelerators half empty
-    return Placement({"device_map": devices, "max_memory": room}, home)
+    return Placement({"device_map": devices, "max_memory": room}, None if homes else "cpu")
 
 
-def beside(target: PreTrainedModel, home: Any = None) -> Any:
-    """The device of a draft for a loaded target: that of its last layers, or `home` if there is room only there."""
-    last = last_device(target)
-    if home is None or _key(last) == home:
-        return last
-    told = f"the draft is on {home}, not with the target's last layers on {last}, since there is room for it there"
-    warnings.warn(f"{told}; another device_map or max_memory may be faster.", UserWarning, stacklevel=2)
-    return home
+def _beside_cache(limits: dict[Any, int], runs: list[Any], weights: int, cache: int) -> dict[Any, int]:
+    """Bytes for weights on each device; a cache is where its layer runs, and never on a device that only stores."""
+    free = sum(limits[device] for device in runs)
+    share = max(0.0, min(weights / (weights + cache), 1 - cache / max(free, 1)))
+    return limits | {device: int(share * limits[device]) for device in runs}
 
 
 def _check(draft_device_map: Any, cache_tokens: int) -> None:
@@ -124,8 +119,8 @@ def weights_of(
     return sum(sizes[name] for name, _ in tensors)
 
 
-def cache_numbers(config: PreTrainedConfig) -> int:
-    """How many numbers a cache holds for one token, at most: sliding windows and recurrent layers are not deducted."""
+def cache_bytes(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> int:
+    """What a cache takes for one token, at most: sliding windows and recurrent layers are not deducted."""
     text = config.get_text_config(decoder=True)
 
     def of(name: str, default: int = 0) -> int:
@@ -138,16 +133,12 @@ def cache_numbers(config: PreTrainedConfig) -> int:
     latent = of("kv_lora_rank")  # multi-head latent attention keeps one vector for all heads
     kinds = 2 if config.is_encoder_decoder else 1  # self-attention and cross-attention
     own = latent + of("qk_rope_head_dim") if latent else 2 * of("num_key_value_heads", heads) * width
-    return kinds * layers * own
+    return kinds * layers * own * _dtype(config, dtype).itemsize
 
 
 def _dtype(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> torch.dtype:
     chosen = (config.dtype if dtype in (None, "auto") else dtype) or torch.float32
     return getattr(torch, chosen) if isinstance(chosen, str) else chosen
-
-
-def _itemsize(config: PreTrainedConfig, dtype: torch.dtype | str | None) -> int:
-    return _dtype(config, dtype).itemsize
 
 
 def _limits(max_memory: Mapping[Any, int | str] | None) -> dict[Any, int]:
@@ -156,22 +147,6 @@ def _limits(max_memory: Mapping[Any, int | str] | None) -> dict[Any, int]:
     share = HEADROOM if max_memory is None else 1  # accelerate has reserved some on the CPU
     limits = {device: int(size if device == "cpu" else share * size) for device, size in free.items()}
     return {device: size for device, size in limits.items() if device != "disk" and (size > 0 or device == "cpu")}
-
-
-def _home(limits: dict[Any, int], needed: int, target: int, device_map: str) -> Any:
-    """The device for a draft: where the target ends, among those that have room; the CPU if none has.
-
-    Args:
-        limits: bytes on each device that runs models, in order.
-        needed: by the draft; `target`: by the target.
-        device_map: a kind of map; all but "sequential" end on the last device.
-    """
-    roomy = [device for device, limit in limits.items() if limit >= needed]
-    if device_map == "sequential":
-        filled = zip(limits, itertools.accumulate(limits.values()), strict=True)
-        end = next((device for device, size in filled if size >= target + needed), None)
-        roomy += [end] if end in roomy else []
-    return roomy[-1] if roomy else "cpu"
 
 
 def _key(device: Any) -> Any:
