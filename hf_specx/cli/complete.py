@@ -40,8 +40,6 @@ def write_texts(
     """
     console, texts = Output(stderr=True), PromptTexts(prompts, session, chat)
     options = {"batch_size": batch_size, "seed": session.seed} | session.arguments
-    if session.grammar is not None:
-        session.grammar.fingerprint = session.grammar.schema  # a file is of texts of one schema
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)
         session.pair.complete(texts, out=out, **options)

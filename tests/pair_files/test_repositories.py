@@ -1,7 +1,5 @@
 """Broken and hostile repositories: each is told what is wrong, none runs code, none loads wrongly."""
 
-import json
-import pickle
 import shutil
 from pathlib import Path
 
@@ -12,8 +10,6 @@ from repository_cases import CASES as OF_CONFIGS
 from repository_files import CASES as OF_FILES
 from tiny import near, prompts
 from transformers import AutoModelForCausalLM
-
-from hf_specx import DraftTargetPair
 
 
 CASES = OF_CONFIGS + OF_FILES
@@ -130,14 +126,6 @@ def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
         load(folder, trust_remote_code=True)
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_pickles_run_code(bare: bool, folder: Path):
-    pickled("x.bin", bare)(folder)
-    with (folder / "x.bin").open("rb") as file:
-        pickle.load(file) if bare else torch.load(file, weights_only=False)
-    assert ran(folder)
-
-
 def test_a_folder_of_code_is_not_looked_at(folder: Path):
     """The `custom_generate` of a pair is for those who have nothing of ours installed, and trust it."""
     with_code("custom_generate/generate.py", "generate")(folder)
@@ -196,12 +184,3 @@ def test_weights_that_changed_are_named(role: str, folder: Path, recwarn: pytest
     near(AutoModelForCausalLM.from_pretrained(path), 0.01).save_pretrained(path)
     with pytest.warns(UserWarning, match=f"the model in {path} is not the one that the pair was measured with"):
         load(folder)
-
-
-def test_a_smaller_target_is_named(folder: Path):
-    """One that has all its weights, and is another than the pair was measured with."""
-    values = json.loads((folder / "specx_config.json").read_text())
-    values["target"] |= {"parameters": 10, "fingerprint": None}
-    (folder / "specx_config.json").write_text(json.dumps(values))
-    with pytest.warns(UserWarning, match="differs in parameters from the one that the pair was measured with"):
-        DraftTargetPair.from_pretrained(folder)

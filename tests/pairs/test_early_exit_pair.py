@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_specx import DraftTargetPair, EarlyExitDraft
 from hf_specx.hub.publish import write_repository
 from hf_specx.pair_files.exit_head import HEAD_NAME
-from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.pair_files.pair_config import CONFIG_NAME
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}
@@ -78,14 +78,6 @@ def test_by_string(tmp_path: Path):
     assert "none: `EarlyExitDraft` with `exit_layer` 1" in card
 
 
-def test_a_model_may_take_its_place(tmp_path: Path):
-    DraftTargetPair(tiny(), EarlyExitDraft(1)).save_pretrained(tmp_path / "pair")
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", draft=tiny(seed=1))
-    assert isinstance(pair.draft, PreTrainedModel)
-    pair.save_pretrained(tmp_path / "with model")
-    assert PairConfig.from_file(tmp_path / "with model" / CONFIG_NAME).early_exit is None
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -102,16 +94,6 @@ def test_files_that_are_refused(tmp_path: Path, changes: dict, message: str):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
         DraftTargetPair.from_pretrained(tmp_path / "pair")
-
-
-def test_more_layers_than_the_target_has(tmp_path: Path):
-    DraftTargetPair(tiny(), EarlyExitDraft(1)).save_pretrained(tmp_path / "pair")
-    path = tmp_path / "pair" / CONFIG_NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"early_exit": {"exit_layer": 9}}))
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    with Forwards(pair.target) as forwards, pytest.raises(ValueError, match="exit_layer=9 leaves out no layer"):
-        pair.generate(**prompts(1), **GREEDY)
-    assert not forwards.ids
 
 
 def with_trained_head(target: PreTrainedModel, bias: bool = False) -> EarlyExitDraft:
