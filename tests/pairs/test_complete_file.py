@@ -328,11 +328,9 @@ def test_a_file_that_another_call_has_begun_anew_is_left_to_it(tmp_path: Path):
     """Neither had a result by then, so that the later call did not know of the first."""
     done = CompletedText(NumberedText(0, "x"), "y", "stop")
     with ResultsFile(tmp_path / "done.jsonl", {"seed": 1}) as one:
-        assert [*one.claimed([done.prompt], [])] == [done.prompt]
         results_file.OPEN.clear()  # as in another process
-        with (
-            ResultsFile(tmp_path / "done.jsonl", {"seed": 2}),
-            pytest.raises(ValueError, match="another call has begun .*done.jsonl anew"),
-        ):
+        with ResultsFile(tmp_path / "done.jsonl", {"seed": 2}):
+            assert [*one.claimed([done.prompt], [])] == [done.prompt]
+        with pytest.raises(ValueError, match="another call has begun .*done.jsonl anew"):
             one.append(done)
     assert (tmp_path / "done.jsonl").read_bytes() == b""
