@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from hf_specx.common.errors import brief, require
 
@@ -52,6 +52,8 @@ class ResultsFile:
         OPEN.add(self.path)
         try:
             with self._writing() as file:
+                told = f"files in {self.path.parent} cannot be locked, which out= needs; name one on another disk."
+                require(not isinstance(self.lock, SoftFileLock), told)  # such a lock outlives its process
                 self._agree(is_new=os.fstat(file.fileno()).st_size == 0 and not self._anybody())
         except BaseException:
             self.__exit__()
@@ -119,6 +121,7 @@ class ResultsFile:
             other = len(self.hashes) > prompts
             require(not other, f"{told}some of them for others; give the same prompts, or name another file.")
             require(self.count == prompts, f"{told}since some were removed meanwhile; make the same call again.")
+            file.truncate(self.end)
             os.fsync(file.fileno())
             if not self.in_order:
                 self._sort(file)
@@ -252,6 +255,8 @@ def check_results_path(path: Path) -> None:
     Raises:
         ValueError: it cannot.
     """
+    told = "out= needs the file locks of Linux or macOS; leave it out, and keep the texts yourself."
+    require(os.name == "posix", told)
     path = path.resolve()
     name = f"out={str(path)!r}"
     require(path.parent.is_dir(), f"{name}: there is no folder {path.parent}; make it, or name another.")

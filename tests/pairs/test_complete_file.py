@@ -310,6 +310,12 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
         assert results.count == 5
 
 
+def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(results_file, "FileLock", results_file.SoftFileLock)  # as filelock does there
+    with pytest.raises(ValueError, match="cannot be locked, which out= needs; name one on another disk"):
+        ResultsFile(tmp_path / "done.jsonl", {}).__enter__()
+
+
 def test_a_result_is_not_written_twice(tmp_path: Path):
     """Also by one who lost its lock on the prompt, as where somebody deletes the files of locks."""
     done = CompletedText(NumberedText(0, "x"), "y", "stop")
