@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Forwards, near, prompts, tiny
+from tiny import near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
@@ -69,15 +69,6 @@ def test_the_package_finds_it_beside_the_target(target: PreTrainedModel, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(0)
     assert torch.equal(hf_specx.generate(**prompts(3), **SETTINGS, model=model), expected(target, 0.1))
-
-
-def test_a_draft_that_is_given_comes_first(target: PreTrainedModel, tmp_path: Path):
-    folder = publish(tmp_path / "pair", target, 0.1)
-    given = near(target, 0.4)
-    with Forwards(given) as drafted:
-        output = by_string(target, folder, assistant_model=given, **OURS)
-    assert drafted.ids
-    assert torch.equal(output, expected(target, 0.4))
 
 
 def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel, tmp_path: Path):
@@ -153,16 +144,6 @@ def test_threads_that_ask_at_once_share_one_draft(
     found = resolve.find_draft(model, {})
     assert asked[0].result().draft is found.draft
     assert len(loads) == 1
-
-
-def test_another_precision(target: PreTrainedModel, tmp_path: Path):
-    """A draft has that of its target."""
-    folder = publish(tmp_path / "pair", target, 0.1)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
-    (found,) = resolve.LOADED[model].values()
-    assert found.draft.dtype == torch.float64
-    assert not found.draft.training
 
 
 def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):

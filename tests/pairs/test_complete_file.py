@@ -113,13 +113,6 @@ def test_a_file_of_other_prompts_or_options_is_refused(
     pair.complete(TEXTS, out=out, **SAMPLED)
 
 
-def test_a_pair_that_was_moved_is_the_same(tmp_path: Path):
-    out = load(save(tmp_path / "pair")).complete(TEXTS[:1], out=tmp_path / "done.jsonl", **SAMPLED)
-    (tmp_path / "pair").rename(tmp_path / "moved")
-    load(tmp_path / "moved").complete(TEXTS[:2], out=out, **SAMPLED)
-    assert out.read_bytes().count(b"\n") == 2
-
-
 def test_a_file_of_somebody_else_is_left_alone(pair: DraftTargetPair, tmp_path: Path):
     out, content = tmp_path / "done.jsonl", '{"notes": "of mine"}\n'
     out.write_text(content)
@@ -209,24 +202,6 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     assert [line["text"] for line in refused] == [None, None]
     assert "is empty" in refused[0]["error"]
     assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": -1.0}, "temperature"),
-        ({"stop_strings": [1]}, "stop_strings"),
-    ],
-)
-def test_an_error_in_the_options_is_no_fault_of_the_prompts(
-    pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
-):
-    out = tmp_path / "done.jsonl"
-    with pytest.raises(ValueError, match=message):
-        pair.complete(TEXTS, out=out, **SAMPLED | options)
-    assert not out.exists()
-    with pytest.raises(ValueError, match=message):
-        pair.complete(TEXTS, **SAMPLED | options)
 
 
 class Banning(LogitsProcessor):

@@ -60,14 +60,6 @@ def test_models_that_are_both_on_disk(folder: Path, target: PreTrainedModel, tmp
     check_text(pair, target)
 
 
-def test_memory_that_is_not_enough(folder: Path, target: PreTrainedModel, tmp_path: Path):
-    """The model's first weight is on disk then, so that its own `device` would be "meta"."""
-    room = {"max_memory": {"cpu": "12KB"}, "cache_tokens": 8}
-    pair = DraftTargetPair.from_pretrained(folder, device_map="auto", **room, offload_folder=tmp_path)
-    assert pair.target.device == torch.device("meta")
-    check_text(pair, target)
-
-
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("form", ["model", "folder", "text"])
 def test_another_model_in_place_of_one(role: str, form: str, folder: Path, target: PreTrainedModel, tmp_path: Path):

@@ -116,14 +116,6 @@ def test_a_pair_goes_on_where_it_left_off():
         assert pair.strategy is strategy
 
 
-def test_an_option_of_one_call_leaves_the_others_as_they_are():
-    target = tiny()
-    pair = DraftTargetPair(target, near(target, 0))
-    pair.strategy = SpeculativeDecoding(pair.draft, verification="coupled", layout="padded")
-    pair.generate(**prompts(2), do_sample=True, max_new_tokens=4, num_draft_tokens=2)
-    assert (pair.report.verification, pair.report.layout, pair.report.num_draft_tokens) == ("coupled", "padded", 2)
-
-
 @pytest.mark.usefixtures("timed_first")
 def test_a_pair_measures_once_though_its_strategy_served_another_target(monkeypatch: pytest.MonkeyPatch):
     target, measured = tiny(), []
