@@ -86,9 +86,8 @@ def _check_code(path: Path, trust_remote_code: bool, pinned: bool) -> None:
     require(not brings or pinned, f"{told}write the commit that you have read as its revision in the pair's config.")
     trusted = trust_remote_code and pinned
     for part in (config, *parts):
-        other = next((name for name in _strings(part.get("auto_map")) if "--" in name), None)
-        told = f"{path} takes code from {other!r}, another repository at no commit; put the code into its own."
-        require(other is None or not trusted, told)
+        if trusted:
+            _check_own_code(path, part)
         for name in KERNELS:
             kernel = str(part.get(name, ""))
             told = f"{path} has {name}={kernel!r}, code from elsewhere; take it out, or trust it at a full commit."
@@ -97,6 +96,13 @@ def _check_code(path: Path, trust_remote_code: bool, pinned: bool) -> None:
         for name in FILES_FOR_MODELS:
             told = f"{path} has {name}={part.get(name)!r}, which was not checked; take it out."
             require(not part.get(name), told)
+
+
+def _check_own_code(path: Path, config: dict[str, Any]) -> None:
+    """Whether trusted code is that of the repository itself, and of none whose main branch anybody may change."""
+    for name in _everything(config.get("auto_map")):
+        told = f"{path} takes code from {name!r}, another repository at no commit; put the code into its own."
+        require(not isinstance(name, str) or "--" not in name, told)
 
 
 def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> None:
@@ -113,9 +119,7 @@ def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> No
     config = read_object(path)
     told = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
     require("auto_map" not in config or trust_remote_code, told)
-    other = next((name for name in _strings(config.get("auto_map")) if "--" in name), None)
-    told = f"{path} takes code from {other!r}, another repository at no commit; put the code into its own."
-    require(other is None, told)
+    _check_own_code(path, config)
     for each in (path, folder / "config.json"):
         name = read_object(each).get("tokenizer_class")
         told = f"{each} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
@@ -152,10 +156,6 @@ def read_object(path: Path) -> dict[str, Any]:
 def inside(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """An object and all objects in it, the outermost first."""
     return (value for value in _everything(values) if isinstance(value, dict))
-
-
-def _strings(value: Any) -> Iterator[str]:
-    return (each for each in _everything(value) if isinstance(each, str))
 
 
 def _everything(value: Any) -> Iterator[Any]:
