@@ -15,14 +15,17 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
+from .model_files import AGAIN
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 
 
@@ -61,6 +64,14 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
         max_positions=getattr(text, "max_position_embeddings", None),
         dtype=str(model.dtype).removeprefix("torch."),
     )
+
+
+def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> None:
+    """Whether a loaded model is of the kind that its pair was made with, as far as this is known."""
+    said, found = vars(recorded), vars(model_facts(model))
+    for name in KIND:
+        told = f"{where} has {name}={found[name]!r}, and the pair was made with {said[name]!r}; {AGAIN}."
+        require(said[name] is None or found[name] in (None, said[name]), told)
 
 
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:

@@ -2,7 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,16 +14,15 @@ from hf_specx.scheduling.costs import Costs
 from hf_specx.validation.entry import check_draft_found
 
 from .exit_head import get_head, with_head
-from .facts import COMMIT, commit_of, model_facts
+from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
-from .model_files import check_facts, check_reference
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
+from .model_files import check_reference
+from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 from .schema import HUB_ID
 
 
-KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 SIZE = ("parameters", "max_positions")
 
 
@@ -111,13 +109,13 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     weightless = config.weightless_draft()
     if weightless is not None:
         weightless = with_head(weightless, get_head(pair, config, **hub), target)
-        return Found(weightless, *_recommended(config, target))
+        return Found(weightless, *recommended(config, target))
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
-    check_facts(f"the draft of {name}", *compared_facts(config.draft, draft, KIND))
-    options, costs = _recommended(config, target)
+    check_kind(f"the draft of {name}", config.draft, draft)
+    options, costs = recommended(config, target)
     own = config.draft_tokenizer
     if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
         tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
@@ -128,24 +126,16 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
 
 
-def _recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
+def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
     """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
     options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
     return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
 
 
-def compared_facts(
-    recorded: ModelSource, model: PreTrainedModel, names: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The named facts as a config records them, and as they are in a loaded model."""
-    said, found = ({name: getattr(facts, name) for name in names} for facts in (recorded, model_facts(model)))
-    return said, found
-
-
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
-    recorded, found = compared_facts(config.target, target, (*KIND, *SIZE))
-    changed = [name for name, value in recorded.items() if value is not None and value != found[name]]
+    recorded, found = vars(config.target), vars(model_facts(target))
+    changed = [name for name in (*KIND, *SIZE) if recorded[name] not in (None, found[name])]
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")

@@ -140,13 +140,6 @@ def check_tokens(found: Any, recorded: Any, where: str) -> None:
         require(ours.get(role) == theirs.get(role), f"{told}{theirs.get(role)!r}; {AGAIN}.")
 
 
-def check_facts(where: str, recorded: dict[str, Any], found: dict[str, Any]) -> None:
-    """Whether a model is what its pair was made with; None is not known."""
-    for name, value in recorded.items():
-        told = f"{where} has {name}={found[name]!r}, and the pair was made with {value!r}; {AGAIN}."
-        require(value is None or found[name] in (None, value), told)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object in a file, {} if there is none."""
     values = _json(path)

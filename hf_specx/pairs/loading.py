@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.pair_files.exit_head import get_head, with_head
-from hf_specx.pair_files.facts import model_facts
+from hf_specx.pair_files.facts import check_kind, model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
     SMALL_FILES,
@@ -21,9 +21,8 @@ from hf_specx.pair_files.fetch import (
     get_tokenizer,
     is_changed,
 )
-from hf_specx.pair_files.find_draft import KIND, compared_facts, warn_of_another_target
+from hf_specx.pair_files.find_draft import warn_of_another_target
 from hf_specx.pair_files.loading import load_config, load_model
-from hf_specx.pair_files.model_files import check_facts
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.pair_files.schema import check_loading, check_place
 
@@ -199,7 +198,7 @@ def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
         return found.model
     assert found.files is not None
     model = load_model(found.files, found.source.subfolder, found.trusted, **kwargs)
-    check_facts(found.files.name, *compared_facts(found.source, model, KIND))
+    check_kind(found.files.name, found.source, model)
     return model
 
 
