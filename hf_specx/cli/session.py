@@ -62,12 +62,12 @@ class NewProcessor(list[Any]):
 
     Args:
         make: makes it.
-        schema: that it keeps to; a file of texts is of one alone.
+        schema: that it keeps to, and is told from others by; a file of texts is of one alone.
     """
 
     def __init__(self, make: Callable[[], Any], schema: str):
         super().__init__([None])
-        self.make, self.schema = make, schema
+        self.make, self.fingerprint = make, schema
 
     def __iter__(self) -> Iterator[Any]:
         return iter([self.make()])

@@ -12,9 +12,9 @@ from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 
 from .fetch import Files, get_files
-from .model_files import AGAIN, link_out_of_the_folder
+from .model_files import AGAIN, check_links
 from .pair_config import PairConfig, WeightlessDraft
-from .weights import check_file
+from .weights import shapes_in
 
 
 HEAD_NAME = "exit_head.safetensors"
@@ -34,8 +34,8 @@ def get_head(pair: Files, config: PairConfig, **hub: Any) -> Path | None:
     if config.early_exit is None or not config.early_exit.head:
         return None
     path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
-    link_out_of_the_folder(pair.root, [path])
-    check_file(path)
+    check_links(pair.root, path)
+    shapes_in(path)
     return path
 
 

@@ -15,14 +15,17 @@ from transformers import (
 from transformers.utils.hub import constants
 
 from hf_specx.common.architectures import vocabulary
+from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 
+from .model_files import AGAIN
 from .pair_config import DraftTokenizer, ModelSource, TokenizerFacts
 from .schema import HUB_ID
 
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq, AutoModelForImageTextToText)
+KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 
 
@@ -63,11 +66,23 @@ def model_facts(model: PreTrainedModel) -> ModelSource:
     )
 
 
-def commit_of(model: PreTrainedModel) -> str | None:
+def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> None:
+    """Whether a loaded model is of the kind that its pair was made with, as far as this is known."""
+    said, found = vars(recorded), vars(model_facts(model))
+    for name in KIND:
+        told = f"{where} has {name}={found[name]!r}, and the pair was made with {said[name]!r}; {AGAIN}."
+        require(said[name] is None or found[name] in (None, said[name]), told)
+
+
+def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:
     """The commit on the Hub that a model was loaded from; None if it is not known.
 
     transformers up to 5.22 keeps it in the config, and `loading` does so for the models that it loads. For others it
     is the commit in the local cache, if there is only one.
+
+    Args:
+        model: from anywhere.
+        cache_dir: the cache that it was loaded into; None is the usual one.
     """
     name = str(model.name_or_path)
     if not HUB_ID.fullmatch(name) or Path(name).is_dir():
@@ -75,7 +90,7 @@ def commit_of(model: PreTrainedModel) -> str | None:
     known = getattr(model.config, COMMIT, None)
     if known is not None:
         return str(known)
-    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    snapshots = Path(cache_dir or constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
     commits = [path.parent.name for path in snapshots.glob("*/config.json")]
     return commits[0] if len(commits) == 1 else None
 

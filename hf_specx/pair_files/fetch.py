@@ -23,7 +23,7 @@ from .model_files import (
 )
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from .schema import check_place
-from .weights import check_shards, check_weights, shards
+from .weights import check_weights, shards
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -36,7 +36,7 @@ class Files(NamedTuple):
     """A folder or repository whose files are on this machine.
 
     Attributes:
-        name: what `from_pretrained` takes: a folder, or an id on the Hub.
+        name: a folder, or an id on the Hub.
         revision: the commit; None for a folder.
         root: the folder on this machine.
     """
@@ -44,13 +44,6 @@ class Files(NamedTuple):
     name: str
     revision: str | None
     root: Path
-
-    def loading(self, subfolder: str = "") -> dict[str, Any]:
-        """Arguments that make `from_pretrained(self.name, ...)` load exactly these files, without a request."""
-        if self.revision is None:
-            return {"subfolder": subfolder}
-        cache = self.root.parents[2]  # <cache>/models--org--name/snapshots/<commit>
-        return {"subfolder": subfolder, "revision": self.revision, "local_files_only": True, "cache_dir": str(cache)}
 
 
 def get_files(
@@ -103,7 +96,7 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     Args:
         pair: the pair's own files.
         source: where the model is.
-        trust_remote_code: whether the model may bring code.
+        trust_remote_code: whether the model may bring code; one in another repository may at a full commit only.
         use_safetensors: False gets weights of any format, unchecked.
         **hub: `HUB_OPTIONS`.
 
@@ -114,14 +107,13 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
     if source.name is not None:
         check_reference(source.name)
         name, revision = source.name, source.revision
-    patterns = (*SMALL_FILES, "*.py") if trust_remote_code else SMALL_FILES
+    patterns = (*SMALL_FILES, "*.py") if trust_remote_code and source.is_pinned else SMALL_FILES
     files = get_files(name, revision, patterns, source.subfolder, **hub)
     folder = files.root / source.subfolder
     check_links(files.root, folder)
-    check_model(folder, trust_remote_code)
+    check_model(folder, trust_remote_code, source.is_pinned)
     if not use_safetensors:
         return get_files(name, files.revision, ["*"], source.subfolder, **hub)
-    check_shards(folder)
     get_files(name, files.revision, [SAFE_WEIGHTS_NAME, *shards(folder)], source.subfolder, **hub)
     check_weights(folder)
     return files

@@ -2,8 +2,6 @@
 
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,22 +14,16 @@ from hf_specx.scheduling.costs import Costs
 from hf_specx.validation.entry import check_draft_found
 
 from .exit_head import get_head, with_head
-from .facts import COMMIT, commit_of, model_facts
+from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
 from .loading import load_model
-from .model_files import check_facts, check_reference
-from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
+from .model_files import check_reference
+from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
 from .schema import HUB_ID
 
 
-KIND = ("model_type", "vocab_size")  # a model that differs in these is refused
 SIZE = ("parameters", "max_positions")
-REMEDIES = {  # for who loads a pair; a call has none of these arguments
-    "pass trust_remote_code=True": "load the draft yourself and pass draft_model=",
-    "pass use_safetensors=False": "load the draft yourself and pass draft_model=",
-    "as target= or draft=": "as draft_model=",
-}
 
 
 class Found(NamedTuple):
@@ -67,26 +59,12 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
         ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
     """
     hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
-    with _remedies_of_a_call():
-        source = find_source(target, given.get("revision"), hub)
-        with LOADING:
-            loaded = LOADED.setdefault(target, {})
-            if source not in loaded:
-                loaded[source] = _load(target, *source, hub)
-            return loaded[source]
-
-
-@contextmanager
-def _remedies_of_a_call() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        told = str(error)
-        for of_pair, of_call in REMEDIES.items():
-            told = told.replace(of_pair, of_call)
-        if told == str(error):
-            raise
-        raise ValueError(told) from error
+    source = find_source(target, given.get("revision"), hub)
+    with LOADING:
+        loaded = LOADED.setdefault(target, {})
+        if source not in loaded:
+            loaded[source] = _load(target, *source, hub)
+        return loaded[source]
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
@@ -118,25 +96,26 @@ def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: 
     if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
         return f"{name!r} is no folder and no id on the Hub"
     try:
-        files = get_files(name, revision or commit_of(target), [CONFIG_NAME], **hub)
+        files = get_files(name, revision or commit_of(target, hub.get("cache_dir")), [CONFIG_NAME], **hub)
     except (OSError, ValueError) as error:
         return f"{name!r} cannot be read: {' '.join(str(error).split())}"
     return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
 
 
 def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
-    pair, config = get_pair(name, None if Path(name).is_dir() else revision or commit_of(target), **hub)
+    commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
+    pair, config = get_pair(name, commit, **hub)
     warn_of_another_target(config, target)
     weightless = config.weightless_draft()
     if weightless is not None:
         weightless = with_head(weightless, get_head(pair, config, **hub), target)
-        return Found(weightless, *_recommended(config, target))
+        return Found(weightless, *recommended(config, target))
     files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
     if is_changed(files, config.draft):
         config.forget()
     draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
-    check_facts(f"the draft of {name}", *compared_facts(config.draft, draft, KIND))
-    options, costs = _recommended(config, target)
+    check_kind(f"the draft of {name}", config.draft, draft)
+    options, costs = recommended(config, target)
     own = config.draft_tokenizer
     if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
         tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
@@ -147,24 +126,16 @@ def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[st
     return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
 
 
-def _recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
+def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
     """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
     options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
     return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
 
 
-def compared_facts(
-    recorded: ModelSource, model: PreTrainedModel, names: Sequence[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The named facts as a config records them, and as they are in a loaded model."""
-    said, found = ({name: getattr(facts, name) for name in names} for facts in (recorded, model_facts(model)))
-    return said, found
-
-
 def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
     """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
-    recorded, found = compared_facts(config.target, target, (*KIND, *SIZE))
-    changed = [name for name, value in recorded.items() if value is not None and value != found[name]]
+    recorded, found = vars(config.target), vars(model_facts(target))
+    changed = [name for name in (*KIND, *SIZE) if recorded[name] not in (None, found[name])]
     commit = getattr(target.config, COMMIT, None)
     if config.target.revision is not None and commit is not None and commit != config.target.revision:
         changed.append("revision")

@@ -29,10 +29,12 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
     Raises:
         ValueError: it cannot be read.
     """
-    where = files.loading(subfolder)
-    with _reading(files.root / subfolder):
-        config = AutoConfig.from_pretrained(files.name, trust_remote_code=trust_remote_code, **where)
+    folder = files.root / subfolder
+    with _reading(folder):
+        config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     assert isinstance(config, transformers.PreTrainedConfig)
+    if not trust_remote_code:
+        vars(config).pop("auto_map", None)  # transformers has a class of its own for it
     return config
 
 
@@ -48,23 +50,25 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
         ValueError: weights are missing, have another shape, or belong to layers that the model does not have.
     """
     config, trust = load_config(files, subfolder, trust_remote_code), {"trust_remote_code": trust_remote_code}
+    folder = files.root / subfolder  # not by the repository's name, whose code may have changed since it was checked
     loader, quantised = auto_class(config), getattr(config, "quantization_config", None) is not None
     if not quantised and kwargs.get("use_safetensors", True):
-        with _reading(files.root / subfolder), torch.device("meta"):
+        with _reading(folder), torch.device("meta"):
             empty = loader.from_config(config, attn_implementation="eager", **trust)
         tables = sum(buffer.numel() for buffer in empty.buffers())  # computed, not loaded
-        check_size(files.root / subfolder, empty.num_parameters() + max(0, tables - TABLES))
+        check_size(folder, empty.num_parameters() + max(0, tables - TABLES))
     model, seen = loader.from_pretrained(
-        files.name,
+        str(folder),
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # they are reported below
         adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
-        **{"use_safetensors": True} | trust | files.loading(subfolder) | kwargs,
+        **{"use_safetensors": True} | trust | kwargs,
     )
     unused = [] if "num_hidden_layers" in kwargs else seen["unexpected_keys"]
     missing, mismatched = seen["missing_keys"], seen["mismatched_keys"]
     check_loaded(f"{files.name} {subfolder}".strip(), missing, mismatched, unused, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
+    model.name_or_path = model.config._name_or_path = files.name
     if files.revision is not None:
         setattr(model.config, COMMIT, files.revision)
     assert isinstance(model, PreTrainedModel)

@@ -1,24 +1,16 @@
 """`specx_config.json`: what is known of a draft-target pair. Reading it opens no other file and runs no code."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.scheduling.costs import Costs
 
-from .schema import (
-    MAX_CONFIG_BYTES,
-    check_known_values,
-    check_no_other,
-    check_object,
-    check_schema,
-    check_text,
-    check_type,
-)
+from .model_files import FULL_COMMIT
+from .schema import MAX_CONFIG_BYTES, check_values, read, read_text
 
 
 CONFIG_NAME = "specx_config.json"
@@ -54,6 +46,11 @@ class ModelSource:
     dtype: str | None = None
     fingerprint: str | None = None
     auto_class: str | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the files are always the same: those of the pair itself, or of another repository at a commit."""
+        return self.name is None or FULL_COMMIT.fullmatch(self.revision or "") is not None
 
 
 @dataclass
@@ -208,10 +205,8 @@ class PairConfig:
         Raises:
             ValueError: it is not JSON of this schema.
         """
-        values = check_text(text, where)
-        check_schema(values, SCHEMA, where)
-        config: PairConfig = _read(cls, values, where)
-        check_known_values(config, where)
+        config: PairConfig = read(cls, read_text(text, SCHEMA, where), where)
+        check_values(config, where)
         return config
 
     @classmethod
@@ -254,23 +249,3 @@ class PairConfig:
         if saved is None or (saved.hardware, saved.dtype) != (hardware, dtype):
             return Costs()
         return Costs.from_dict({"table": saved.table, "alpha": saved.alpha, "rounds": saved.rounds})
-
-
-def _read(wanted: Any, value: Any, where: str) -> Any:
-    """Check a value from JSON against an annotation, and convert it; `where` names the value in errors."""
-    options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
-    made = next((option for option in options if hasattr(option, "__dataclass_fields__")), None)
-    if made is not None and not (value is None and type(None) in options):
-        check_object(value, where)
-        hints = get_type_hints(made)
-        known = {f.name: hints[f.name] for f in fields(made)}
-        needed = {f.name for f in fields(made) if f.default is f.default_factory}  # both are MISSING
-        check_no_other(value.keys(), known, needed, where)
-        return made(**{name: _read(known[name], item, f"{where}: {name}") for name, item in value.items()})
-    check_type(value, options, where)
-    if get_origin(wanted) is list:
-        return [_read(get_args(wanted)[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
-    if get_origin(wanted) is dict:
-        names = [_read(str, name, where) for name in value]
-        return {name: _read(get_args(wanted)[1], value[name], f"{where}[{name!r}]") for name in names}
-    return float(value) if float in options and value is not None else value

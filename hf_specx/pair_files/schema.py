@@ -5,11 +5,12 @@ import math
 import re
 import unicodedata
 from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
-from types import GenericAlias
-from typing import Any, get_origin
+from types import GenericAlias, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_specx.common.errors import brief, is_int, one_of, refusal, require
+from hf_specx.common.errors import brief, is_int, one_of, require
 from hf_specx.layouts.choose import LAYOUTS
 from hf_specx.validation.choices import check_choices
 
@@ -23,57 +24,10 @@ MAX_LAYERS = 10_000  # more than any model has; whether the target has so many i
 MAX_INTEGER = 2**63  # what is beyond is no number of anything
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
-COMMIT_OR_NAME = re.compile(r"\w[\w./-]{0,254}")
-SUBFOLDER = re.compile(r"(?=.{0,255}$)\w[\w.+ -]*(/\w[\w.+ -]*)*")
+COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
+SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
 NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
-
-
-@refusal
-def config_too_large(text: bytes, where: str) -> str | None:
-    if len(text) <= MAX_CONFIG_BYTES:
-        return None
-    return f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
-
-
-@refusal
-def text_with_control_characters(value: Any, where: str) -> str | None:
-    text = value if isinstance(value, str) else ""
-    found = [c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"]
-    if not found:
-        return None
-    return f"{where} has the control character {found[0]!r}, which a terminal may obey; take it out."
-
-
-@refusal
-def model_by_path(name: str | None, where: str) -> str | None:
-    if name is None or HUB_ID.fullmatch(name):
-        return None
-    return (
-        f"{where}: name is {brief(name)}, no id on the Hub; a config may name repositories only, so pass the model "
-        "yourself, as target= or draft=, or save the pair with it inside."
-    )
-
-
-@refusal
-def model_of_no_auto_class(auto_class: str | None, where: str) -> str | None:
-    if auto_class is None or AUTO_CLASS.fullmatch(auto_class):
-        return None
-    return f"{where}: auto_class is {brief(auto_class)}, no Auto class of transformers; {ANEW}."
-
-
-@refusal
-def model_of_strange_revision(revision: str | None, where: str) -> str | None:
-    if revision is None or (COMMIT_OR_NAME.fullmatch(revision) and ".." not in revision):
-        return None
-    return f"{where}: revision is {brief(revision)}, no name of a commit, branch or tag; {ANEW}."
-
-
-@refusal
-def model_outside_the_folder(subfolder: str, where: str) -> str | None:
-    if subfolder == "" or SUBFOLDER.fullmatch(subfolder):
-        return None
-    return f"{where}: subfolder is {brief(subfolder)}, no plain name of a folder inside the pair's; save it anew."
 
 
 def check_loading(given: Collection[str]) -> None:
@@ -92,41 +46,64 @@ def check_place(name: str, revision: str | None) -> None:
     require(revision is None or not is_folder, told)
 
 
-def check_text(text: bytes, where: str) -> Any:
-    """The values in a config's text, which is JSON in UTF-8."""
-    config_too_large(text, where)
+def read_text(text: bytes, known: int, where: str) -> dict[str, Any]:
+    """The values in a config's text, which is JSON in UTF-8.
+
+    Args:
+        text: what is in the file.
+        known: the newest schema that this version knows.
+        where: names the file in errors.
+    """
+    told = f"{where} has more than {MAX_CONFIG_BYTES} bytes, which no pair needs; get it again, or {ANEW}."
+    require(len(text) <= MAX_CONFIG_BYTES, told)
     try:
         values = json.loads(text.decode("utf-8"))
         json.dumps(values, ensure_ascii=False).encode("utf-8")  # half a character may be escaped in it
-        return values
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON ({error}); it may be cut off: get it again, or {ANEW}.") from error
-
-
-def check_schema(values: Any, known: int, where: str) -> None:
-    """Whether this version knows what the fields of a config mean."""
     schema: Any = values.get("schema") if isinstance(values, dict) else None
     told = f"{where} does not say its schema (it has {brief(schema)}), so it is no config of a pair; {ANEW}."
     require(is_int(schema) and schema >= 1, told)
     told = f"{where} has schema {schema} and this version reads up to {known}; install a newer hf_specx."
     require(schema <= known, told)
+    return values
 
 
-def check_object(value: Any, where: str) -> None:
-    """Whether a part of a config has fields."""
+def read(wanted: Any, value: Any, where: str) -> Any:
+    """Check a value from JSON against an annotation, and convert it.
+
+    Args:
+        wanted: a type, a union of types, or a dataclass, whose fields are read likewise.
+        value: as `json` gives it.
+        where: names the value in errors.
+    """
+    options = get_args(wanted) if isinstance(wanted, UnionType) else (wanted,)
+    made = next((option for option in options if hasattr(option, "__dataclass_fields__")), None)
+    if made is not None and not (value is None and type(None) in options):
+        return _read_object(made, value, where)
+    _check_type(value, options, where)
+    if get_origin(wanted) is list:
+        return [read(get_args(wanted)[0], item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if get_origin(wanted) is dict:
+        names = [read(str, name, where) for name in value]
+        return {name: read(get_args(wanted)[1], value[name], f"{where}[{name!r}]") for name in names}
+    return float(value) if float in options and value is not None else value
+
+
+def _read_object(made: Any, value: Any, where: str) -> Any:
+    """A dataclass with the fields that an object has."""
     require(isinstance(value, dict), f"{where} is {brief(value)}, not an object; {ANEW}.")
-
-
-def check_no_other(given: Collection[str], known: Collection[str], needed: Collection[str], where: str) -> None:
-    """Whether a part of a config has the fields of its schema."""
-    unknown = min(set(given) - set(known), default=None)
+    hints = get_type_hints(made)
+    unknown = min(value.keys() - {each.name for each in fields(made)}, default=None)
     require(unknown is None, f"{where} has a field {brief(unknown)} that its schema does not know; take it out.")
-    missing = min(set(needed) - set(given), default=None)
+    needed = {each.name for each in fields(made) if each.default is each.default_factory}  # both are MISSING
+    missing = min(needed - value.keys(), default=None)
     require(missing is None, f"{where} has no {missing!r}; {ANEW}.")
+    return made(**{name: read(hints[name], item, f"{where}: {name}") for name, item in value.items()})
 
 
-def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
-    """Whether a value of a config is of one of these types, and any text in it is plain."""
+def _check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
+    """Whether a value is of one of these types, and any text is plain."""
     types = tuple(get_origin(option) or option for option in options)
     widened = (*types, int) if float in types else types
     is_bool = isinstance(value, bool) and bool not in types
@@ -134,27 +111,24 @@ def check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     known = Any in options or (isinstance(value, widened) and not (is_bool or too_large))
     names = " or ".join(str(t) if isinstance(t, GenericAlias) else getattr(t, "__name__", str(t)) for t in options)
     require(known, f"{where} is {brief(value)}, not {names.replace('NoneType', 'null')}; {ANEW}.")
-    text_with_control_characters(value, where)
+    text = value if isinstance(value, str) else ""
+    control = next((c for c in text if unicodedata.category(c) == "Cc" and c not in "\n\r\t"), None)
+    told = f"{where} has the control character {control!r}, which a terminal may obey; take it out."
+    require(control is None, told)
 
 
-def check_known_values(config: Any, where: str) -> None:
+def check_values(config: Any, where: str) -> None:
     """Whether a `PairConfig` says what can be done, and names nothing outside the pair's folder and the Hub."""
     for role in ("target", "draft"):
-        source, here = getattr(config, role), f"{where}: {role}"
-        model_by_path(source.name, here)
-        model_of_no_auto_class(source.auto_class, here)
-        model_of_strange_revision(source.revision, here)
-        model_outside_the_folder(source.subfolder, here)
-    target, draft = config.target, config.draft
+        _check_source(getattr(config, role), f"{where}: {role}")
     weightless = config.suffix is not None or config.early_exit is not None
     if weightless:
         _check_weightless(config, where)
+    target, draft = config.target, config.draft
     places = [(model.name, model.revision, model.subfolder) for model in (target, draft)]
-    require(
-        weightless or places[0] != places[1],
-        f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under {target.subfolder!r}; "
-        "a draft needs a folder of its own.",
-    )
+    told = f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under "
+    told += f"{target.subfolder!r}; a draft needs a folder of its own."
+    require(weightless or places[0] != places[1], told)
     number = config.num_draft_tokens
     check_choices(number, config.verification, f"{where}: ")
     one_of(f"{where}: layout", config.layout, LAYOUTS)
@@ -171,6 +145,19 @@ def check_known_values(config: Any, where: str) -> None:
             elif isinstance(value, int | float):
                 told = f"{where}: {name} of measurements[{i}] is {value}, which nothing measures; see specx tune."
                 require(math.isfinite(value) and value > 0, told)
+
+
+def _check_source(source: Any, where: str) -> None:
+    name, kind, revision, subfolder = source.name, source.auto_class, source.revision, source.subfolder
+    told = f"{where}: name is {brief(name)}, no id on the Hub; a config may name repositories only, so pass the model "
+    told += "yourself, as target= or draft=, or save the pair with it inside."
+    require(name is None or HUB_ID.fullmatch(name) is not None, told)
+    told = f"{where}: auto_class is {brief(kind)}, no Auto class of transformers; {ANEW}."
+    require(kind is None or AUTO_CLASS.fullmatch(kind) is not None, told)
+    told = f"{where}: revision is {brief(revision)}, no name of a commit, branch or tag; {ANEW}."
+    require(revision is None or COMMIT_OR_NAME.fullmatch(revision) is not None, told)
+    told = f"{where}: subfolder is {brief(subfolder)}, no plain name of a folder inside the pair's; save it anew."
+    require(SUBFOLDER.fullmatch(subfolder) is not None, told)
 
 
 def _check_weightless(config: Any, where: str) -> None:

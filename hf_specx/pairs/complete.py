@@ -1,34 +1,54 @@
 """Complete many prompts, on one process or several, to a list or to a file that an interrupted call goes on with."""
 
+import time
 import warnings
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any, overload
 
-from hf_specx.common.errors import brief, require
+from hf_specx.common.errors import brief, is_int, require
+from hf_specx.engine.ranks import synced_by_default
+from hf_specx.engine.requests import Completion, Request, Waiting
+from hf_specx.validation.many import check_many
+from hf_specx.validation.rows import MAX_SEED
 
-from .completions import EMPTY, Completer, Pair
 from .fingerprint import arguments_of
 from .progress import Progress
-from .results import NumberedText
+from .results import CompletedText, NumberedText
 from .results_file import ResultsFile
-from .shares import Claims, gathered, processes, turns
+from .shares import gathered, processes
+
+
+EMPTY = "is empty, and the tokenizer puts nothing before it"
+MAX_PROMPTS = 2**40  # so many seeds are left after the first
+LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
+OF_ONE_CALL = (
+    "inputs",
+    "input_ids",
+    "attention_mask",
+    "inputs_embeds",
+    "seeds",
+    "streamer",
+    "return_dict_in_generate",
+    "num_return_sequences",
+)
+OF_REQUESTS = ("ordered", "logprobs")
 
 
 @overload
 def complete(
-    pair: Pair, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: None = None, **options: Any
+    pair: Any, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: None = None, **options: Any
 ) -> list[str]: ...
 
 
 @overload
 def complete(
-    pair: Pair, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: str | Path, **options: Any
+    pair: Any, texts: Iterable[str], *, batch_size: int = 8, seed: int = 0, out: str | Path, **options: Any
 ) -> Path: ...
 
 
 def complete(
-    pair: Pair,
+    pair: Any,
     texts: Iterable[str],
     *,
     batch_size: int = 8,
@@ -36,22 +56,14 @@ def complete(
     out: str | Path | None = None,
     **options: Any,
 ) -> list[str] | Path:
-    """Complete texts; a row that ends makes place for the next one, and each process takes the next when it has room.
+    """Complete texts; a row that ends makes place for the next one.
 
     A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
     `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
     "block" and "token". Models whose rows cannot be filled again take whole batches.
 
-    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair
-    (on an accelerator by `device_map="cuda"`, say). Without `out` all get every text; one that has finished waits for
-    the others, at most for the timeout of the process group, and an error in one is raised in all. With `out` they
-    need not be started together, only on one machine; what a process leaves that dies, or has an error, the others
-    complete.
-
-    With `out` each text is in the file as soon as it is known, and nothing is lost when the call is interrupted, even
-    by SIGKILL: the same call goes on from there. Prompts are read one by one, and 8 bytes are kept for each. A prompt
-    that cannot be completed (an empty one, or one that is too long) has an "error" in its line, and a warning tells
-    how many there are; without its line it is tried again.
+    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair;
+    `out` is a file that an interrupted call goes on with. See the README of this room for both.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
@@ -61,7 +73,8 @@ def complete(
             nor changed.
         out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"}; in the order of the prompts once
             it is complete. Beside it `out` + ".arguments" says what it was made with.
-        **options: of `generate` and `SpeculativeDecoding`; a processor or criterion of yours needs `stateless = True`.
+        **options: of `generate` and `SpeculativeDecoding`; a processor or criterion of yours needs `stateless = True`,
+            and with `out` an attribute `fingerprint` where its own attributes do not say what it does.
 
     Returns:
         Without `out`, what was generated for each text, without special tokens, on every process; else the file.
@@ -79,41 +92,111 @@ def complete(
     return _to_list(work, list(texts))
 
 
-def _to_list(work: Completer, texts: list[str]) -> list[str]:
-    """The longest prompts come first, so that those at the end differ less."""
+def _to_list(work: "Completer", texts: list[str]) -> list[str]:
+    """Each process takes its share of the prompts, the longest first, so that those at the end differ less."""
     _check_texts(texts)
-    lengths = [len(ids) for ids in work.tokenizer(texts)["input_ids"]] if texts else []
+    lengths = [len(work.token_ids(text)) for text in texts]
     empty = lengths.index(0) if 0 in lengths else None
     require(empty is None, f"prompt {empty} {EMPTY}; write something.")
     order = sorted(range(len(texts)), key=lambda number: -lengths[number])
 
-    def own_part() -> Iterable[tuple[int, str | None]]:
-        prompts = (NumberedText(order[turn], texts[order[turn]]) for turn in turns(len(texts)))
-        alone = processes().num_processes == 1
-        with Progress(len(texts) if alone else None, 0, work.meter) as progress:
-            for number, done in enumerate(work(prompts)):
+    def own_part() -> Iterator[tuple[int, str | None]]:
+        own = order[processes().process_index :: processes().num_processes]
+        with Progress(len(own)) as progress:
+            for number, done in enumerate(work((NumberedText(index, texts[index]) for index in own), progress), 1):
                 require(done.text is not None, f"prompt {done.prompt.index}: {done.error}")
-                progress.update(number + 1)
+                progress.reach(number)
                 yield done.prompt.index, done.text
 
     return [text for _, text in sorted(gathered(own_part))]
 
 
-def _to_file(work: Completer, texts: Iterable[str], file: ResultsFile) -> Path:
-    with file as results:
-        total = len(texts) if isinstance(texts, Sized) else None
-        claims, refused = Claims(texts, results), 0
-        with Progress(total, results.count, work.meter) as progress:
-            while claims.left():
-                progress.update(results.count)
-                for done in work(claims):
-                    results.append(done)
-                    refused += done.error is not None
-                    progress.update(results.count)
-        results.finish(claims.count)
+def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> Path:
+    count = refused = 0
+
+    def numbered() -> Iterator[NumberedText]:
+        nonlocal count
+        for text in texts:
+            require(isinstance(text, str), f"prompt {count} is of type {type(text).__name__}; give strings.")
+            count += 1
+            yield NumberedText(count - 1, text)
+
+    left: Iterable[NumberedText] = numbered()
+    total = len(texts) if isinstance(texts, Sized) else None
+    with results, Progress(total, results.count) as progress:
+        while True:
+            elsewhere: list[NumberedText] = []  # other processes are at them
+            for done in work(results.claimed(left, elsewhere), progress):
+                results.append(done)
+                refused += done.error is not None
+                progress.reach(results.count)
+            results.look()
+            left = results.without_result(elsewhere)
+            progress.reach(results.count)
+            if not left:
+                break
+            time.sleep(LOOK_EVERY)
+        results.finish(count)
     if refused:
-        warnings.warn(f"prompts that were refused: {refused}; their lines in {file.path} say why.", stacklevel=3)
-    return file.path
+        warnings.warn(f"prompts that were refused: {refused}; their lines in {results.path} say why.", stacklevel=3)
+    return results.path
+
+
+class Completer:
+    """Prompts to texts by a pair, each under its own seed.
+
+    Args:
+        pair: a `DraftTargetPair`; it has a tokenizer.
+        batch_size: rows of a batch.
+        seed: that of prompt i is `seed + i`.
+        options: for `generate`.
+
+    Raises:
+        ValueError: if prompts cannot be completed like this.
+    """
+
+    def __init__(self, pair: Any, batch_size: int, seed: int, options: dict[str, Any]):
+        _check(pair, batch_size, seed, options)
+        self.pair, self.batch_size, self.seed, self.options = pair, batch_size, seed, options
+        self._check_short()
+
+    def __call__(self, prompts: Iterable[NumberedText], progress: Progress | None = None) -> Iterator[CompletedText]:
+        """What becomes of prompts, as soon as it is known; they are taken one by one as there is room for them."""
+        options, taken = dict(self.options), dict[int, NumberedText]()
+        strategy = self.pair.strategy_for(options)
+        strategy.listeners += () if progress is None else (progress,)
+        strategy.report = self.pair.report  # which stays where there is nothing to complete
+
+        def requests() -> Iterator[Request]:
+            for number, prompt in enumerate(prompts):
+                taken[number] = prompt
+                yield Request(self.token_ids(prompt.text), seed=self.seed + prompt.index)
+
+        for done in strategy.generate_many(self.pair.target, requests(), batch_size=self.batch_size, **options):
+            yield self._completed(taken.pop(done.index), done)
+        self.pair.report = strategy.report
+
+    def token_ids(self, text: str) -> list[int]:
+        """The tokens of a prompt."""
+        return self.pair.tokenizer(text)["input_ids"]
+
+    def _check_short(self) -> None:
+        """Raise a ValueError if even a short prompt is refused, before all others are taken and refused as well."""
+        options = dict(self.options)
+        self.pair.strategy_for(options)
+        most = options.pop("max_batch_tokens", None)
+        check_many(self.pair.target, [], self.batch_size, most, None, options)
+        options = {"tokenizer": self.pair.tokenizer} | options
+        waiting = Waiting(self.pair.models, [Request([0], seed=0)], options, most)
+        if waiting.peek() is None:
+            raise ValueError((waiting.refused[0].error or "").removeprefix("request 0: "))
+
+    def _completed(self, prompt: NumberedText, done: Completion) -> CompletedText:
+        if done.error is None:
+            text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
+            return CompletedText(prompt, text, done.finish_reason)
+        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
+        return CompletedText(prompt, None, done.finish_reason, error)
 
 
 def _check_texts(texts: Any) -> None:
@@ -121,3 +204,26 @@ def _check_texts(texts: Any) -> None:
     several = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | dict)
     told = f"texts={brief(texts)} is not a list of strings; put a single prompt into a list."
     require(several and (not isinstance(texts, list) or all(isinstance(text, str) for text in texts)), told)
+
+
+def _check(pair: Any, batch_size: Any, seed: Any, options: dict[str, Any]) -> None:
+    """Whether prompts can be completed, before anything runs."""
+    told = f"batch_size={batch_size} is no number of rows; give 1 or more."
+    require(is_int(batch_size) and batch_size >= 1, told)
+    told = f"seed={seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
+    require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
+    for name in OF_ONE_CALL:
+        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
+        require(name not in options, told)
+    for name in OF_REQUESTS:
+        told = f"{name}= belongs to strategy.generate_many; leave it out, or call that yourself."
+        require(name not in options, told)
+    require(
+        pair.tokenizer is not None,
+        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
+    )
+    require(
+        not synced_by_default(*pair.models),
+        "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
+        "copy of the pair on each process, or call pair.generate with as many rows on each.",
+    )

@@ -1,12 +1,17 @@
 """What a text depends on, in a few words: so that a file of results is continued by the same call alone."""
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from hf_specx.common.tokenizers import vocabulary_of
 
 
 NUMBERS = 64  # of each weight, that tell one model from another
@@ -38,8 +43,10 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
     Args:
         pair: a `DraftTargetPair`.
         seed: of the first prompt.
-        options: of `generate`. An object among them, such as a processor, is described by its class and by those of
-            its attributes that are plain values.
+        options: of `generate`.
+
+    Raises:
+        ValueError: an option is an object that cannot be told from others of its kind.
     """
     strategy, tokenizer = pair.strategy, pair.tokenizer
     made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
@@ -61,25 +68,89 @@ def _of_draft(draft: Any) -> Any:
     """Drafts that are no models have settings, such as a number of layers."""
     if isinstance(draft, torch.nn.Module):
         return type(draft).__name__
+    attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
     head = getattr(draft, "head", None)  # of an early exit
-    if head is None:
-        return plain_value(draft)
-    numbers = {name: weight.flatten()[:NUMBERS].tolist() for name, weight in head.state_dict().items()}
-    return plain_value(draft) | {"head": numbers}
+    if head is not None:
+        attributes["head"] = {name: w.flatten()[:NUMBERS].tolist() for name, w in head.state_dict().items()}
+    return {"class": _named(draft)} | dict(sorted(attributes.items()))
 
 
-def plain_value(value: Any) -> Any:
-    """A value as JSON can hold it; the same for equal values, also in another process."""
+def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """A value as JSON can hold it: the same for equal values, also in another process, and another for others.
+
+    An object is described by its class and its attributes, or by its `fingerprint`, a text that says what it does.
+
+    Args:
+        value: anything.
+        above: ids of the objects that it is in, which may refer to each other.
+
+    Raises:
+        ValueError: it holds what cannot be told from others of its kind, such as a compiled grammar.
+    """
     if isinstance(value, _PLAIN):
         return value
+    if isinstance(getattr(value, "fingerprint", None), str):
+        return {"class": _named(value), "fingerprint": value.fingerprint}
+    if id(value) in above:
+        return "above"
+    within = functools.partial(plain_value, above=(*above, id(value)))
+    if isinstance(value, PreTrainedModel):
+        return weights_digest(value)
     if hasattr(value, "tolist"):
         return value.tolist()
+    if hasattr(value, "get_vocab"):
+        return vocabulary_of(value).digest
     if hasattr(value, "to_dict"):
         value = {name: item for name, item in value.to_dict().items() if item is not None and name not in _NOISE}
     if isinstance(value, dict):
-        return {str(name): plain_value(item) for name, item in sorted(value.items(), key=lambda item: str(item[0]))}
+        return {str(name): within(item) for name, item in sorted(value.items(), key=lambda item: str(item[0]))}
     if isinstance(value, list | tuple):  # also a `LogitsProcessorList`
-        return [plain_value(item) for item in value]
+        return [within(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, map(within, value)))
+    return {"class": _named(value)} | _held(value, within)
+
+
+def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
+    """A function by its code and the values in it, another object by what it would be pickled as.
+
+    Args:
+        value: no container.
+        within: describes what it holds.
+    """
+    if isinstance(value, type | ModuleType) or _named(value).endswith("Tokenizer"):  # texts are of one tokenizer
+        return {}
+    if isinstance(value, bytes):
+        return {"holds": digest_of([value])}
+    if isinstance(value, CodeType):
+        return {"holds": [value.co_code.hex(), within(value.co_consts), list(value.co_names)]}
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return {"holds": within([value.__code__, cells, value.__defaults__, value.__kwdefaults__])}
+    if hasattr(value, "serialize_json"):  # a compiled grammar of xgrammar
+        return {"holds": digest_of([str(value.serialize_json()).encode()])}
+    try:
+        made = value.__reduce_ex__(4)
+    except TypeError:
+        return {"holds": _pickled(value)}
+    if isinstance(made, tuple) and made[1] == (type(value),):  # of a class in Python, with attributes
+        return within(made[2] or {}) if isinstance(made[2], dict | None) else {"holds": within(made[2])}
+    return {"holds": within(list(made[1:3]) if isinstance(made, tuple) else made)}
+
+
+def _pickled(value: Any) -> str:
+    try:
+        return digest_of([pickle.dumps(value)])
+    except Exception as error:  # of any type
+        told = f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued "
+        told += (
+            "by the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
+        )
+        raise ValueError(told) from error
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
     kind = value if hasattr(value, "__qualname__") else type(value)
-    attributes = {name: item for name, item in getattr(value, "__dict__", {}).items() if isinstance(item, _PLAIN)}
-    return {"class": f"{kind.__module__}.{kind.__qualname__}"} | dict(sorted(attributes.items()))
+    return f"{kind.__module__}.{kind.__qualname__}"

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.pair_files.exit_head import get_head, with_head
-from hf_specx.pair_files.facts import model_facts
+from hf_specx.pair_files.facts import check_kind, model_facts
 from hf_specx.pair_files.fetch import (
     HUB_OPTIONS,
     SMALL_FILES,
@@ -21,13 +21,12 @@ from hf_specx.pair_files.fetch import (
     get_tokenizer,
     is_changed,
 )
-from hf_specx.pair_files.find_draft import KIND, compared_facts, warn_of_another_target
+from hf_specx.pair_files.find_draft import warn_of_another_target
 from hf_specx.pair_files.loading import load_config, load_model
-from hf_specx.pair_files.model_files import check_facts
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.pair_files.schema import check_loading, check_place
 
-from .placement import CACHE_TOKENS, plan
+from .placement import CACHE_TOKENS, Placement, plan
 
 
 FOR_TARGET = ("quantization_config", "offload_folder")
@@ -73,7 +72,7 @@ def load_pair(
         dtype: of both models; "auto" is as they were saved.
         target, draft: a model, or a folder or id of one, to use instead of the pair's own.
         revision: commit, branch or tag of the pair. Models by reference have theirs in the config.
-        trust_remote_code: whether the code of models and tokenizers may run, False unless given.
+        trust_remote_code: whether code of models may run; of a repository that the config names, at a full commit.
         use_safetensors: False also loads pickles, which may run code.
         draft_kwargs: for the draft's `from_pretrained` only.
         **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
@@ -82,23 +81,23 @@ def load_pair(
         ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not loaded.
     """
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    trust, sizes = {"trust_remote_code": trust_remote_code}, {"max_memory": max_memory, "cache_tokens": cache_tokens}
-    shared = kwargs | trust | {"dtype": dtype, "use_safetensors": use_safetensors or None}
+    shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     pair, config = get_pair(name_or_path, revision, **hub)
     weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
-    _check_used(asked, device_map, own["target"].get("quantization_config"), draft_device_map, draft_kwargs)
-    checks = trust | {"use_safetensors": use_safetensors}
-    found = {role: _find(pair, getattr(config, role), other, hub, **checks) for role, other in asked.items()}
-    if any(each.changed for each in found.values()):
-        config.forget()
+    trust = trust_remote_code, use_safetensors
+    _check_used(asked, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
+    found = {role: _find(pair, config, role, other, hub, *trust) for role, other in asked.items()}
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
-    maps = _plan(found, own, device_map, draft_device_map, **sizes, dtype=dtype, **trust)
-    models = {role: _load(each, **shared | own[role] | maps[role]) for role, each in found.items()}
-    warn_of_another_target(config, models["target"])
-    own_draft = models["draft"] if weightless is None else with_head(weightless, head, models["target"])
-    sources = {"draft": None} | {role: _reference(each) for role, each in found.items()}
-    return LoadedPair(models["target"], own_draft, *tokenizers, config, sources)
+    where = device_map, draft_device_map, max_memory, cache_tokens
+    place = _plan(found, *where, dtype, own["target"].get("quantization_config"))
+    loaded = _load(found["target"], **shared | own["target"] | place.target)
+    warn_of_another_target(config, loaded)
+    if weightless is not None:
+        return LoadedPair(loaded, with_head(weightless, head, loaded), *tokenizers, config, _sources(found))
+    placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
+    loaded_draft = _load(found["draft"], **shared | {"device_map": placed} | own["draft"])
+    return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
 
 
 def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
@@ -117,16 +116,14 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
     return {"target": target, "draft": draft_kwargs}
 
 
-def _check_used(
-    asked: dict[str, Any], device_map: Any, quantization_config: Any, draft_device_map: Any, draft_kwargs: Any
-) -> None:
+def _check_used(asked: dict[str, Any], of_target: dict[str, Any], draft_device_map: Any, draft_kwargs: Any) -> None:
     """Whether the models that arguments are for are loaded at all.
 
     Args:
         asked: by role, what takes the place of the pair's own model; without the draft where it has no weights.
-        device_map, ..., draft_kwargs: of `load_pair`.
+        of_target: arguments for the target; `draft_device_map` and `draft_kwargs`: those for the draft.
     """
-    of_target = {"device_map": device_map, "quantization_config": quantization_config}
+    of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
     of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": draft_kwargs or None}
     for role, given in {"target": of_target, "draft": of_draft}.items():
         loaded = role in asked and not isinstance(asked[role], PreTrainedModel)
@@ -142,61 +139,66 @@ class FoundModel(NamedTuple):
     Attributes:
         files: its checked files; None where the caller gave the model.
         source: where in `files` it is.
-        changed: whether it is not the model that the pair was saved with.
+        trusted: whether its code may run.
         model: as the caller gave it.
     """
 
     files: Files | None
     source: ModelSource
     config: PreTrainedConfig
-    changed: bool
+    trusted: bool = False
     model: PreTrainedModel | None = None
 
 
-def _find(pair: Files, source: ModelSource, other: Any, hub: dict[str, Any], **options: bool) -> FoundModel:
-    """Get and check the files of a model: the one that the pair names, or `other` where it is given."""
+def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
+    """Get and check the files of a model: the one that the pair names, or `other` where it is given.
+
+    The config forgets its measurements where it is not the model that they were made with.
+
+    Args:
+        pair, config: the pair's own files, and what they say.
+        role: "target" or "draft".
+        other: a model, its name or its folder; None is the pair's own.
+        hub: `HUB_OPTIONS`.
+        *trust: `trust_remote_code` and `use_safetensors`.
+    """
+    source = getattr(config, role)
     if isinstance(other, PreTrainedModel):
         facts = model_facts(other)
-        same = facts.name is not None and (facts.name, facts.revision) == (source.name, source.revision)
-        return FoundModel(None, ModelSource(), other.config, not same, other)
+        if facts.name is None or (facts.name, facts.revision) != (source.name, source.revision):
+            config.forget()
+        return FoundModel(None, ModelSource(), other.config, model=other)
     if other is None:
-        files = get_model(pair, source, **options, **hub)
+        files = get_model(pair, source, *trust, **hub)
         changed = is_changed(files, source)
     else:
         check_place(str(other), None)
-        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), **options, **hub)
-        changed = not options["use_safetensors"] or fingerprint(files.root) != source.fingerprint
+        files = get_files(other, None, SMALL_FILES, **hub)
+        files = get_model(files, ModelSource(), *trust, **hub)
+        changed = not trust[1] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
-    return FoundModel(files, source, load_config(files, source.subfolder, options["trust_remote_code"]), changed)
+    if changed:
+        config.forget()
+    trusted = trust[0] and source.is_pinned
+    return FoundModel(files, source, load_config(files, source.subfolder, trusted), trusted)
 
 
-def _plan(
-    found: dict[str, FoundModel],
-    own: dict[str, dict[str, Any]],
-    device_map: Any,
-    draft_device_map: Any,
-    **options: Any,
-) -> dict[str, dict[str, Any]]:
-    """The arguments of `from_pretrained` that say where a model goes, by role."""
-    options["quantization_config"] = own["target"].get("quantization_config")
+def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
+    """Where the models go, by further arguments of `plan`; a draft that was given as a model needs no room."""
     target, draft = found["target"], found.get("draft")
-    if draft is None:
-        placed = {"device_map": device_map, "max_memory": options["max_memory"]}
-        return {"target": {} if device_map is None or target.model is not None else placed}
-    if target.model is not None:  # it is loaded already
-        return {"target": {}, "draft": {"device_map": draft_device_map or {"": last_device(target.model)}}}
-    if draft.model is not None:
-        draft_device_map = last_device(draft.model)
-    planned = plan(target.config, draft.config, device_map=device_map, draft_device_map=draft_device_map, **options)
-    return {"target": planned.target, "draft": planned.draft}
+    if target.model is not None:
+        return Placement({})
+    needs = None if draft is None or draft.model is not None else draft.config
+    how += (target.trusted,)
+    return plan(target.config, needs, *how)
 
 
 def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:
     if found.model is not None:
         return found.model
     assert found.files is not None
-    model = load_model(found.files, found.source.subfolder, **kwargs)
-    check_facts(found.files.name, *compared_facts(found.source, model, KIND))
+    model = load_model(found.files, found.source.subfolder, found.trusted, **kwargs)
+    check_kind(found.files.name, found.source, model)
     return model
 
 
@@ -210,13 +212,15 @@ def _tokenizers(
         named = each.source != ModelSource()  # by the pair, and not given in place of what it names
         facts = config.draft_tokenizer if role == "draft" and named else None
         if each.files is not None and (each.files != pair or facts is not None):
-            others[role] = get_tokenizer(each.files, each.source.subfolder, facts, trust_remote_code)
+            others[role] = get_tokenizer(each.files, each.source.subfolder, facts, each.trusted)
     target, draft = others.get("target"), others.get("draft")
     return target or own, draft or (own if target and "draft" in found else None)
 
 
-def _reference(found: FoundModel) -> ModelSource | None:
-    """The entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
-    if found.files is None or found.files.revision is None:
-        return None
-    return replace(found.source, name=found.files.name, revision=found.files.revision)
+def _sources(found: dict[str, FoundModel]) -> dict[str, ModelSource | None]:
+    """By role, the entry of a config that loads a model from where it was loaded from; None if that is not the Hub."""
+    sources: dict[str, ModelSource | None] = {"target": None, "draft": None}
+    for role, each in found.items():
+        if each.files is not None and each.files.revision is not None:
+            sources[role] = replace(each.source, name=each.files.name, revision=each.files.revision)
+    return sources

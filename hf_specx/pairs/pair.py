@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.devices import execution_device, hardware
+from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
+from hf_specx.pair_files.find_draft import recommended
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.strategy import SpeculativeDecoding
 from hf_specx.validation.entry import check_entry, check_pair_call
@@ -98,11 +99,9 @@ class DraftTargetPair(NoModel):
 
     def _strategy(self) -> SpeculativeDecoding:
         """A strategy with the options that the config recommends."""
-        config, dtype = self.config, str(self.target.dtype).removeprefix("torch.")
-        own = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
-        own |= {"costs": config.costs_on(hardware(execution_device(self.target)), dtype)}
-        tokenizers = {"tokenizer": self.tokenizer, "draft_tokenizer": self.draft_tokenizer}
-        return SpeculativeDecoding(self.draft, **tokenizers | own)
+        options, costs = recommended(self.config, self.target)
+        options |= {"tokenizer": self.tokenizer, "draft_tokenizer": self.draft_tokenizer, "costs": costs}
+        return SpeculativeDecoding(self.draft, **options)
 
     @classmethod
     def from_loaded(cls, loaded: LoadedPair) -> "DraftTargetPair":

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 
 from tqdm import tqdm
 
@@ -11,62 +10,42 @@ from hf_specx.common.round import Round
 
 DELAY = 3  # seconds, before a progress bar appears
 LINE_EVERY = 30  # seconds, where there is no terminal
-TOTAL = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
-NO_TOTAL = "{n_fmt} prompts in {elapsed}{postfix}"
 
 
-class Meter:
-    """Counts tokens, as a listener of a strategy."""
-
-    def __init__(self) -> None:
-        self.emitted = self.drafted = self.accepted = 0
-
-    def observe(self, done: Round) -> None:
-        self.emitted += sum(done.emitted)
-        self.drafted += sum(done.draft.lengths)
-        self.accepted += sum(done.accepted)
-
-    def said(self, seconds: float) -> str:
-        """Tokens in a second, and the share of candidates that were accepted."""
-        accepted = f", {self.accepted / self.drafted:.0%} of candidates accepted" if self.drafted else ""
-        return f"{self.emitted / max(seconds, 1e-9):.0f} tokens/s{accepted}"
-
-
-class Progress:
-    """What is shown, as a context; of several processes that a launcher started, the first one shows it.
+class Progress(tqdm):
+    """A bar of prompts, and of tokens as a listener of a strategy; of several processes the first one shows it.
 
     Args:
         total: prompts; None if that is not known.
         done: prompts that were done before.
-        meter: of this process.
     """
 
-    def __init__(self, total: int | None, done: int, meter: Meter):
-        self.total, self.before, self.meter, self.started = total, done, meter, time.monotonic()
-        shown = os.environ.get("RANK", "0") == "0"
-        in_terminal = shown and sys.stderr.isatty()
-        self.format = NO_TOTAL if total is None else TOTAL
-        bar = f"{{bar:20}} {self.format}" if total else self.format
-        self.bar = tqdm(total=total, initial=done, delay=DELAY, disable=not in_terminal, bar_format=bar)
-        self.next_line = self.started + LINE_EVERY if shown and not in_terminal else float("inf")
+    def __init__(self, total: int | None, done: int = 0):
+        self.emitted = self.drafted = self.accepted = 0
+        in_terminal = sys.stderr.isatty()
+        shown = "{n_fmt} prompts in {elapsed}{postfix}"
+        if total is not None:
+            shown = "{n_fmt} of {total_fmt} prompts in {elapsed}, {remaining} left{postfix}"
+        super().__init__(
+            total=total,
+            initial=done,
+            delay=DELAY if in_terminal else LINE_EVERY,
+            mininterval=0.1 if in_terminal else LINE_EVERY,
+            bar_format=f"{{bar:20}} {shown}" if total and in_terminal else f"{shown}\n",
+            disable=os.environ.get("RANK", "0") != "0",
+        )
 
-    def __enter__(self) -> "Progress":
-        return self
+    def observe(self, done: Round) -> None:
+        """Count what a round has done."""
+        self.emitted += sum(done.emitted)
+        self.drafted += sum(done.draft.lengths)
+        self.accepted += sum(done.accepted)
 
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
-
-    def update(self, done: int) -> None:
+    def reach(self, done: int) -> None:
         """So many prompts are done by now, by all processes."""
-        now = time.monotonic()
-        if not self.bar.disable:
-            self.bar.set_postfix_str(self.meter.said(now - self.started), refresh=False)
-            self.bar.update(done - self.bar.n)
-        if now >= self.next_line:
-            self.next_line = now + LINE_EVERY
-            print(self.line(done, now - self.started), file=sys.stderr, flush=True)
-
-    def line(self, done: int, seconds: float) -> str:
-        """What is shown where there is no terminal, after so many seconds."""
-        said = {"initial": self.before, "postfix": self.meter.said(seconds), "bar_format": self.format}
-        return str(tqdm.format_meter(done, self.total, seconds, **said))
+        if self.disable:
+            return
+        seconds = max(self.format_dict["elapsed"], 1e-9)
+        accepted = f", {self.accepted / self.drafted:.0%} of candidates accepted" if self.drafted else ""
+        self.set_postfix_str(f"{self.emitted / seconds:.0f} tokens/s{accepted}", refresh=False)
+        self.update(done - self.n)

@@ -5,7 +5,7 @@ from typing import Any
 
 from hf_specx.common.errors import require
 
-from .completions import Completer
+from .complete import Completer
 from .pair import DraftTargetPair
 from .results import NumberedText, hash_of
 

@@ -1,32 +1,35 @@
 """A file of results, one JSON object a line, which several processes fill and any of them may leave at any moment.
 
-Results are written as they come. A file that is complete has them in the order of the prompts.
+`done.jsonl` gets a line as soon as a text is known, and has them in the order of the prompts once it is complete.
+`done.jsonl.arguments` says what it was made with. `done.jsonl.lock` is locked by the process that writes, and
+`done.jsonl.lock.5` by the one that completes prompt 5. The system frees the locks of a process that ends, however it
+ends, so what was not finished is free again.
 """
 
+import glob
+import json
 import os
-import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from hf_specx.common.errors import require
+from filelock import FileLock, SoftFileLock, Timeout
+
+from hf_specx.common.errors import brief, require
 
 from .results import CompletedText, NumberedText, hash_of, index_and_hash
-from .sidecar import Sidecar, check_locks, write_all
 
 
-CHUNK = 2**20  # bytes read at once
-SYNC_EVERY = 10  # seconds; the system loses nothing when a process is killed, but may when a machine is
-OPEN: set[str] = set()  # files that this process writes
+OPEN: set[Path] = set()  # files that this process completes; a call would wait for ever for one that it is in
 
 
 class ResultsFile:
     """The results of prompts, used as a context. It keeps 8 bytes for each prompt in memory.
 
     Args:
-        path: of the file; made if it is not there. Beside it is its `Sidecar`, of the same name and ".arguments".
+        path: of the file; made if it is not there.
         arguments: what the texts depend on, plain values.
 
     Attributes:
@@ -39,33 +42,28 @@ class ResultsFile:
 
     def __init__(self, path: str | Path, arguments: dict[str, Any]):
         self.path = Path(path).resolve()  # so that a link stays one
-        self.arguments, self.file = arguments, -1
-        self.hashes, self.known, self.count, self.ordered = array("Q"), 0, 0, True
-        self.synced = time.monotonic()
-        self.sidecar: Sidecar | None = None
+        self.arguments = json.dumps(arguments, indent=1)
+        self.lock = self._lock("")
+        self.claims: dict[int, FileLock] = {}
+        self._forget()
 
     def __enter__(self) -> "ResultsFile":
         check_results_path(self.path)
-        path = sidecar_of(self.path)
-        OPEN.add(str(self.path))
+        OPEN.add(self.path)
         try:
-            self.sidecar = Sidecar(path)
-            with self.sidecar.writing(), self._told_of_errors(path):
-                self._open()
-                self.sidecar.agree(self.arguments, str(self.path), os.fstat(self.file).st_size == 0)
-                self.read_on()
+            with self._writing() as file:
+                told = f"files in {self.path.parent} cannot be locked, which out= needs; name one on another disk."
+                require(not isinstance(self.lock, SoftFileLock), told)  # such a lock outlives its process
+                self._agree(is_new=os.fstat(file.fileno()).st_size == 0 and not self._anybody())
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.file != -1:
-            os.close(self.file)
-        if self.sidecar is not None:
-            self.sidecar.close()
-        self.file, self.sidecar = -1, None
-        OPEN.discard(str(self.path))
+        OPEN.discard(self.path)
+        for index in [*self.claims]:
+            self._release(index)
 
     def is_done(self, prompt: NumberedText) -> bool:
         """Whether the file is known to have the result of a prompt.
@@ -78,34 +76,39 @@ class ResultsFile:
         require(known in (0, hash_of(prompt.text)), f"{told}same order, more of them after these, or another file.")
         return known != 0
 
-    def claim(self, prompt: NumberedText) -> bool:
-        """Whether this process may complete a prompt: it is not done, and no other process is at it."""
-        assert self.sidecar is not None
-        if self.is_done(prompt) or not self.sidecar.try_lock(prompt.index):
-            return False
-        self.read_on()
-        if self.is_done(prompt):  # since the last look
-            self.sidecar.unlock(prompt.index)
-            return False
-        return True
+    def claimed(self, prompts: Iterable[NumberedText], elsewhere: list[NumberedText]) -> Iterator[NumberedText]:
+        """The prompts that have no result, each locked for this process until its result is appended.
+
+        Args:
+            prompts: any of them; taken one by one.
+            elsewhere: gets those that other processes are at.
+        """
+        for prompt in prompts:
+            if self._claim(prompt):
+                yield prompt
+            elif not self.is_done(prompt):
+                elsewhere[:] = [*self.without_result(elsewhere), prompt]
+
+    def without_result(self, prompts: Iterable[NumberedText]) -> list[NumberedText]:
+        """Those of these prompts that are known to have none."""
+        return [prompt for prompt in prompts if not self.is_done(prompt)]
 
     def append(self, result: CompletedText) -> None:
         """Write the result of a prompt that was claimed; it is in the hands of the system then.
 
         Raises:
-            OSError: it could not be written; the file is as it was before.
+            ValueError: another call has begun the file anew.
+            OSError: it could not be written.
         """
-        with self._writing() as sidecar, self._told_of_errors(self.path):
-            try:
-                write_all(self.file, result.line())
-            except OSError:
-                os.ftruncate(self.file, self.known)
-                raise
-            if time.monotonic() > self.synced + SYNC_EVERY:
-                os.fsync(self.file)
-                self.synced = time.monotonic()
-            self.read_on()
-        sidecar.unlock(result.prompt.index)
+        with self._writing() as file:
+            told = f"another call has begun {self.path} anew, with other arguments; name another file."
+            require(arguments_file(self.path).read_text() == self.arguments, told)
+            if not self.is_done(result.prompt):
+                file.truncate(self.end)  # a process that is killed may leave half a line
+                file.write(result.line())
+                file.flush()
+                self._read_on(file)
+        self._release(result.prompt.index)
 
     def finish(self, prompts: int) -> None:
         """Put the results of all prompts in their order, unless they are, and on disk.
@@ -113,103 +116,136 @@ class ResultsFile:
         Raises:
             ValueError: the file does not have exactly these results.
         """
-        with self._writing():
+        with self._writing() as file:
             told = f"{self.path} has {self.count} results for {prompts} prompts, "
             other = len(self.hashes) > prompts
             require(not other, f"{told}some of them for others; give the same prompts, or name another file.")
             require(self.count == prompts, f"{told}since some were removed meanwhile; make the same call again.")
-            if not self.ordered:
-                self._sort()
-            else:
-                os.fsync(self.file)
+            file.truncate(self.end)
+            os.fsync(file.fileno())
+            if not self.in_order:
+                self._sort(file)
+            Path(self.lock.lock_file).unlink(missing_ok=True)
 
-    def read_on(self) -> None:
-        """Take note of the results that were written since the last time, by any process.
+    def _lock(self, which: str) -> FileLock:
+        return FileLock(f"{self.path}.lock{which}", thread_local=False)
 
-        A last line that is broken, as a process leaves it that is killed, is passed over; the next writer cuts it.
+    def _claim(self, prompt: NumberedText) -> bool:
+        """Lock a prompt for this process, unless it has a result or another process is at it."""
+        if self.is_done(prompt):
+            return False
+        lock = self._lock(f".{prompt.index}")
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            return False
+        self.claims[prompt.index] = lock
+        self.look()
+        if self.is_done(prompt):  # since the last look
+            self._release(prompt.index)
+            return False
+        return True
+
+    def _release(self, index: int) -> None:
+        lock = self.claims.pop(index)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+    def look(self) -> None:
+        """Take note of the results that any process has written since the last time."""
+        with self._writing():
+            pass
+
+    @contextmanager
+    def _writing(self) -> Iterator[BinaryIO]:
+        """The open file, whose results are known, while no other process writes."""
+        try:
+            with self.lock, open(self.path, "a+b") as file:
+                self._read_on(file)
+                yield file
+        except OSError as error:
+            told = f"the same call goes on from the {self.count} results that are in {self.path.name}"
+            raise OSError(error.errno, f"{error.strerror}; {told}", error.filename or str(self.path)) from error
+
+    def _anybody(self) -> bool:
+        """Whether a process is at a prompt."""
+        for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.lock.*"):
+            try:
+                FileLock(path).acquire(blocking=False).lock.release()
+            except Timeout:
+                return True
+        return False
+
+    def _agree(self, is_new: bool) -> None:
+        """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
+        told_by, ours = arguments_file(self.path), json.loads(self.arguments)
+        try:
+            earlier = json.loads(told_by.read_text())
+        except (OSError, ValueError):
+            earlier = None
+        if is_new:
+            told_by.write_text(self.arguments)
+            return
+        told = f"{self.path} is there already, and {told_by.name} does not say what made it; name another file."
+        require(isinstance(earlier, dict), told)
+        for key in sorted(ours.keys() | earlier.keys()):
+            then, now = earlier.get(key), ours.get(key)
+            told = f"{self.path} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another "
+            require(then == now, f"{told}file.")
+        self.arguments = told_by.read_text()
+
+    def _forget(self) -> None:
+        self.inode, self.end, self.count, self.in_order = -1, 0, 0, True
+        self.hashes = array("Q")  # of prompts, 0 for those without a result
+
+    def _read_on(self, file: BinaryIO) -> None:
+        """Take note of the whole lines behind those that are known; of all where another file is in place of ours.
 
         Raises:
-            ValueError: a line before the last is no result, or a prompt has two.
+            ValueError: a line is no result, or a prompt has two.
         """
-        for line in self._whole_lines():
-            found = index_and_hash(line)
-            if found is None:
-                is_last = self.known + len(line) + 1 == os.fstat(self.file).st_size
-                told = f"line {self.count + 1} of {self.path} is no result: {line[:40]!r}; delete it."
-                require(is_last, told)
+        inode = os.fstat(file.fileno()).st_ino
+        if inode != self.inode:
+            self._forget()
+            self.inode = inode
+        file.seek(self.end)
+        for line in file:
+            if not line.endswith(b"\n"):
                 return
-            index, prompt_hash = found
+            told = f"line {self.count + 1} of {self.path} is no result: {line[:40]!r}; delete it."
+            index, prompt_hash = index_and_hash(line) or (-1, 0)
+            require(index >= 0, told)
             self.hashes.extend([0] * (index + 1 - len(self.hashes)))
             told = f"line {self.count + 1} of {self.path} is a second result for prompt {index}; delete one."
             require(self.hashes[index] == 0, told)
             self.hashes[index] = prompt_hash
-            self.ordered = self.ordered and index == self.count
+            self.in_order = self.in_order and index == self.count
             self.count += 1
-            self.known += len(line) + 1
+            self.end += len(line)
 
-    def _whole_lines(self) -> Iterator[bytes]:
-        """The lines after those that are known, without their ends; not one that has none."""
-        rest, position = b"", self.known
-        while chunk := os.pread(self.file, CHUNK, position):
-            position += len(chunk)
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from lines
-
-    @contextmanager
-    def _writing(self) -> Iterator[Sidecar]:
-        """A context in which no other process writes, and the file ends after the last whole line."""
-        assert self.sidecar is not None
-        with self.sidecar.writing():
-            self._open()
-            self.read_on()
-            if self.known < os.fstat(self.file).st_size:
-                os.ftruncate(self.file, self.known)
-            yield self.sidecar
-
-    def _open(self) -> None:
-        """Open the file, unless it is; if there is another one in its place by now, that one is read anew."""
-        if self.file != -1:
-            if self.path.exists() and os.path.samestat(os.stat(self.path), os.fstat(self.file)):
-                return
-            os.close(self.file)
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self.hashes, self.known, self.count, self.ordered = array("Q"), 0, 0, True
-
-    @contextmanager
-    def _told_of_errors(self, path: Path) -> Iterator[None]:
-        """Errors of the system in this context say what to do."""
-        try:
-            yield
-        except OSError as error:
-            told = (
-                f"{error.strerror}; the same call goes on from the {self.count} results that are in {self.path.name}"
-            )
-            raise OSError(error.errno, told, str(path)) from error
-
-    def _sort(self) -> None:
+    def _sort(self, file: BinaryIO) -> None:
         """Put a file with the same lines in order in the place of this one."""
-        starts, position = array("Q", bytes(8 * len(self.hashes))), 0
+        starts, position = array("Q", bytes(8 * self.count)), 0
+        file.seek(0)
+        for line in file:
+            index, _ = index_and_hash(line) or (0, 0)
+            starts[index] = position
+            position += len(line)
         new = self.path.with_name(f"{self.path.name}.sorting")
-        with open(self.path, "rb") as unsorted:
-            for line in unsorted:
-                found = index_and_hash(line)
-                assert found is not None
-                starts[found[0]] = position
-                position += len(line)
-            try:
-                with self._told_of_errors(new), open(new, "wb") as in_order:
-                    for start in starts:
-                        unsorted.seek(start)
-                        in_order.write(unsorted.readline())
-                    in_order.flush()
-                    os.fsync(in_order.fileno())
-                os.replace(new, self.path)
-            finally:
-                new.unlink(missing_ok=True)  # there is still one after an error only
+        try:
+            with open(new, "wb") as in_order:
+                for start in starts:
+                    file.seek(start)
+                    in_order.write(file.readline())
+                in_order.flush()
+                os.fsync(in_order.fileno())
+            os.replace(new, self.path)
+        finally:
+            new.unlink(missing_ok=True)  # there is still one after an error only
 
 
-def sidecar_of(path: Path) -> Path:
-    """The file beside a file of results."""
+def arguments_file(path: Path) -> Path:
+    """The file beside a file of results that says what it was made with."""
     return path.with_name(f"{path.name}.arguments")
 
 
@@ -219,13 +255,15 @@ def check_results_path(path: Path) -> None:
     Raises:
         ValueError: it cannot.
     """
-    check_locks()
-    path, sidecar = path.resolve(), sidecar_of(path.resolve())
+    told = "out= needs the file locks of Linux or macOS; leave it out, and keep the texts yourself."
+    require(os.name == "posix", told)
+    path = path.resolve()
     name = f"out={str(path)!r}"
     require(path.parent.is_dir(), f"{name}: there is no folder {path.parent}; make it, or name another.")
     require(not path.is_dir(), f"{name} is a folder; name a file in it.")
     require(path.is_file() or not path.exists(), f"{name} is a device; name a file.")
-    known = not path.exists() or path.stat().st_size == 0 or sidecar.exists()
-    told = f"{name} is there already, and there is no {sidecar.name} that says what made it; name another file."
+    told_by = arguments_file(path)
+    known = not path.exists() or path.stat().st_size == 0 or told_by.exists()
+    told = f"{name} is there already, and there is no {told_by.name} that says what made it; name another file."
     require(known, told)
-    require(str(path) not in OPEN, f"{name} is being written by another call in this process; wait for it.")
+    require(path not in OPEN, f"{name} is being written by another call in this process; wait for it.")

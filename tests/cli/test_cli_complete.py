@@ -5,16 +5,21 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command import command
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
+from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
+from hf_specx.cli.complete import write_texts
+from hf_specx.cli.console import Output
 from hf_specx.cli.options import read_prompts
 from hf_specx.cli.prompts import FilePrompts
+from hf_specx.cli.session import NewProcessor
 from hf_specx.pairs.results_file import ResultsFile
 
 
@@ -81,13 +86,6 @@ def test_a_pipe_is_read_once(pair: DraftTargetPair, tmp_path: Path):
     assert texts_of(out) == pair.complete(TEXTS, max_new_tokens=8, do_sample=False)
 
 
-def test_json_lines_without_out(pair: DraftTargetPair, file: Path):
-    result = specx("--file", file, "--greedy", "--max-new-tokens", "12", "--json")
-    (run,) = json.loads(result.stdout.splitlines()[-1])["runs"]
-    assert run["prompts"][:2] == ["the cat\n0", "a dog [bold]sat[/bold] on\n0"]
-    assert len(run["texts"]) == 9
-
-
 def test_an_interrupted_file_is_gone_on_with(
     pair: DraftTargetPair, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -113,6 +111,26 @@ def test_an_interrupted_file_is_gone_on_with(
     assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
+def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path):
+    def write(schema: str) -> None:
+        grammar, options = NewProcessor(lambda: TopKLogitsWarper(5), schema), {"max_new_tokens": 8, "do_sample": True}
+        session = SimpleNamespace(
+            name="a pair",
+            pair=pair,
+            seed=0,
+            options=options,
+            arguments=options | {"logits_processor": grammar},
+            grammar=grammar,
+            console=Output(quiet=True),
+        )
+        write_texts(session, TEXTS, False, tmp_path / "done.jsonl", 2)
+
+    for _ in range(2):
+        write('{"type": "object"}')
+    with pytest.raises(ValueError, match="was made with logits_processor=.*obje.*now it is .*arra"):
+        write('{"type": "array"}')
+
+
 def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: Path):
     file, out = tmp_path / "prompts.jsonl", tmp_path / "done.jsonl"
     file.write_text('{"prompt": "the cat"}\n{"prompt": ""}\n')
@@ -126,7 +144,6 @@ def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: P
     [
         (["--batch-size", "4"], "--batch-size is for --out"),
         (["--out", "{}/done.jsonl", "--compare"], "--out shows and times nothing"),
-        (["--out", "{}"], "is a folder; name a file in it"),
         (["--out", "{}/prompts.txt"], "is there already, and there is no prompts.txt.arguments"),
     ],
 )

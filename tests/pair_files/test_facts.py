@@ -4,13 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from tiny import tiny
 from tiny_tokenizer import END, PAD, tiny_tokenizer
 
 from hf_specx.pair_files import facts
 from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
-from hf_specx.pair_files.pair_config import ModelSource, TokenizerFacts
+from hf_specx.pair_files.pair_config import ModelSource
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -43,20 +42,6 @@ def test_model_from_elsewhere(model, tmp_path, monkeypatch, why):
         (tmp_path / "org" / "model").mkdir(parents=True)
     found = model_facts(model)
     assert (found.name, found.revision) == (None, None)
-
-
-def test_tied_weights_count_once():
-    model = tiny(vocab_size=50, tie_word_embeddings=True)
-    assert model_facts(model).parameters == sum(t.numel() for t in model.state_dict().values()) - 50 * 32
-    assert model_facts(model).dtype == str(torch.float32).removeprefix("torch.")
-
-
-def test_one_tokenizer_or_two():
-    tokenizer = tiny_tokenizer()
-    found = tokenizer_facts(tokenizer)
-    assert replace(found, vocabulary=None) == TokenizerFacts("one", 277, {"eos_token": END, "pad_token": PAD})
-    assert tokenizer_facts(tokenizer, tokenizer) == found
-    assert tokenizer_facts(tokenizer, tiny_tokenizer()) == replace(found, method="content")
 
 
 def test_a_vocabulary_is_its_tokens_with_their_ids():

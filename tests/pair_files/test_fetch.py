@@ -11,13 +11,13 @@ import pytest
 import torch
 from repositories import INDEX, pair, shard
 from safetensors.torch import save_file
-from tiny_tokenizer import END, PAD
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
 from hf_specx.pair_files import fetch
-from hf_specx.pair_files.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair, get_tokenizer
-from hf_specx.pair_files.pair_config import ModelSource, TokenizerFacts
+from hf_specx.pair_files.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair
+from hf_specx.pair_files.pair_config import ModelSource
+from hf_specx.pair_files.weights import shards
 
 
 COMMIT = "c" * 40
@@ -59,13 +59,6 @@ def here(root: Path) -> set[str]:
     return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
 
 
-def test_a_folder_is_taken_as_it_is(folder: Path, downloads: list):
-    files = get_files(folder, "main", ["*"])
-    assert files == Files(str(folder), None, folder)
-    assert files.loading("draft") == {"subfolder": "draft"}
-    assert downloads == []
-
-
 def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
     """First the small files, then the weights that they name; nothing of the draft for the target, and no code."""
     for name in ("custom_generate/generate.py", "own.py", "pytorch_model.bin", "other.safetensors", "draft/own.py"):
@@ -89,16 +82,6 @@ def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
     assert all(asked["revision"] == COMMIT for asked in downloads[1:])
 
 
-def test_shards_are_asked_for_by_name(folder: Path, downloads: list):
-    shard(folder)
-    (folder / "three.safetensors").touch()
-    files, config = get_pair("org/pair", None)
-    config.target.fingerprint = None
-    get_model(files, config.target, False, True)
-    assert {"one.safetensors", "two.safetensors", INDEX} <= here(files.root)
-    assert "three.safetensors" not in here(files.root)
-
-
 def test_all_is_asked_for_where_it_is_trusted(folder: Path, downloads: list):
     (folder / "own.py").touch()
     (folder / "pytorch_model.bin").touch()
@@ -113,19 +96,12 @@ def test_all_is_asked_for_where_it_is_trusted(folder: Path, downloads: list):
 
 
 def test_a_reference_has_its_own_repository_and_revision(folder: Path, downloads: list):
-    files = get_model(
+    get_model(
         Files("nowhere", None, folder), ModelSource("org/pair", "v2", "draft"), False, True, local_files_only=True
     )
     assert {(x["name"], x["local_files_only"]) for x in downloads} == {("org/pair", True)}
     assert [x["revision"] for x in downloads] == ["v2", COMMIT]
     assert all(pattern.startswith("draft/") for x in downloads for pattern in x["patterns"])
-    cache = str(files.root.parents[2])
-    assert files.loading("draft") == {
-        "subfolder": "draft",
-        "revision": COMMIT,
-        "local_files_only": True,
-        "cache_dir": cache,
-    }
 
 
 def test_what_is_not_found_is_named(tmp_path: Path):
@@ -195,15 +171,6 @@ def test_a_fingerprint_is_of_what_is_computed(folder: Path, name: str, value: ob
     assert (fingerprint(folder) == before) == same
 
 
-def test_training_changes_a_large_file(tmp_path: Path):
-    """Of which only parts are read; where many weights move, some of those do."""
-    weight = torch.zeros(4_000_000)
-    before = save(tmp_path / "w", weight)
-    changed = torch.where(torch.arange(len(weight)) % 97 == 0, 1e-3, weight)
-    assert save(tmp_path / "w", changed) != before
-    assert save(tmp_path / "w", weight[:-1]) != before
-
-
 def test_all_shards_count(folder: Path):
     shard(folder)
     before = fingerprint(folder)
@@ -212,21 +179,15 @@ def test_all_shards_count(folder: Path):
     assert fingerprint(folder) != before
 
 
-def test_tokenizers(folder: Path):
-    files = Files(str(folder), None, folder)
-    tokens = len(pair().tokenizer)
-    for facts in (None, TokenizerFacts("one", tokens, {"eos_token": END, "pad_token": PAD})):
-        assert get_tokenizer(files, "", facts, False).get_vocab() == pair().tokenizer.get_vocab()
-    assert get_tokenizer(files, "draft", None, False) is None
-
-
-def test_a_tokenizer_without_a_model_beside_it(folder: Path, downloads: list):
-    """Of a pair whose target is elsewhere."""
-    (folder / "config.json").unlink()
-    for name in (folder, "org/pair"):
-        files, config = get_pair(name, None)
-        assert get_tokenizer(files, "", config.tokenizers, False).get_vocab() == pair().tokenizer.get_vocab()
-    assert len(downloads) == 1
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"weight_map": 1}', '{"metadata": {}, "weight_map": {"a": "../x.safetensors"}}']
+)
+def test_a_broken_index_is_told_to_whoever_asks_for_the_weights(folder: Path, content: str):
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(content)
+    for ask in (shards, fingerprint):
+        with pytest.raises(ValueError, match="does not say which file has which weights|outside the model's folder"):
+            ask(folder)
 
 
 def test_safetensors_are_taken_first(folder: Path):

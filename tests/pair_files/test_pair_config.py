@@ -1,7 +1,7 @@
 """`specx_config.json`: read as it was written, and believed nowhere."""
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -58,20 +58,6 @@ def test_round_trip(tmp_path: Path):
     assert all(getattr(config, name) != getattr(defaults, name) for name in others)
 
 
-def test_what_is_left_out_has_its_default():
-    config = read('{"schema": 1, "target": {}, "draft": {"subfolder": "draft"}}')
-    assert config == PairConfig(ModelSource(), ModelSource(subfolder="draft"))
-    assert (config.num_draft_tokens, config.verification, config.layout) == ("auto", None, "auto")
-    assert set(asdict(config.target).values()) == {None, ""}
-    assert (config.costs, config.tokenizers, config.measurements, config.prompts) == (None, None, [], [])
-
-
-def test_lists_are_not_shared():
-    one, other = (PairConfig(ModelSource(), ModelSource()) for _ in range(2))
-    one.prompts.append("a")
-    assert other.prompts == []
-
-
 def test_whole_numbers_may_stand_for_times():
     """JSON of other programs has 2 where Python's has 2.0."""
     values = json.loads(full().to_text())
@@ -108,18 +94,6 @@ def test_costs_hold_where_they_were_measured():
     assert config.costs_on("a clock", "float32").to_dict() == Costs().to_dict()
 
 
-def test_costs_are_new_each_time():
-    """What a run learns is not the config's."""
-    config = full()
-    before = config.to_text()
-    costs = config.costs_on("a clock", "float32")
-    costs.remember("block", 0.9, 1000)
-    costs.table[2]["target"][1] = 7.0
-    del costs.table[2]
-    assert config.to_text() == before
-    assert config.costs_on("a clock", "float32").table[2]["target"][1] == 1.0
-
-
 @pytest.mark.parametrize("times", [{"1": 1e-300, "5": 1e300}, {"1": 1e300, "5": 1e-300}, {"1": 5e-324, "9": 5e-324}])
 def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
     config = full()
@@ -129,7 +103,7 @@ def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
     assert costs.cost_coefficient(2) >= 0
 
 
-@pytest.mark.parametrize("depth", range(850, 1000, 3))
+@pytest.mark.parametrize("depth", range(850, 1000, 30))
 def test_however_deep_it_is_a_value_error(depth: int):
     """The reader's limit and that of what shows a value are not the same."""
     with pytest.raises(ValueError, match="here"):

@@ -1,27 +1,19 @@
 """Broken and hostile repositories: each is told what is wrong, none runs code, none loads wrongly."""
 
-import json
-import pickle
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from refused import check_of, checks_in, is_refused
-from repositories import Change, code, edit, load, load_draft, pair, pickled, ran, with_code
+from repositories import RAN, Change, code, edit, load, load_draft, pair, pickled, put, ran, with_code
 from repository_cases import CASES as OF_CONFIGS
-from repository_cases import PLAIN as PLAIN_CONFIGS
 from repository_files import CASES as OF_FILES
-from repository_files import PLAIN as PLAIN_FILES
 from tiny import near, prompts
 from transformers import AutoModelForCausalLM
 
-from hf_specx import DraftTargetPair
-from hf_specx.common.errors import CHECKS
 
-
-CASES, PLAIN = OF_CONFIGS | OF_FILES, PLAIN_CONFIGS + PLAIN_FILES
+CASES = OF_CONFIGS + OF_FILES
+COMMIT = "c0ffee" + 34 * "0"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -48,68 +40,27 @@ def test_what_is_whole_is_loaded(folder: Path):
     load_draft(folder)
 
 
-@pytest.fixture
-def speaking(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The checks that have refused something."""
-    names: set[str] = set()
-
-    def noting(name: str, check: Callable[..., str | None]) -> Callable[..., str | None]:
-        def ask(*args: object, **kwargs: object) -> str | None:
-            message = check(*args, **kwargs)
-            names.update([] if message is None else [name])
-            return message
-
-        return ask
-
-    for name, check in [*CHECKS.items()]:
-        monkeypatch.setitem(CHECKS, name, noting(name, check))
-    return names
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_its_check_refuses_it_and_no_other(case: str, folder: Path, speaking: set[str]):
-    message, misuse = CASES[case]
+@pytest.mark.parametrize(("message", "misuse"), CASES, ids=[message for message, _ in CASES])
+def test_what_is_wrong_is_said_and_no_code_is_run(message: str, misuse: Change, folder: Path):
     with pytest.raises(ValueError, match=message):
         misuse(folder)
-    assert speaking == {check_of(case)}
     assert not ran(folder)
 
 
-@pytest.mark.parametrize(("message", "misuse"), PLAIN, ids=[case[0] for case in PLAIN])
-def test_plain_misuse(message: str, misuse: Change, folder: Path, speaking: set[str]):
-    with pytest.raises(ValueError, match=message):
-        misuse(folder)
-    assert not speaking
-    assert not ran(folder)
-
-
-def test_each_check_has_its_case():
-    assert set(map(check_of, CASES)) == checks_in({"pair_files"})
-    assert len(OF_CONFIGS.keys() & OF_FILES.keys()) == 0
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_without_its_check_it_is_not_refused(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Nor is any code run then."""
-    monkeypatch.setitem(CHECKS, check_of(case), lambda *args, **kwargs: None)
-    assert not is_refused(CASES[case], folder)
-    assert not ran(folder)
-
-
-def own_model(folder: Path) -> None:
-    """Give a model code of its own, that is a Llama."""
-    text = code(folder, "") + "from transformers import LlamaConfig, LlamaForCausalLM\n"
+def own_model(folder: Path, ran_in: Path, own: str = "own") -> None:
+    """Give a model code of its own, that is a Llama; running it leaves a file in another folder."""
+    text = code(ran_in, "") + "from transformers import LlamaConfig, LlamaForCausalLM\n"
     text += "class Config(LlamaConfig):\n    model_type = 'own'\n"
     text += "class Model(LlamaForCausalLM):\n    config_class = Config\n"
     (folder / "own.py").write_text(text)
-    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    classes = {"AutoConfig": f"{own}.Config", "AutoModelForCausalLM": f"{own}.Model"}
     edit("config.json", model_type="own", auto_map=classes)(folder)
-    edit("specx_config.json", target={"model_type": "own"})(folder)
 
 
 def test_code_is_run_where_it_is_trusted(folder: Path):
     """So that what the cases look for would be seen."""
-    own_model(folder)
+    own_model(folder, folder)
+    edit("specx_config.json", target={"model_type": "own"})(folder)
     with pytest.raises(ValueError, match="brings code of its own"):
         load(folder)
     assert not ran(folder)
@@ -118,12 +69,61 @@ def test_code_is_run_where_it_is_trusted(folder: Path):
     assert weights_equal(loaded.target, pair().target)
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_pickles_run_code(bare: bool, folder: Path):
-    pickled("x.bin", bare)(folder)
-    with (folder / "x.bin").open("rb") as file:
-        pickle.load(file) if bare else torch.load(file, weights_only=False)
+@pytest.fixture
+def elsewhere(folder: Path, tmp_path: Path) -> Path:
+    """The draft's repository, in a cache beside the pair; its code leaves a file in the pair's folder."""
+    repository = tmp_path / "hub" / "models--org--draft"
+    (repository / "refs").mkdir(parents=True)
+    for name in ("main", "c0ffee"):
+        (repository / "refs" / name).write_text(COMMIT)
+    shutil.move(folder / "draft", repository / "snapshots" / COMMIT)
+    put("draft.name", "org/draft")(folder)
+    put("draft.subfolder", "")(folder)
+    put("draft.fingerprint", None)(folder)
+    put("draft.model_type", None)(folder)
+    return repository / "snapshots" / COMMIT
+
+
+@pytest.mark.parametrize("revision", [None, "main", "c0ffee", COMMIT])
+def test_code_of_another_repository_is_run_at_a_full_commit_only(
+    folder: Path, elsewhere: Path, tmp_path: Path, revision: str | None
+):
+    """Whoever pins the pair has pinned this code too, or it is not run."""
+    own_model(elsewhere, folder)
+    put("draft.revision", revision)(folder)
+    options = {"trust_remote_code": True, "cache_dir": str(tmp_path / "hub")}
+    if revision != COMMIT:
+        with pytest.raises(ValueError, match="names its repository without a full commit"):
+            load(folder, **options)
+        assert not ran(folder)
+        return
+    assert weights_equal(load(folder, **options).draft, pair().draft)
     assert ran(folder)
+
+
+def test_a_model_without_code_may_be_at_a_branch(folder: Path, elsewhere: Path, tmp_path: Path):
+    """Also where code is trusted, and where it names classes that are not needed."""
+    with_code("own.py", "Config Model")(elsewhere)
+    edit("config.json", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})(elsewhere)
+    loaded = load(folder, trust_remote_code=True, cache_dir=str(tmp_path / "hub"))
+    assert weights_equal(loaded.draft, pair().draft)
+    assert not (elsewhere / RAN).exists()
+
+
+def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
+    """transformers would take it from their main branches."""
+    own_model(folder, folder, "org/other--own")
+    with pytest.raises(ValueError, match="takes code from 'org/other--own.Config', another repository at no commit"):
+        load(folder, trust_remote_code=True)
+    edit("config.json", model_type="llama", auto_map=...)(folder)
+    for kernel in ("org/kernel", "org/kernel@main", "org/kernel:f"):
+        edit("config.json", attn_implementation=kernel)(folder)
+        with pytest.raises(ValueError, match=f"has attn_implementation='{kernel}', code from elsewhere"):
+            load(folder, trust_remote_code=True)
+    edit("config.json", attn_implementation=...)(folder)
+    edit("tokenizer_config.json", auto_map={"AutoTokenizer": ["org/other--own.T", None]})(folder)
+    with pytest.raises(ValueError, match="takes code from 'org/other--own.T'"):
+        load(folder, trust_remote_code=True)
 
 
 def test_a_folder_of_code_is_not_looked_at(folder: Path):
@@ -184,12 +184,3 @@ def test_weights_that_changed_are_named(role: str, folder: Path, recwarn: pytest
     near(AutoModelForCausalLM.from_pretrained(path), 0.01).save_pretrained(path)
     with pytest.warns(UserWarning, match=f"the model in {path} is not the one that the pair was measured with"):
         load(folder)
-
-
-def test_a_smaller_target_is_named(folder: Path):
-    """One that has all its weights, and is another than the pair was measured with."""
-    values = json.loads((folder / "specx_config.json").read_text())
-    values["target"] |= {"parameters": 10, "fingerprint": None}
-    (folder / "specx_config.json").write_text(json.dumps(values))
-    with pytest.warns(UserWarning, match="differs in parameters from the one that the pair was measured with"):
-        DraftTargetPair.from_pretrained(folder)

@@ -14,13 +14,10 @@ import pytest
 import torch
 import zoo
 from completing import SAMPLED, TEXTS, load, save
-from tiny import near
 from transformers import LogitsProcessor
 
-from hf_specx import DraftTargetPair
 from hf_specx.engine.ranks import in_group
-from hf_specx.pairs.complete import complete
-from hf_specx.pairs.completions import Completer
+from hf_specx.pairs.complete import Completer, complete
 from hf_specx.pairs.results import CompletedText, NumberedText
 
 
@@ -29,10 +26,8 @@ CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "greedy, uneven": (TEXTS, GREEDY | {"batch_size": 2}),
     "block, uneven": (TEXTS, SAMPLED | {"batch_size": 2}),
     "coupled, uneven": (TEXTS, SAMPLED | {"batch_size": 1, "verification": "coupled"}),
-    "greedy, one prompt": (TEXTS[:1], GREEDY),
     "block, one prompt": (TEXTS[:1], SAMPLED),
     "greedy, none": ([], GREEDY),
-    "block, none": ([], SAMPLED),
 }
 
 
@@ -149,56 +144,6 @@ def test_text_does_not_depend_on_batch_mates(folder: Path, alone: dict[str, Any]
         assert complete(pair, TEXTS, **SAMPLED, batch_size=batch_size) == alone["block, uneven"]["texts"]
     assert complete(pair, TEXTS, **SAMPLED | {"seed": 6})[:4] != alone["block, uneven"]["texts"][:4]
     assert complete(pair, TEXTS[1:], **SAMPLED | {"seed": 6}) == alone["block, uneven"]["texts"][1:]
-
-
-@pytest.mark.usefixtures("draft_pays")
-def test_an_encoder_decoder_gives_all_that_follows_its_start(folder: Path):
-    """Its prompts are padded on the right: this one has learned positions, counted from the left."""
-    tokenizer, target = load(folder).tokenizer, zoo.build("seq2seq", "bart")
-    target.resize_token_embeddings(len(tokenizer))
-    pair = DraftTargetPair(target, near(target, 0.1), tokenizer)
-    expected = []
-    for text in TEXTS[:2]:
-        ids = tokenizer([text], return_tensors="pt")["input_ids"]
-        expected.append(tokenizer.decode(target.generate(ids, **GREEDY)[0, 1:], skip_special_tokens=True))
-    for batch_size in (1, 2):
-        assert complete(pair, TEXTS[:2], **GREEDY, batch_size=batch_size) == expected
-    assert len(set(expected)) == 2
-
-
-@pytest.mark.usefixtures("draft_pays")
-def test_texts_may_come_one_by_one(folder: Path, alone: dict[str, Any]):
-    assert complete(load(folder), iter(TEXTS), **GREEDY, batch_size=2) == alone["greedy, uneven"]["texts"]
-
-
-@pytest.mark.parametrize(
-    ("texts", "options", "message"),
-    [
-        ("def", {}, "texts='def' is not a list of strings"),
-        ([1], {}, "is not a list of strings"),
-        (["a", ""], {}, "prompt 1 is empty"),
-        (["a"], {"batch_size": 0}, "batch_size=0"),
-        (["a"], {"seed": -1}, "seed=-1"),
-        (["a"], {"seed": 2**63}, "well below 2..63"),
-        (["a"], {"seeds": [1]}, "seeds= belongs to one call"),
-        (["a"], {"num_return_sequences": 2}, "num_return_sequences= belongs to one call"),
-    ],
-)
-def test_misuse(folder: Path, texts: Any, options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        complete(load(folder), texts, **options)
-
-
-def test_pairs_that_cannot_be_shared(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    pair = load(folder)
-    pair.tokenizer = None
-    with pytest.raises(ValueError, match="no tokenizer"):
-        complete(pair, ["a"])
-    pair = load(folder)
-    models = (pair.target, pair.draft)
-    monkeypatch.setattr("hf_specx.pairs.completions.synced_by_default", lambda *given: given == models)
-    with pytest.raises(ValueError, match="spread over processes"):
-        complete(pair, ["a"])
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ from tiny import Forwards, near, prompts, tiny
 from tiny_tokenizer import tiny_tokenizer
 from transformers import PreTrainedModel
 
-from hf_specx import DraftTargetPair, SuffixDraft
+from hf_specx import DraftTargetPair
 from hf_specx.common.devices import execution_device, last_device
 from hf_specx.pairs import loading as pair_loading
+from hf_specx.pairs.placement import Placement
 
 
 SETTINGS = {"do_sample": True, "max_new_tokens": 10}
@@ -59,21 +60,6 @@ def test_models_that_are_both_on_disk(folder: Path, target: PreTrainedModel, tmp
     check_text(pair, target)
 
 
-def test_memory_that_is_not_enough(folder: Path, target: PreTrainedModel, tmp_path: Path):
-    """The model's first weight is on disk then, so that its own `device` would be "meta"."""
-    room = {"max_memory": {"cpu": "12KB"}, "cache_tokens": 8}
-    pair = DraftTargetPair.from_pretrained(folder, device_map="auto", **room, offload_folder=tmp_path)
-    assert pair.target.device == torch.device("meta")
-    check_text(pair, target)
-
-
-def test_memory_that_is_not_enough_without_a_draft_model(target: PreTrainedModel, tmp_path: Path):
-    DraftTargetPair(target, SuffixDraft()).save_pretrained(tmp_path / "pair")
-    room = {"max_memory": {"cpu": "12KB"}, "offload_folder": tmp_path / "offloaded"}
-    pair = DraftTargetPair.from_pretrained(tmp_path / "pair", device_map="auto", **room)
-    assert any(weight.is_meta for weight in pair.target.parameters())
-
-
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("form", ["model", "folder", "text"])
 def test_another_model_in_place_of_one(role: str, form: str, folder: Path, target: PreTrainedModel, tmp_path: Path):
@@ -100,40 +86,20 @@ def test_arguments_for_a_model_that_is_given_are_refused(role: str, options: dic
         DraftTargetPair.from_pretrained(folder, **{role: tiny()}, **options)
 
 
-def test_arguments_for_a_draft_without_weights_are_refused(target: PreTrainedModel, tmp_path: Path):
-    DraftTargetPair(target, SuffixDraft()).save_pretrained(tmp_path / "pair")
-    with pytest.raises(ValueError, match="^draft_kwargs= says how .* draft of this pair has no weights of its own"):
-        DraftTargetPair.from_pretrained(tmp_path / "pair", draft_kwargs={"dtype": torch.float64})
-
-
 def test_whose_an_argument_is(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """One for quantization is the target's alone; others are both models', but what is given for the draft."""
     seen, load = [], pair_loading.load_model
 
-    def note(files, subfolder, **kwargs):
+    def note(files, subfolder, trust, **kwargs):
         seen.append((subfolder, kwargs.pop("quantization_config", None), kwargs.get("attn_implementation")))
-        return load(files, subfolder, **kwargs)
+        return load(files, subfolder, trust, **kwargs)
 
     monkeypatch.setattr(pair_loading, "load_model", note)
-    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: {"target": {}, "draft": {}})
+    monkeypatch.setattr(pair_loading, "_plan", lambda *args, **kwargs: Placement({}))
     DraftTargetPair.from_pretrained(
         folder, quantization_config="of the target", attn_implementation="eager", draft_kwargs={"dtype": torch.float64}
     )
     assert seen == [("", "of the target", "eager"), ("draft", None, "eager")]
-
-
-def test_precision(folder: Path):
-    pair = DraftTargetPair.from_pretrained(folder, dtype=torch.float64, draft_kwargs={"dtype": torch.bfloat16})
-    assert (pair.target.dtype, pair.draft.dtype) == (torch.float64, torch.bfloat16)
-
-
-def test_inputs_are_moved_to_the_target(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """There is one device here, so what they are asked to move to is looked at."""
-    pair, moved = DraftTargetPair.from_pretrained(folder), []
-    move = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, **kwargs: moved.append(args) or move(x, *args, **kwargs))
-    pair.generate(**prompts(2), max_new_tokens=2, do_sample=False, num_draft_tokens=1)
-    assert moved[:2] == [(torch.device("cpu"),)] * 2
 
 
 @pytest.fixture(scope="module")

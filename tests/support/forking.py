@@ -11,7 +11,7 @@ RANKS = 2
 
 context = multiprocessing.get_context("forkserver")
 # it finds what is installed, but none of the modules beside tests
-context.set_forkserver_preload(["hf_specx.pairs.pairs", "transformers.models.llama.modeling_llama"])
+context.set_forkserver_preload(["hf_specx.pairs.pair", "transformers.models.llama.modeling_llama"])
 
 
 def run_on_ranks(function: Callable[..., None], *args: Any) -> None:

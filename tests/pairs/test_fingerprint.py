@@ -1,0 +1,122 @@
+"""What tells one call of `complete` from another, so that no file holds texts of two."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from grammar_cases import make
+from grammar_cases import pair as embedded
+from tiny import near, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import LogitsProcessor
+
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx.pairs.fingerprint import arguments_of, plain_value
+
+
+@pytest.fixture(scope="module")
+def pair() -> DraftTargetPair:
+    tokenizer = tiny_tokenizer()
+    target = tiny(vocab_size=len(tokenizer))
+    return DraftTargetPair(target, near(target, 0.1), tokenizer)
+
+
+class Holding(LogitsProcessor):
+    """Does what it is told by what it holds."""
+
+    stateless = True
+
+    def __init__(self, held: Any):
+        self.held = held
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores
+
+
+def below(limit: int):
+    return lambda row, text: [token for token in range(9) if token < limit]
+
+
+HELD: dict[str, tuple[Any, Any, Any]] = {  # equal ones, and another
+    "number": (0.5, 0.5, 0.6),
+    "list": ([1, [2]], [1, [2]], [1, [3]]),
+    "set": ({"a", "b"}, {"b", "a"}, {"a", "c"}),
+    "tensor": (torch.ones(2), torch.ones(2), torch.zeros(2)),
+    "dtype": (torch.float16, torch.float16, torch.bfloat16),
+    "bytes": (b"a", b"a", b"b"),
+    "function": (below(3), below(3), below(4)),
+    "code": (lambda x: x + 1, lambda x: x + 1, lambda x: x + 2),
+    "method": ("a".join, "a".join, "b".join),
+    "object": (Holding(Holding([1])), Holding(Holding([1])), Holding(Holding([2]))),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_equal_processors_are_the_same_and_others_are_not(pair: DraftTargetPair, kind: str):
+    def told(held: Any) -> str:
+        return json.dumps(arguments_of(pair, 0, {"logits_processor": [Holding(held)]}))
+
+    one, same, other = HELD[kind]
+    assert told(one) == told(same) != told(other)
+
+
+@pytest.mark.parametrize("library", ["outlines", "outlines llguidance", "prefix function"])
+def test_grammars_are_told_apart(library: str):
+    pytest.importorskip("outlines")
+    told = [json.dumps(plain_value([make(library, case)])) for case in ("date", "date", "words")]
+    assert told[0] == told[1] != told[2]
+
+
+def test_a_file_begun_under_one_grammar_is_not_continued_under_another(tmp_path: Path):
+    pytest.importorskip("outlines")
+    options = {"out": tmp_path / "done.jsonl", "max_new_tokens": 12, "do_sample": True}
+    file = embedded().complete(["On", "At"], logits_processor=[make("outlines", "date")], **options)
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="was made with logits_processor="):
+        embedded().complete(["On", "At"], logits_processor=[make("outlines", "words")], **options)
+    assert file.read_bytes() == before
+    embedded().complete(["On", "At"], logits_processor=[make("outlines", "date")], **options)
+
+
+def test_what_cannot_be_told_from_others_says_what_it_does_or_is_refused(pair: DraftTargetPair, tmp_path: Path):
+    held, options = Holding(threading.Lock()), {"max_new_tokens": 2}
+    with pytest.raises(ValueError, match="lock cannot be told from others of its kind .*set an attribute fingerprint"):
+        pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
+    assert not [*tmp_path.iterdir()]
+    pair.complete(["the cat"], logits_processor=[held], **options)
+    held.fingerprint = "nothing"
+    pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
+    held.fingerprint = "something"
+    with pytest.raises(ValueError, match="was made with logits_processor=.*nothing"):
+        pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
+
+
+def test_weights_count(pair: DraftTargetPair):
+    before, weight = arguments_of(pair, 0, {}), next(pair.draft.parameters())
+    weight.data[0, 0] += 1
+    try:
+        assert arguments_of(pair, 0, {}) != before
+    finally:
+        weight.data[0, 0] -= 1
+
+
+def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
+    """Under "block" the text depends on what was drafted, and the weights are the same."""
+    one, same, other = (DraftTargetPair(pair.target, EarlyExitDraft(count), pair.tokenizer) for count in (1, 1, 2))
+    assert arguments_of(one, 0, {}) == arguments_of(same, 0, {}) != arguments_of(other, 0, {})
+    suffixes = [DraftTargetPair(pair.target, SuffixDraft(), pair.tokenizer) for _ in range(2)]
+    suffixes[0].complete(["the cat"], max_new_tokens=8)
+    assert arguments_of(suffixes[0], 0, {}) == arguments_of(suffixes[1], 0, {}) != arguments_of(one, 0, {})
+
+
+def test_ways_to_match_tokenizers_are_told_apart(pair: DraftTargetPair):
+    told = []
+    for match in ("auto", "tokens"):
+        own = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
+        own.strategy.tokenizer_match = match
+        told.append(arguments_of(own, 0, {}))
+    assert [each.pop("tokenizer_match", None) for each in told] == [None, "tokens"]
+    assert told[0] == told[1]
