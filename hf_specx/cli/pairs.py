@@ -141,4 +141,4 @@ def vllm(
             from .reading import config_of
         config = config_of(pair, hub_options(revision, token))
         found = export_vllm(config, pair, revision=revision, num_draft_tokens=num_draft_tokens)
-        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        typer.echo(json.dumps(found._asdict()) if as_json else str(found))

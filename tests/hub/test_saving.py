@@ -1,5 +1,6 @@
 """Saving a pair: whole or not at all, inside or by reference, and loaded again as it was."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specx import DraftTargetPair
+from hf_specx.hub.folders import OF_A_PAIR
+from hf_specx.hub.publish import write_repository
 from hf_specx.pair_files.facts import tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import (
@@ -42,6 +45,10 @@ def pair() -> DraftTargetPair:
 
 def weights_equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path):
@@ -97,17 +104,13 @@ def test_what_goes_wrong_leaves_nothing(pair: DraftTargetPair, tmp_path: Path, m
     """Also in place of an earlier pair, which stays as it was."""
     folder = tmp_path / "pair"
     pair.save_pretrained(folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = content(folder)
     monkeypatch.setattr(pair.draft, "save_pretrained", lambda *args, **kwargs: 1 / 0)
     for target in (folder, tmp_path / "new"):
         with pytest.raises(ZeroDivisionError):
             pair.save_pretrained(target, overwrite=True)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert content(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_that_cannot_be_put_in_its_place(
@@ -140,7 +143,7 @@ def test_a_link_to_a_folder_stays_one(pair: DraftTargetPair, tmp_path: Path):
         assert not (tmp_path / "folder").is_symlink()
 
 
-def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
+def test_a_pair_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     folder = tmp_path / "pair"
     pair.save_pretrained(folder)
     (folder / "left over.safetensors").touch()
@@ -151,14 +154,28 @@ def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("write", [DraftTargetPair.save_pretrained, write_repository])
+def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair: DraftTargetPair, tmp_path: Path):
+    """A folder of work, with a pair below it, and a file; an empty folder is as good as none."""
+    work, empty = tmp_path / "work", tmp_path / "empty"
+    pair.save_pretrained(work / "pair")
+    (work / "thesis.txt").write_text("years of it")
+    before = content(work)
+    for place in (work, work / "thesis.txt"):
+        with pytest.raises(ValueError, match="is no pair, as it has no specx_config.json, so nothing in it is replac"):
+            write(pair, place, overwrite=True)
+    assert content(work) == before
+    empty.mkdir()
+    write(pair, empty)
+    with pytest.raises(ValueError, match="is there already; name another folder, or pass overwrite=True"):
+        write(pair, empty)
+    assert OF_A_PAIR == CONFIG_NAME
+
+
 def test_saving_leaves_the_pair_alone(pair: DraftTargetPair, tmp_path: Path):
     before = pair.config.to_text()
     pair.save_pretrained(tmp_path / "pair")
     assert pair.config.to_text() == before
-
-
-def test_fingerprints_are_of_what_was_saved(pair: DraftTargetPair, tmp_path: Path):
-    pair.save_pretrained(tmp_path / "pair")
     config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
     assert config.target.fingerprint == fingerprint(tmp_path / "pair")
     assert config.draft.fingerprint == fingerprint(tmp_path / "pair" / "draft")
@@ -225,10 +242,8 @@ def test_a_tokenizer_that_was_changed(pair: DraftTargetPair, tmp_path: Path):
 
 
 def test_no_tokenizer_any_more(pair: DraftTargetPair, tmp_path: Path):
-    pair.save_pretrained(tmp_path / "pair")
-    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    loaded.tokenizer = None
-    loaded.save_pretrained(tmp_path / "without")
+    pair.tokenizer = None
+    pair.save_pretrained(tmp_path / "without")
     again = DraftTargetPair.from_pretrained(tmp_path / "without")
     assert again.tokenizer is None
     assert again.config.tokenizers is None
