@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_specx.measure.points import claims
+from hf_specx.bench.points import claims
 
 
 FIGURES = {

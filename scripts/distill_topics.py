@@ -21,8 +21,8 @@ from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.timer import Timer, speedups
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.timer import Timer, speedups
 from hf_specx.training.checkpoints import TEXTS
 from hf_specx.training.distill import distill
 from hf_specx.training.held_out import estimate, measure_alpha

@@ -18,10 +18,10 @@ import torch
 from gpu_results import note, read, write
 
 from hf_specx import DraftTargetPair
-from hf_specx.measure.cells import Cell, cells_of, quick_cells
-from hf_specx.measure.grid import results, run_grid
-from hf_specx.measure.inputs import BenchPair, load_bench_pair
-from hf_specx.measure.recipes import RECIPES, Recipe
+from hf_specx.bench.cells import Cell, cells_of, quick_cells
+from hf_specx.bench.grid import results, run_grid
+from hf_specx.bench.inputs import BenchPair, load_bench_pair
+from hf_specx.bench.recipes import RECIPES, Recipe
 
 
 ROOT = Path(__file__).parents[1]

@@ -25,8 +25,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import ContinuousBatchingConfig
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding
-from hf_specx.measure.bare import BareModel
-from hf_specx.measure.inputs import BenchPair, load_bench_pair
+from hf_specx.bench.bare import BareModel
+from hf_specx.bench.inputs import BenchPair, load_bench_pair
 
 
 PROMPT_TOKENS, EVEN = 32, 72

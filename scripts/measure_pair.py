@@ -8,9 +8,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from hf_specx.bench.study import Study
+from hf_specx.bench.tune import tune
 from hf_specx.hub.cards import write_cards
-from hf_specx.measure.study import Study
-from hf_specx.measure.tune import tune
 from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 

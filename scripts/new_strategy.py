@@ -12,7 +12,7 @@ import time
 import torch
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.measure.inputs import encode
+from hf_specx.bench.inputs import encode
 
 
 BATCHES, LENGTHS, TURNS = (1, 8), (32, 64, 256), 10

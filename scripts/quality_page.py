@@ -5,8 +5,8 @@ from typing import Any
 
 from train_pair import HELD_OUT
 
+from hf_specx.bench.ways import PLAIN_NAME
 from hf_specx.hub.markdown import row
-from hf_specx.measure.ways import PLAIN_NAME
 
 
 MEASURES = {"perplexity": ("perplexity", 2), "rougeL": ("ROUGE-L", 3), "distinct_2": ("distinct-2", 3)}  # digits

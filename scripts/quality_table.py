@@ -25,14 +25,14 @@ from scipy import stats
 from train_pair import source_files
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.checks import check_out
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.inputs import Inputs, emitted, encode
+from hf_specx.bench.store import provenance
+from hf_specx.bench.ways import PLAIN_NAME
 from hf_specx.cli.console import progress
 from hf_specx.equivalence.cells import CONFIDENCE, metric
 from hf_specx.equivalence.check import generator_untouched
-from hf_specx.measure.checks import check_out
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.inputs import Inputs, emitted, encode
-from hf_specx.measure.store import provenance
-from hf_specx.measure.ways import PLAIN_NAME
 
 
 NUCLEUS = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "top_k": 0}
@@ -41,7 +41,7 @@ OUT = Path("scripts/results/quality.json")
 
 
 class Way(NamedTuple):
-    """A way to generate, and the contender of `hf_specx.measure.contenders` that does it."""
+    """A way to generate, and the contender of `hf_specx.bench.contenders` that does it."""
 
     name: str
     contender: str

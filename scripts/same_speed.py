@@ -40,8 +40,8 @@ def load(name: str) -> tuple[Any, Any]:
         pair = DraftTargetPair.embedded()
         return pair.target, pair.draft
     try:
-        from hf_specx.measure.grafted import graft
-        from hf_specx.measure.recipes import RECIPES
+        from hf_specx.bench.grafted import graft
+        from hf_specx.bench.recipes import RECIPES
     except ImportError:  # before there were rooms
         from hf_specx.grafted import RECIPES, graft  # type: ignore[import-not-found, no-redef]
     grafted = graft(RECIPES[name])

@@ -23,12 +23,12 @@ from quality_page import headed, replaced
 from rich.progress import track
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.copying import copying_prompts
+from hf_specx.bench.inputs import Inputs, encode
+from hf_specx.bench.timer import Timer, Timing, speedups
 from hf_specx.common.devices import hardware
 from hf_specx.hub.markdown import row
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.copying import copying_prompts
-from hf_specx.measure.inputs import Inputs, encode
-from hf_specx.measure.timer import Timer, Timing, speedups
 
 
 OURS = "ours"

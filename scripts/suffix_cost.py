@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from hf_specx import DraftTargetPair, SuffixDraft, SuffixPool
+from hf_specx.bench.grafted import graft
+from hf_specx.bench.recipes import RECIPES
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Judgement
 from hf_specx.drafting.drafter import Reading
-from hf_specx.measure.grafted import graft
-from hf_specx.measure.recipes import RECIPES
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule
 

@@ -22,9 +22,9 @@ from train_pair import encode, source_files, windows
 from transformers import PreTrainedModel
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding
-from hf_specx.measure.contenders import Contender, stock_settings
-from hf_specx.measure.inputs import BenchPair, Inputs, load_bench_pair
-from hf_specx.measure.timer import Timer, speedups
+from hf_specx.bench.contenders import Contender, stock_settings
+from hf_specx.bench.inputs import BenchPair, Inputs, load_bench_pair
+from hf_specx.bench.timer import Timer, speedups
 from hf_specx.training.losses import forward_kl, total_variation
 
 

@@ -10,11 +10,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.bench.checks import check_out
 from hf_specx.equivalence.page import check_can_write, write_report
 from hf_specx.equivalence.power import POWER
 from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
 from hf_specx.equivalence.settings import CHECKED, Settings, check_packages
-from hf_specx.measure.checks import check_out
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
 
 from .console import Output, errors_in_one_line, imports, progress
@@ -113,8 +113,8 @@ def run_named(
         timed: whether speed is measured for a report.
     """
     with imports():
+        from hf_specx.bench.store import read_cells
         from hf_specx.equivalence.check import run_check, subject_of
-        from hf_specx.measure.store import read_cells
 
         from .loading import load_named, texts_of
     read_cells(resume, "check")  # raises for another file

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_specx.measure.store import provenance
+from hf_specx.bench.store import provenance
 
 from .console import Output
 from .loading import texts_of

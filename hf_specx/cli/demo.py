@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.inputs import Inputs
+from hf_specx.bench.timer import Timer, Timing
+from hf_specx.bench.ways import PLAIN_NAME, STOCK_NAME
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.hub.known_pairs import is_embedded
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.inputs import Inputs
-from hf_specx.measure.timer import Timer, Timing
-from hf_specx.measure.ways import PLAIN_NAME, STOCK_NAME
 
 from .coloured import legend
 from .console import progress

@@ -145,9 +145,9 @@ def train(
         None on other processes than the first one.
     """
     with imports():
+        from hf_specx.bench.study import Study
+        from hf_specx.bench.tune import load
         from hf_specx.common.devices import last_device
-        from hf_specx.measure.study import Study
-        from hf_specx.measure.tune import load
         from hf_specx.pairs.shares import processes
         from hf_specx.training.distill import distill as train_draft
 

@@ -1,29 +1,24 @@
 """Loading what a command names: a pair, or a target and a draft."""
 
 import copy
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_specx.bench.checks import looking_for
+from hf_specx.bench.compatibility import ERROR, find_fit
+from hf_specx.bench.study import DraftTrial, Study, weightless_draft
+from hf_specx.bench.tune import Loaded, LoadedDraft, describe, load
+from hf_specx.bench.ways import SUFFIX
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
-from hf_specx.measure.checks import looking_for
-from hf_specx.measure.compatibility import ERROR, find_fit
-from hf_specx.measure.inputs import LoadBenchPair, load_bench_pair
-from hf_specx.measure.study import DraftTrial, Study, weightless_draft
-from hf_specx.measure.tune import Loaded, LoadedDraft, describe, load
-from hf_specx.measure.ways import SUFFIX
-from hf_specx.pair_files.fetch import SMALL_FILES, fingerprint, get_files
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource
-from hf_specx.pair_files.weights import shards
-from hf_specx.pairs.fingerprint import digest_of
+from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
+from hf_specx.pair_files.fetch import SMALL_FILES, get_files
+from hf_specx.pair_files.pair_config import ModelSource
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 
@@ -92,46 +87,6 @@ def load_two(named: Named) -> DraftTargetPair:
     sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
     tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
     return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
-
-
-def bench_loader(named: Named, prompts: list[str | Messages], chat: bool) -> LoadBenchPair:
-    """What loads pairs for the bench: those of a command by their name there, and those of a grid.
-
-    Args:
-        named: what the command names; device and access to the Hub hold for all pairs.
-        prompts: in place of those of a pair; [] for its own.
-        chat: see `texts_of`.
-    """
-
-    def load(name: str, dtype: str) -> DraftTargetPair:
-        own = named if name == named.name else Named(name, device=named.device, hub=named.hub)
-        pair = load_named(replace(own, dtype=dtype))
-        pair.config.prompts = texts_of(prompts, pair.tokenizer, chat, name) or pair.prompts
-        return pair
-
-    return partial(load_bench_pair, load=load)
-
-
-def models_digest(named: Named) -> str:
-    """Tells the models of a name from others that had it: other weights in a folder, or another revision.
-
-    "" for a name on the Hub without a revision.
-    """
-    revision = (named.hub or {}).get("revision")
-    parts = [] if revision is None else [revision.encode()]
-    for name in filter(None, (named.target or named.shown_pair, named.draft)):
-        folder = embedded_folder() if is_embedded(name) else Path(name)
-        if (folder / CONFIG_NAME).is_file():  # which has the fingerprints of both models
-            parts.append((folder / CONFIG_NAME).read_bytes())
-        elif (folder / shards(folder)[0]).is_file():
-            parts.append(fingerprint(folder).encode())
-    return digest_of(parts) if parts else ""
-
-
-def check_full(full: bool) -> None:
-    """Whether this machine can run the grid of --full."""
-    possible = not full or torch.cuda.is_available()
-    require(possible, "--full has models of 1B and 7B parameters and there is no GPU here; use --grid.")
 
 
 def check_fit(target: Loaded, draft: Loaded) -> None:

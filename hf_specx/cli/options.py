@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specx.bench.checks import check_sampling
+from hf_specx.bench.ways import SUFFIX, exit_layer_of
 from hf_specx.common.errors import require
 from hf_specx.hub.known_pairs import check_known_name
-from hf_specx.measure.checks import check_sampling
-from hf_specx.measure.ways import SUFFIX, exit_layer_of
 from hf_specx.validation.choices import check_choices
 
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_specx.bench.checks import check_out
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
-from hf_specx.measure.checks import check_out
 
 from .console import errors_in_one_line, imports, lines_now_and_then
 from .options import HELP_KINDS, AsJson, Overwrite, Revision, Token, Trust, check_name, check_saved_kind, hub_options

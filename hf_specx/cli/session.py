@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width
+from hf_specx.bench.store import provenance
+from hf_specx.bench.timer import Comparison, compare
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
-from hf_specx.measure.inputs import Inputs, emitted, encode, prompt_width
-from hf_specx.measure.store import provenance
-from hf_specx.measure.timer import Comparison, compare
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .coloured import OriginStreamer, TokenDecoder, coloured, legend, written_out

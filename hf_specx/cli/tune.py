@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_specx.bench.checks import check_runs
+from hf_specx.bench.ways import SEVERAL_EXITS, exit_layer_of
 from hf_specx.common.errors import require
 from hf_specx.hub.folders import check_folder
-from hf_specx.measure.checks import check_runs
-from hf_specx.measure.ways import SEVERAL_EXITS, exit_layer_of
 
 from .console import Output, error_line, errors_in_one_line, figure, imports, print_figures, progress
 from .options import (
@@ -42,8 +42,8 @@ from .options import (
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
-    from hf_specx.measure.compatibility import Finding
-    from hf_specx.measure.study import DraftTrial
+    from hf_specx.bench.compatibility import Finding
+    from hf_specx.bench.study import DraftTrial
 
 
 VERDICTS = {"ok": "green", "note": "yellow", "error": "red"}
@@ -127,8 +127,8 @@ def try_all(
 ) -> "list[DraftTrial]":
     """Try drafts for a target, each at its revision; `how` is for `Study`."""
     with imports():
-        from hf_specx.measure import tune as tuning
-        from hf_specx.measure.study import Study
+        from hf_specx.bench import tune as tuning
+        from hf_specx.bench.study import Study
 
         from .loading import device_map
     study = Study(device_map=device_map(device), **how)

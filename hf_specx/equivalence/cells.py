@@ -9,7 +9,7 @@ import numpy
 import torch
 from transformers import GenerationConfig
 
-from hf_specx.measure.trace import trace
+from hf_specx.bench.trace import trace
 from hf_specx.metrics import path
 
 from .draft_quality import judged, law_of, overrated

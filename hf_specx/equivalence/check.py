@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
+from hf_specx.bench.store import StepCounter, Store, code_digest, provenance
+from hf_specx.bench.timer import Advance
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.known_pairs import embedded_folder
-from hf_specx.measure.store import StepCounter, Store, code_digest, provenance
-from hf_specx.measure.timer import Advance
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.progress import DELAY

@@ -10,8 +10,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hf_specx.bench.checks import check_out
 from hf_specx.common.errors import require
-from hf_specx.measure.checks import check_out
 
 from .plots import PNG_SIZE, Plot, plots
 from .result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary

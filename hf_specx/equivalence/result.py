@@ -59,7 +59,7 @@ class CheckResult:
             where it has no distribution over the target's tokens); by verification alone "two_samples" and "quality",
             None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
-        trace: how one text came about; see `hf_specx.measure.trace.trace`.
+        trace: how one text came about; see `hf_specx.bench.trace.trace`.
         speed: as `hf_specx.equivalence.speed.measure_speed` has it; {} where no report was asked for.
         power: for each kind of test the smallest deviation that it would have rejected with probability 0.9; see
             `hf_specx.equivalence.power.power_of`.

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from hf_specx.bench.checks import check_runs, check_sampling
 from hf_specx.common.errors import is_int, require
-from hf_specx.measure.checks import check_runs, check_sampling
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS, MAX_DRAFT_TOKENS
 
 

@@ -6,10 +6,10 @@ It is measured for a report only, since it depends on the clock, unlike all else
 import statistics
 from typing import Any
 
-from hf_specx.measure.contenders import Contender
-from hf_specx.measure.inputs import Inputs
-from hf_specx.measure.timer import Advance, Timer, Timing, speedups, spread
-from hf_specx.measure.ways import PLAIN_NAME
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.inputs import Inputs
+from hf_specx.bench.timer import Advance, Timer, Timing, speedups, spread
+from hf_specx.bench.ways import PLAIN_NAME
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import expected_speedup
 from hf_specx.strategy import SpeculativeDecoding

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_specx.bench.inputs import Inputs, emitted, encode
+from hf_specx.bench.timer import Advance
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.measure.inputs import Inputs, emitted, encode
-from hf_specx.measure.timer import Advance
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.strategy import SpeculativeDecoding
 

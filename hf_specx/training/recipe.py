@@ -5,8 +5,8 @@ import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from hf_specx.bench.checks import check_sampling
 from hf_specx.common.errors import brief, is_int, require, similar
-from hf_specx.measure.checks import check_sampling
 
 
 LOSS_NAMES = ("forward_kl", "reverse_kl", "jsd", "total_variation", "log_acceptance", "lk")  # see `losses`

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_specx.bench.checks import check_runs
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.hub.markdown import fence, row
-from hf_specx.measure.checks import check_runs
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate

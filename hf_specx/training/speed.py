@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from hf_specx.bench.inputs import Inputs
+from hf_specx.bench.study import Study
+from hf_specx.bench.tune import Loaded, LoadedDraft, measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.padding import padded_rows
-from hf_specx.measure.inputs import Inputs
-from hf_specx.measure.study import Study
-from hf_specx.measure.tune import Loaded, LoadedDraft, measure_draft
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 

@@ -16,9 +16,9 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import T5Config, T5ForConditionalGeneration
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.inputs import encode
 from hf_specx.cli import coloured, loading
 from hf_specx.cli.coloured import written_out
-from hf_specx.measure.inputs import encode
 from hf_specx.pair_files import fetch
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 

@@ -35,7 +35,7 @@ COMMANDS = {  # with what each needs; PAIR is the pair or target that is meant, 
 }
 OUTPUTS = {  # options that name what is written, by command
     "generate": ["--out"],
-    "bench": ["--out", "--plots"],
+    "bench": ["--out"],
     "tune": ["--out"],
     "distill": ["--out", "--folder"],
     "check": ["--out", "--report", "--resume"],
@@ -52,9 +52,9 @@ READ = {  # options that name a file to be read
 WORK = {  # where the work of a command begins, and what it goes on with after Ctrl-C
     "generate": ("hf_specx.cli.session.open_session", None),
     "generate --out": ("hf_specx.cli.session.open_session", "done.jsonl"),
-    "bench": ("hf_specx.measure.grid.run_grid", "results.json"),
-    "tune": ("hf_specx.measure.tune.drafts_to_try", None),
-    "tune, several": ("hf_specx.measure.tune.drafts_to_try", None),
+    "bench": ("hf_specx.cli.loading.load_named", None),
+    "tune": ("hf_specx.bench.tune.drafts_to_try", None),
+    "tune, several": ("hf_specx.bench.tune.drafts_to_try", None),
     "distill": ("hf_specx.cli.distill.train", "pair.training"),
     "check": ("hf_specx.cli.loading.load_named", "known.json"),
     "card": ("hf_specx.cli.reading.card_of", None),

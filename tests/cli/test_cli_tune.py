@@ -10,10 +10,10 @@ from rich.console import Console
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
+from hf_specx.bench.study import DraftTrial, weightless_draft
 from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.measure.study import DraftTrial, weightless_draft
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
@@ -109,7 +109,7 @@ def test_options_reach_the_study(folders, monkeypatch):
         seen.append((target, drafts, study, revision, draft_revisions))
         return [DraftTrial("d", error="no")]
 
-    monkeypatch.setattr("hf_specx.measure.tune.tune", tune)
+    monkeypatch.setattr("hf_specx.bench.tune.tune", tune)
     measuring = "--batch 3 --repeats 4 --greedy --verification token --seed 5 --dtype float32"
     loading = "--token t --revision v1 --draft-revision v2 --draft-revision v3 --trust-remote-code"
     options = f"{measuring} {loading} --save-prompts".split(" ")
@@ -168,7 +168,7 @@ def test_errors_are_one_line(folders, tmp_path, arguments, message):
 
 @pytest.mark.parametrize("out", ["pair", "new/pair"])
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, out):
-    monkeypatch.setattr("hf_specx.measure.tune.tune", None)
+    monkeypatch.setattr("hf_specx.bench.tune.tune", None)
     result = specx("T", "D", "--out", f"/proc/{out}")
     assert result.exit_code == 2
     assert "nothing can be written in /proc" in result.stderr

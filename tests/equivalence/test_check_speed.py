@@ -7,10 +7,10 @@ import torch
 from check_cases import PROMPTS, QUICK, tiny_pair
 
 from hf_specx import DraftTargetPair, SuffixDraft
+from hf_specx.bench import timer
 from hf_specx.equivalence import check as checking
 from hf_specx.equivalence.settings import REPEATS, TIMED, TIMED_RUNS, Settings
 from hf_specx.equivalence.speed import measure_speed, strategies_of
-from hf_specx.measure import timer
 from hf_specx.scheduling.draft_length import expected_speedup
 
 

@@ -14,7 +14,7 @@ from hf_specx.hub.publish import NEEDS
 
 ROOMS = """
     common sampling cache layouts scheduling drafting validation engine pair_files strategy generate
-    metrics hub pairs measure training equivalence __init__ cli __main__
+    metrics hub pairs bench training equivalence __init__ cli __main__
 """.split()  # noqa: SIM905
 PUBLISHED = ROOMS[: ROOMS.index("generate") + 1]
 DOORS = 19  # files of a room, its `__init__` aside

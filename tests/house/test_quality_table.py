@@ -12,7 +12,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.measure.contenders import Contender
+from hf_specx.bench.contenders import Contender
 
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -18,8 +18,8 @@ from transformers.generation.candidate_generator import UniversalSpeculativeDeco
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 from hf_specx import SpeculativeDecoding, generate
+from hf_specx.bench.contenders import stock_settings
 from hf_specx.drafting.vocabulary_map import VocabularyMap
-from hf_specx.measure.contenders import stock_settings
 from hf_specx.sampling import rules, verify
 from hf_specx.sampling.rules import RejectionRule
 

@@ -2,16 +2,23 @@
 
 import pytest
 import torch
-from bench_cases import tiny_pair
+from tiny import near, tiny
 from transformers import CompileConfig
 
-from hf_specx.measure import contenders
-from hf_specx.measure.contenders import Contender, stock_settings
-from hf_specx.measure.ways import OUR_KINDS, Way, way
+from hf_specx import SpeculativeDecoding
+from hf_specx.bench import contenders
+from hf_specx.bench.contenders import Contender, stock_settings
+from hf_specx.bench.ways import OUR_KINDS, Way, way
 
 
 EXITS = ("exit-5", "exit:2", "exit:0-5", "exit:a-5", "exit:-auto", "stock:", "block:2-5", "lookup:2-10")  # wrong ones
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}
+INPUTS = {"input_ids": torch.tensor([[5, 9, 30, 7, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+
+
+def pair():
+    target = tiny()
+    return target, near(target, 0.05)
 
 
 @pytest.mark.parametrize(
@@ -44,41 +51,49 @@ def test_names_that_mean_nothing(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "stock", "stock-3", "stock:1-2", "exit:1-2", "suffix-3", "block-3", "token-3"]
+    "name",
+    [
+        "plain",
+        "stock",
+        "stock-3",
+        "stock:1-2",
+        "lookup-3",
+        "exit:1-2",
+        "suffix-auto",
+        "several-3",
+        "block-3",
+        "token-3",
+    ],
 )
 def test_all_are_greedy_alike(name):
-    pair = tiny_pair()
-    inputs = pair.inputs(1, 5, 8, seed=0)
-    expected = pair.target.generate(**inputs, **OPTIONS)
-    contender = Contender(name, pair.target, pair.draft)
-    assert torch.equal(contender(inputs, OPTIONS), expected)
+    target, draft = pair()
+    contender = Contender(name, target, draft)
+    assert torch.equal(contender(INPUTS, OPTIONS), target.generate(**INPUTS, **OPTIONS))
     assert (contender.report is not None) == (way(name).kind in OUR_KINDS)
 
 
 def test_stock_drafts_as_many_as_it_is_told(monkeypatch):
-    pair = tiny_pair()
-    seen = []
-    generate = type(pair.target).generate
+    target, draft = pair()
+    seen, generate = [], type(target).generate
 
     def note(model, *args, **kwargs):
-        settings = pair.draft.generation_config
+        settings = draft.generation_config
         if "assistant_model" in kwargs:
             seen.append((settings.num_assistant_tokens, settings.num_assistant_tokens_schedule))
             seen.append(settings.assistant_confidence_threshold)
         return generate(model, *args, **kwargs)
 
-    monkeypatch.setattr(type(pair.target), "generate", note)
-    inputs = pair.inputs(1, 5, 8, seed=0)
-    before = pair.draft.generation_config.to_dict()
-    Contender("stock-3", pair.target, pair.draft)(inputs, OPTIONS)
-    Contender("stock", pair.target, pair.draft)(inputs, OPTIONS)
+    monkeypatch.setattr(type(target), "generate", note)
+    before = draft.generation_config.to_dict()
+    Contender("stock-3", target, draft)(INPUTS, OPTIONS)
+    Contender("stock", target, draft)(INPUTS, OPTIONS)
     assert seen[:2] == [(3, "constant"), 0.0]
     assert seen[2:] == [(before.get("num_assistant_tokens"), before.get("num_assistant_tokens_schedule")), None]
 
 
 @pytest.mark.parametrize("number", [None, 4])
 def test_stock_settings_are_put_back_after_an_error(number):
-    draft = tiny_pair().draft
+    _, draft = pair()
     config, before = draft.generation_config, draft.generation_config.to_dict()
 
     def fail():
@@ -103,16 +118,24 @@ def test_plain_compiled_compiles(monkeypatch):
     monkeypatch.setattr(
         contenders, "CompileConfig", lambda mode, dynamic: CompileConfig(backend=backend, mode=None, dynamic=dynamic)
     )
-    pair = tiny_pair()
-    inputs = pair.inputs(1, 5, 8, seed=0)
-    output = Contender("plain-compiled", pair.target, pair.draft)(inputs, OPTIONS)
+    target, _ = pair()
+    output = Contender("plain-compiled", target)(INPUTS, OPTIONS)
     torch.compiler.reset()
     assert graphs
-    assert torch.equal(output, pair.target.generate(**inputs, **OPTIONS))
+    assert torch.equal(output, target.generate(**INPUTS, **OPTIONS))
 
 
 def test_plain_that_was_not_compiled_is_not_called_so(monkeypatch):
-    pair = tiny_pair()
-    monkeypatch.setattr(type(pair.target), "_valid_auto_compile_criteria", lambda *args: False)
+    target, _ = pair()
+    monkeypatch.setattr(type(target), "_valid_auto_compile_criteria", lambda *args: False)
     with pytest.raises(RuntimeError, match="has not compiled"):
-        Contender("plain-compiled", pair.target, pair.draft)(pair.inputs(1, 5, 8, seed=0), OPTIONS)
+        Contender("plain-compiled", target)(INPUTS, OPTIONS)
+
+
+def test_a_strategy_takes_part_as_it_is():
+    target, draft = pair()
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=2)
+    contender = Contender("mine", target, strategy=strategy)
+    assert torch.equal(contender(INPUTS, OPTIONS), target.generate(**INPUTS, **OPTIONS))
+    assert contender.report is strategy.report
+    assert contender.report.rounds > 0

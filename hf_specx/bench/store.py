@@ -1,4 +1,4 @@
-"""What is known is kept in a JSON file, and taken from there where code, machine and models are the same."""
+"""What was measured, in a JSON file that is whole at any time, and where it was measured."""
 
 import json
 import os
@@ -20,15 +20,19 @@ from .checks import check_out
 
 
 FILE_VERSION = 1
+LACKS = {
+    "schema": "has no results of this version of the bench",
+    "check": "is no interrupted check of this version",
+}
 
 
 class Store:
-    """Cells of a file, each written as soon as it is known, the file whole or not at all.
+    """Cells of a file, each written as soon as it is known.
 
     Args:
         path: of the file, which need not be there; None keeps the cells in memory.
-        kind: the key that says what the file is: "schema" for results of the bench, "check" for an interrupted check.
-        made: what a cell's "provenance" must contain so that it can be taken from the file; plain values.
+        kind: the key that says what the file is, one of `LACKS`.
+        made: what the "provenance" of a cell must contain so that it can be taken from the file; plain values.
 
     Attributes:
         cells: {"cell": its name or settings, "provenance": ..., and what is known} each; plain values.
@@ -41,11 +45,6 @@ class Store:
         self.path, self.kind, self.made = path, kind, made
         self.cells = read_cells(path, kind)
 
-    def find(self, cell: Any) -> dict[str, Any] | None:
-        """The known cell of this name or these settings, if it was made in the same way."""
-        same = (x for x in self.cells if x["cell"] == cell and self.made.items() <= x["provenance"].items())
-        return next(same, None)
-
     def add(self, known: dict[str, Any]) -> None:
         """Take a cell in, in place of an earlier one of the same name or settings."""
         self.cells = [x for x in self.cells if x["cell"] != known["cell"]] + [known]
@@ -57,7 +56,8 @@ class Store:
 
     def take(self, name: str, make: Callable[[], Any]) -> Any:
         """The value of a name, made if it is not known; as a file would have it, so that both ways give the same."""
-        known = self.find(name)
+        same = (x for x in self.cells if x["cell"] == name and self.made.items() <= x["provenance"].items())
+        known = next(same, None)
         if known is None:
             known = json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()}))
             self.add(known)
@@ -78,19 +78,15 @@ def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
     except ValueError:
         found = None
     known = isinstance(found, dict) and found.get(kind) == FILE_VERSION and isinstance(found.get("cells"), list)
-    lacks = {
-        "schema": "has no results of this version of the bench",
-        "check": "is no interrupted check of this version",
-    }
-    require(known, f"{path} is there already and {lacks[kind]}; name another file.")
+    require(known, f"{path} is there already and {LACKS[kind]}; name another file.")
     return found["cells"]
 
 
 class StepCounter:
-    """Counts the steps of a cell, so that a progress bar moves by all of them also where some were not needed.
+    """Counts steps, so that a progress bar moves by all of them also where some were not needed.
 
     Args:
-        total: steps of the cell.
+        total: steps.
         advance: called for each of them, and for no more.
     """
 
@@ -108,18 +104,18 @@ class StepCounter:
             self()
 
 
-def provenance(where: PreTrainedModel | torch.device) -> dict[str, Any]:
+def provenance(where: PreTrainedModel) -> dict[str, Any]:
     """Where a number was made: versions, device, and the precision of a model."""
-    device = where if isinstance(where, torch.device) else execution_device(where)
-    made = {
+    device = execution_device(where)
+    return {
         "hf_specx": hf_specx.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "device": f"{device.type} ({hardware(device)})",
         "threads": torch.get_num_threads(),
+        "dtype": str(where.dtype).removeprefix("torch."),
     }
-    return made if isinstance(where, torch.device) else made | {"dtype": str(where.dtype).removeprefix("torch.")}
 
 
 def code_digest(files: Iterable[Path]) -> str:

@@ -54,7 +54,7 @@ class Study:
     device_map: Any = None
     trust_remote_code: bool = False
     hub: dict[str, Any] = field(default_factory=dict)
-    command: str = "hf_specx.measure.tune.tune(...)"
+    command: str = "hf_specx.bench.tune.tune(...)"
     keep_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -138,7 +138,6 @@ def named_drafts(drafts: Sequence[str], config: PreTrainedConfig) -> list[str]:
         config: of the target.
     """
     exits = [f"{EXIT}{number}" for number in exit_layers(config)]
-    named = [
-        each for name in drafts or (SUFFIX, SEVERAL_EXITS) for each in (exits if name == SEVERAL_EXITS else [name])
-    ]
+    stands_for = {SEVERAL_EXITS: exits}
+    named = [each for name in drafts or (SUFFIX, SEVERAL_EXITS) for each in stands_for.get(name, [name])]
     return list(dict.fromkeys(named)) if SEVERAL_EXITS in drafts else named

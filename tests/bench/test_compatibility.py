@@ -6,7 +6,7 @@ from tiny import near, tiny
 from tiny_tokenizer import PAD, tiny_tokenizer
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.measure.compatibility import find_fit
+from hf_specx.bench.compatibility import find_fit
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}

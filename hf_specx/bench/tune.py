@@ -88,23 +88,19 @@ def tune(
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
     models = [name for name in drafts if weightless_draft(name) is None]
-    require(
-        not draft_revisions or len(draft_revisions) == len(models),
-        f"{len(draft_revisions)} revisions were given for {len(models)} drafts; give one for each, in their order.",
-    )
+    told = f"{len(draft_revisions)} revisions were given for {len(models)} drafts; give one for each, in their order."
+    require(len(draft_revisions) in (0, len(models)), told)
     revisions = dict(itertools.zip_longest(models, draft_revisions))
     loaded = load(target, revision, study, study.device_map)
     batches = encode_batches(target, loaded, study)
     trials: list[DraftTrial] = []
     for name in drafts:
-        trial = try_draft(loaded, name, revisions.get(name), batches, study, advance)
-        trials.append(trial)
-        best = max((t for t in trials if t.pair is not None), key=lambda t: t.speedup, default=None)
-        for other in trials:
-            if other is not best:
-                other.pair = None  # its weights are no longer needed
+        trials.append(try_draft(loaded, name, revisions.get(name), batches, study, advance))
+        trials.sort(key=lambda trial: (trial.error is not None, -trial.speedup))
+        for other in trials[1:]:
+            other.pair = None  # its weights are no longer needed
         advance()
-    return sorted(trials, key=lambda trial: (trial.error is not None, -trial.speedup))
+    return trials
 
 
 def find_files(name: str, revision: str | None, study: Study) -> Files:
@@ -166,20 +162,23 @@ def try_draft(
         else:
             draft = LoadedDraft(weightless)
             trial.findings = find_own(target.model, weightless)
-        trial.error = next((finding.follows for finding in trial.findings if finding.verdict == ERROR), None)
-        if trial.error is not None:
-            return trial
+        for finding in trial.findings:
+            require(finding.verdict != ERROR, finding.follows)
         config = describe(target, draft, study)
         if study.prompts:
             measure_draft(target, draft, batches, study, config, advance)
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
         return trial
-    trial.config = config
-    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers = target.tokenizer, draft.tokenizer
-    trial.pair = DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+    trial.config, trial.pair = config, make_pair(target, draft, config)
     return trial
+
+
+def make_pair(target: Loaded, draft: LoadedDraft, config: PairConfig) -> DraftTargetPair:
+    """A pair that can be saved by reference, since it is known where its models are from."""
+    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
+    loaded = LoadedPair(target.model, draft.model, target.tokenizer, draft.tokenizer, config, sources)
+    return DraftTargetPair.from_loaded(loaded)
 
 
 def describe(target: Loaded, draft: LoadedDraft, study: Study) -> PairConfig:
@@ -255,7 +254,7 @@ def _learn(
 def _measurement(
     size: int, target: PreTrainedModel, strategy: SpeculativeDecoding, found: Comparison, command: str
 ) -> Measurement:
-    report, made, ratios = found.reports[0], provenance(target), found.ratios
+    report, made, ratios = found.ours.reports[0], provenance(target), found.ratios
     draft, number = strategy.draft_model, strategy.num_draft_tokens
     return Measurement(
         batch=size,

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, synchronize
-from hf_specx.drafting.candidates import make_drafter
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
@@ -37,13 +36,11 @@ class TimedCall:
         seconds: wall time.
         texts: emitted ids of each row, up to and including its first end token.
         report: what ours did; None for other contenders.
-        notes: what `Timer.note` says of it.
     """
 
     seconds: float
     texts: list[list[int]]
     report: SpeculationReport | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -76,11 +73,6 @@ class Timing:
         return [run.tokens for run in self.runs]
 
     @property
-    def texts(self) -> list[list[int]]:
-        """Emitted ids of the rows of all runs."""
-        return [text for run in self.runs for text in run.texts]
-
-    @property
     def reports(self) -> list[SpeculationReport]:
         """Of each run of ours."""
         return [run.report for run in self.runs if run.report is not None]
@@ -98,6 +90,11 @@ class Timing:
     def times(self, plain: "Timing") -> float:
         """How many times as fast as plain `generate`: tokens per second of both, each the median of its runs."""
         return self.tokens_per_second / plain.tokens_per_second
+
+    def median_of(self, figure: str) -> float | None:
+        """The median of a figure of `reports` over the runs that know it."""
+        known = [value for report in self.reports if (value := getattr(report, figure)) is not None]
+        return statistics.median(known) if known else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -120,7 +117,6 @@ class Timer:
         options: of `generate`, `max_new_tokens` among them.
         seeds: of the turns, one run of each contender in each; the run that warms up has the seed of the first.
         advance: called after each run, `(1 + len(seeds))` times for each contender.
-        note: returns what else is to be kept of a run that counts, which was just made.
         keep_going: whether a contender that fails is noted and left out, instead of raising.
     """
 
@@ -129,7 +125,6 @@ class Timer:
     options: dict[str, Any]
     seeds: Sequence[int]
     advance: Advance = lambda: None
-    note: Callable[[Contender, TimedCall], dict[str, Any]] = lambda contender, run: {}
     keep_going: bool = False
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
@@ -165,7 +160,6 @@ class Timer:
                 break
             run = time_call(*call)  # a size had not occurred before
         if turn >= 0:
-            run.notes = self.note(contender, run)
             timing.runs.append(run)
 
 
@@ -186,7 +180,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def speedups(rates: Sequence[float], plain_rates: Sequence[float]) -> list[float]:
+def speedups(rates: Iterable[float], plain_rates: Iterable[float]) -> list[float]:
     """How many times as fast as plain `generate`, turn by turn."""
     return [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
 
@@ -204,32 +198,24 @@ class Comparison:
     ours: Timing
 
     @property
-    def reports(self) -> list[SpeculationReport]:
-        """What each run of ours did."""
-        return self.ours.reports
-
-    @property
     def ratios(self) -> dict[str, Any]:
         """What the reports say, and how many times as fast ours was as plain `generate` in the same turn.
 
         "expected_speedup" (Theorem 3.8) and "forward_limited_speedup" are None where no costs were measured.
         """
-        known = {name: median_known(getattr(report, name) for report in self.reports) for name in REPORTED_RATIOS}
+        known = {name: self.ours.median_of(name) for name in REPORTED_RATIOS}
         return known | {"measured_speedup": statistics.median(speedups(self.ours.rates, self.plain.rates))}
 
     def to_dict(self) -> dict[str, Any]:
-        """Times and ratios as plain values."""
-        return {
-            "plain": self.plain.to_dict(),
-            "ours": self.ours.to_dict(),
-            # "auto" learns from each run, so these may differ
-            "num_draft_tokens": [report.num_draft_tokens for report in self.reports],
-        } | self.ratios
+        """Times and ratios as plain values; the numbers of candidates run by run, since "auto" learns from each."""
+        numbers = [report.num_draft_tokens for report in self.ours.reports]
+        times = {"plain": self.plain.to_dict(), "ours": self.ours.to_dict()}
+        return times | {"num_draft_tokens": numbers} | self.ratios
 
     def __str__(self) -> str:
         ratios = self.ratios
         lines = [
-            f"medians of {len(self.reports)} runs each, in turns; tokens up to and including each row's end token",
+            f"medians of {len(self.ours.runs)} runs each, in turns; tokens up to and including each row's end token",
             f"plain generate {self.plain}",
             f"speculative    {self.ours}",
             f"alpha {ratios['alpha']:.3f}, {ratios['mean_acceptance_length']:.2f} tokens a row and round",
@@ -256,22 +242,14 @@ def compare(
 
     Args:
         target: the model whose `generate` is timed.
-        strategy: ours; gets a row of costs for this batch size where it has none, so that predictions exist.
+        strategy: ours; gets times of the forwards for this batch size where it has none, so that predictions exist.
         batches: input_ids and attention_mask [B, L] each, all of B rows; each turn takes the next.
         options: of `generate`, `max_new_tokens` among them, the same for both.
         repeats: timed runs of each.
         seed: turn i starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `2 * (repeats + 1)` times.
     """
-    has_model = make_drafter(strategy.draft_model, target).model is not None
-    if has_model and not strategy.costs.knows(len(batches[0]["input_ids"])):
-        strategy.calibrate(target, batches[0]["input_ids"])
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}
+    contenders["ours"].prepare(batches[0])
     timer = Timer(contenders.__getitem__, batches, options, range(seed, seed + repeats), advance)
     return Comparison(**timer.time(tuple(contenders)))
-
-
-def median_known(values: Iterable[float | None]) -> float | None:
-    """The median of the values that are known, if any is."""
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.measure.trace import add_texts, added, trace
+from hf_specx.bench.trace import add_texts, added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}

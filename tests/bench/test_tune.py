@@ -11,10 +11,10 @@ from transformers import T5Config, T5ForConditionalGeneration
 from tune_cases import DEAR, FREE, QUICK, SIZES, save
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
+from hf_specx.bench import tune
+from hf_specx.bench.compatibility import PROBE_TEXTS
+from hf_specx.bench.study import Study
 from hf_specx.common.devices import hardware
-from hf_specx.measure import tune
-from hf_specx.measure.compatibility import PROBE_TEXTS
-from hf_specx.measure.study import Study
 from hf_specx.pair_files.pair_config import PairConfig
 
 

@@ -10,13 +10,17 @@ from transformers import CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
-from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, way
+from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, Way, way
+
+
+Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
 
 class Contender:
@@ -24,13 +28,16 @@ class Contender:
 
     Args:
         name: as `ways.way` reads it; any other for a strategy.
-        target, draft: of the pair; plain `generate` needs no draft.
+        target, draft: of the pair; what drafts without a model needs no draft.
         strategy: ours, in place of the one that the name says.
         tokenizers: the target's and the draft's, where these are not the same.
 
     Attributes:
         strategy: ours, which remembers what it learned from call to call; None for the others.
         compiled: whether forwards are compiled.
+
+    Raises:
+        ValueError: for a name that means nothing, or that needs a draft model where there is none.
     """
 
     def __init__(
@@ -39,28 +46,33 @@ class Contender:
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
         strategy: SpeculativeDecoding | None = None,
-        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+        tokenizers: Tokenizers | None = None,
     ):
-        self.name, self.target, self.draft, self.strategy = name, target, draft, strategy
-        self.tokenizers = tokenizers
-        if strategy is not None:
-            self.compiled = strategy.compile
-            return
-        self.way = way(name)
+        self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
+        self.way = Way("given", compiled=strategy.compile) if strategy is not None else way(name)
         self.compiled = self.way.compiled
-        if self.way.kind in OUR_KINDS:
-            assert draft is not None
-            drafts: dict[str, Any] = {"suffix": SuffixDraft(), "several": [SuffixDraft(), draft]}
-            drafts[EXIT_NAME] = None if self.way.layer is None else EarlyExitDraft(self.way.layer)
-            own = None if self.way.kind in ("suffix", EXIT_NAME) else tokenizers
-            self.strategy = SpeculativeDecoding(
-                drafts.get(self.way.kind, draft),
-                num_draft_tokens=self.way.number or "auto",
-                verification=self.way.kind if self.way.kind in VERIFIERS else None,
-                compile=self.compiled,
-                tokenizer=None if own is None else own[0],
-                draft_tokenizer=None if own is None else own[1],
-            )
+        needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
+        require(draft is not None or not needs, f"{name} needs a draft model, and this pair has none.")
+        self.strategy = self._own_strategy() if self.way.kind in OUR_KINDS else strategy
+
+    def _own_strategy(self) -> SpeculativeDecoding:
+        """What the name says."""
+        kind, number, compiled, layer = self.way
+        draft: Any = self.draft
+        if kind in ("suffix", "several"):
+            draft = SuffixDraft() if kind == "suffix" else [SuffixDraft(), self.draft]
+        elif layer is not None:
+            draft = EarlyExitDraft(layer)
+        shared = self.tokenizers is None or kind in ("suffix", EXIT_NAME)
+        tokenizer, draft_tokenizer = (None, None) if shared else self.tokenizers  # type: ignore[misc]
+        return SpeculativeDecoding(
+            draft,
+            num_draft_tokens=number or "auto",
+            verification=kind if kind in VERIFIERS else None,
+            compile=compiled,
+            tokenizer=tokenizer,
+            draft_tokenizer=draft_tokenizer,
+        )
 
     @property
     def report(self) -> SpeculationReport | None:
@@ -70,18 +82,19 @@ class Contender:
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         """Generate: [B, L + N] int64."""
         generate: Any = self.target.generate
+        kind, number, compiled, layer = self.way
         if self.strategy is not None:
             return generate(**inputs, **options, custom_generate=self.strategy)
-        if self.way.layer is not None:
-            with stock_settings(self.target, self.way.number):
-                return generate(**inputs, **options, assistant_early_exit=self.way.layer)
-        if self.way.kind == STOCK_NAME:
+        if layer is not None:
+            with stock_settings(self.target, number):
+                return generate(**inputs, **options, assistant_early_exit=layer)
+        if kind == STOCK_NAME:
             assert self.draft is not None
-            with stock_settings(self.draft, self.way.number):
+            with stock_settings(self.draft, number):
                 return generate(**inputs, **options, assistant_model=self.draft, **self._stock_tokenizers(options))
-        if self.way.kind == LOOKUP_NAME:
-            return generate(**inputs, **options, prompt_lookup_num_tokens=self.way.number)
-        if not self.compiled:
+        if kind == LOOKUP_NAME:
+            return generate(**inputs, **options, prompt_lookup_num_tokens=number)
+        if not compiled:
             return generate(**inputs, **options)
         output = generate(**inputs, **options, cache_implementation="static", compile_config=self._compile_config())
         if getattr(self.target, "_compiled_call", None) is None:
@@ -106,8 +119,10 @@ class Contender:
         return config
 
     def prepare(self, inputs: Inputs) -> None:
-        """Have times of the forwards that ours compiles, as predictions are made from them."""
-        if self.strategy is not None and self.compiled:
+        """Have ours know the times of its forwards, which predict speed; compiled ones would take minutes."""
+        if self.strategy is None or self.compiled or self.strategy.costs.knows(len(inputs["input_ids"])):
+            return
+        if make_drafter(self.strategy.draft_model, self.target).model is not None:
             self.strategy.calibrate(self.target, inputs["input_ids"])
 
 

@@ -2,7 +2,7 @@
 
 from tiny_tokenizer import TEXTS
 
-from hf_specx.measure.study import Study
+from hf_specx.bench.study import Study
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}

@@ -1,10 +1,9 @@
-"""Validation that several measurements and commands share: sizes, sampling, paths of files, names of models."""
+"""Checks that several measurements and commands share: sizes, sampling, files to be written, names of models."""
 
 import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 from hf_specx.common.errors import require
@@ -37,15 +36,6 @@ def check_out(path: Path | None) -> None:
         writable = not path.exists() or os.access(path, os.W_OK)
         require(writable, f"{path} is there and cannot be written; name another file.")
         check_writable(folder, path)
-
-
-def check_plots(folder: Path | None) -> None:
-    """Whether figures could be written into a folder, which need not be there yet; None is none."""
-    if folder is not None:
-        found = find_spec("matplotlib") is not None
-        require(found, "figures need matplotlib: pip install 'matplotlib>=3.8', or leave --plots out.")
-        require(folder.is_dir() or not folder.exists(), f"--plots {folder} is a file; name a folder.")
-        check_writable(folder.absolute(), folder)
 
 
 @contextmanager

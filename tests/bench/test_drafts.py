@@ -9,8 +9,8 @@ from transformers import BartConfig, LlamaConfig
 from tune_cases import FREE, QUICK
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
-from hf_specx.measure import tune
-from hf_specx.measure.study import exit_layers, named_drafts, weightless_draft
+from hf_specx.bench import tune
+from hf_specx.bench.study import exit_layers, named_drafts, weightless_draft
 
 
 pytest_plugins = ["tune_fixtures"]

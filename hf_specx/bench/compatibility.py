@@ -1,6 +1,6 @@
 """Whether a draft fits a target: what must be the same, what may differ, and what follows. Nothing is decoded."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,11 +13,7 @@ from hf_specx.drafting.matching import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.layouts.choose import layouts_of
 from hf_specx.pair_files.pair_config import WeightlessDraft
-from hf_specx.validation.models import (
-    check_own_text,
-    check_pair,
-    vocabularies_of_other_sizes,
-)
+from hf_specx.validation.models import check_own_text, check_pair, vocabularies_of_other_sizes
 
 
 OK, NOTE, ERROR = "ok", "note", "error"
@@ -34,6 +30,7 @@ PROBE_TEXTS = (  # where tokenizers with the same tokens may still part: merges,
     "<s> </s> <pad> <unk> <|endoftext|> [CLS] [MASK]",
     "",
 )
+Tokenizer = PreTrainedTokenizerBase
 
 
 class Finding(NamedTuple):
@@ -56,8 +53,8 @@ class Finding(NamedTuple):
 def find_fit(
     target: PreTrainedModel,
     draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
+    draft_tokenizer: Tokenizer | None,
     texts: Iterable[str] = (),
 ) -> list[Finding]:
     """All that matters for a pair, as findings; it fits if none of them is an error.
@@ -67,21 +64,21 @@ def find_fit(
         tokenizer, draft_tokenizer: of each; None where it has none, so that only sizes can be compared.
         texts: more of them to encode with both, besides `PROBE_TEXTS`.
     """
-    found = [_types(target, draft), _layouts(target, draft)]
-    if tokenizer is None or draft_tokenizer is None:
-        found.append(_unknown_tokens(target, draft, tokenizer, draft_tokenizer))
-    elif same_tokens(tokenizer, draft_tokenizer):
-        sizes = _both(lambda each: len(each.get_vocab()), tokenizer, draft_tokenizer)
-        found.append(Finding("tokens", *sizes, OK, "every token has the same id in both"))
-        found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
-        found.append(_special_tokens(tokenizer, draft_tokenizer))
-    else:
-        found.append(_matched_tokens(target, draft, tokenizer, draft_tokenizer))
-        error = _refused(check_own_text, target, draft, tokenizer, draft_tokenizer, 1)
-        found += [_ends(target, draft), _positions(target, draft)]
-        return found + ([Finding("decoding", "", "", ERROR, error)] if error else [])
-    found += [_logit_rows(target, draft, tokenizer), _ends(target, draft), _positions(target, draft)]
-    error = _refused(check_pair, target, draft, tokenizer, draft_tokenizer)
+    models, tokenizers = (target, draft), (tokenizer, draft_tokenizer)
+    known = tokenizer is not None and draft_tokenizer is not None
+    found = [
+        _compared("model type", [_text_config(model).model_type for model in models], "families may differ"),
+        _layouts(target, draft),
+        *(_tokens(models, tokenizer, draft_tokenizer, texts) if known else [_unknown_tokens(models, tokenizers)]),
+    ]
+    own_text = known and not same_tokens(*tokenizers)
+    if not own_text:
+        found.append(_logit_rows(target, draft, tokenizer))
+    found.append(_compared("end tokens", list(map(_end_ids, models)), "a text ends at the target's"))
+    found.append(_positions(target, draft))
+    error = (
+        _refused(check_own_text, *models, *tokenizers, 1) if own_text else _refused(check_pair, *models, *tokenizers)
+    )
     if error and all(finding.follows != error for finding in found):
         found.append(Finding("decoding", "", "", ERROR, error))
     return found
@@ -97,7 +94,7 @@ def find_own(target: PreTrainedModel, draft: WeightlessDraft) -> list[Finding]:
     drafting = "none: what followed the same tokens"
     if isinstance(draft, EarlyExitDraft):
         drafting = f"the first {draft.exit_layer} of them"
-    return [Finding("layers", str(target.config.get_text_config(decoder=True).num_hidden_layers), drafting)]
+    return [Finding("layers", str(_text_config(target).num_hidden_layers), drafting)]
 
 
 def _refused(check: Callable[..., Any], *args: Any) -> str:
@@ -109,19 +106,10 @@ def _refused(check: Callable[..., Any], *args: Any) -> str:
     return ""
 
 
-def _both(of: Callable[[Any], object], target: Any, draft: Any) -> tuple[str, str]:
-    """The same of both, as text."""
-    return str(of(target)), str(of(draft))
-
-
-def _finding(subject: str, target: str, draft: str, follows: str) -> Finding:
+def _compared(subject: str, both: Sequence[object], follows: str) -> Finding:
     """What follows, only where the two differ."""
+    target, draft = map(str, both)
     return Finding(subject, target, draft) if target == draft else Finding(subject, target, draft, NOTE, follows)
-
-
-def _types(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    types = _both(lambda model: _text_config(model).model_type, target, draft)
-    return _finding("model type", *types, "families may differ")
 
 
 def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
@@ -132,57 +120,55 @@ def _layouts(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
     names = layouts_of(target)[0], layouts_of(draft, drafts=True)[0]
     if "lockstep" in names:
         return Finding("layout", *names, NOTE, "all rows of a batch advance by the fewest accepted among them")
-    return _finding("layout", *names, "each model has its own")
+    return _compared("layout", names, "each model has its own")
 
 
 def _unknown_tokens(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizers: tuple[Tokenizer | None, Tokenizer | None]
 ) -> Finding:
-    sizes = _both(lambda each: "no tokenizer" if each is None else len(each.get_vocab()), tokenizer, draft_tokenizer)
-    error = _refused(vocabularies_of_other_sizes, target, draft)
+    sizes = _sizes(*tokenizers)
+    error = _refused(vocabularies_of_other_sizes, *models)
     if error:
         return Finding("tokens", *sizes, ERROR, error)
     return Finding("tokens", *sizes, NOTE, "not checked: the models only score equally many; be sure that ids agree")
 
 
-def _matched_tokens(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    draft_tokenizer: PreTrainedTokenizerBase,
-) -> Finding:
+def _sizes(*tokenizers: Tokenizer | None) -> tuple[str, str]:
+    one, other = ("no tokenizer" if each is None else str(len(each.get_vocab())) for each in tokenizers)
+    return one, other
+
+
+def _tokens(
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizer: Any, draft_tokenizer: Any, texts: Iterable[str]
+) -> list[Finding]:
     """How the draft's tokens become the target's."""
-    sizes = _both(lambda each: len(each.get_vocab()), tokenizer, draft_tokenizer)
+    sizes = _sizes(tokenizer, draft_tokenizer)
+    if same_tokens(tokenizer, draft_tokenizer):
+        same = Finding("tokens", *sizes, OK, "every token has the same id in both")
+        encoded = _encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts])
+        return [same, encoded, _special_tokens(tokenizer, draft_tokenizer)]
     try:
-        found = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))))
+        found = matched(vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(models[0]), vocabulary(models[1]))))
     except ValueError as error:
-        return Finding("tokens", *sizes, ERROR, str(error))
-    return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
+        return [Finding("tokens", *sizes, ERROR, str(error))]
+    return [Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")]
 
 
-def _encodings(
-    tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase, texts: list[str]
-) -> Finding:
+def _encodings(tokenizer: Tokenizer, draft_tokenizer: Tokenizer, texts: list[str]) -> Finding:
     """Merges and normalisation, which decide how a text is split."""
-    apart = [text for text in texts if _split(tokenizer, text) != _split(draft_tokenizer, text)]
-    counts = f"{len(texts)} texts", f"{len(texts) - len(apart)} of them alike"
+
+    def split(by: Tokenizer, text: str) -> list[int]:
+        return by(text, add_special_tokens=False)["input_ids"]
+
+    apart = [text for text in texts if split(tokenizer, text) != split(draft_tokenizer, text)]
     if not apart:
-        return Finding("encoding", counts[0], "the same")
-    return Finding(
-        "encoding", *counts, NOTE, f"the draft learned other splits, as of {apart[0][:40]!r}; it agrees less"
-    )
+        return Finding("encoding", f"{len(texts)} texts", "the same")
+    follows = f"the draft learned other splits, as of {apart[0][:40]!r}; it agrees less"
+    return Finding("encoding", f"{len(texts)} texts", f"{len(texts) - len(apart)} of them alike", NOTE, follows)
 
 
-def _split(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase) -> Finding:
-    def differing(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
+def _special_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> Finding:
+    def differing(one: Tokenizer, other: Tokenizer) -> str:
         own = {role: getattr(one, role) for role in ROLES if getattr(one, role) != getattr(other, role)}
         return ", ".join(f"{role.removesuffix('_token')} {token}" for role, token in own.items())
 
@@ -193,19 +179,14 @@ def _special_tokens(tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrai
     return Finding("special tokens", *differ, NOTE, "the target's count")
 
 
-def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Finding:
+def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:
     """Scores a position: often more than there are tokens, padded to a round number."""
     rows = vocabulary(target), vocabulary(draft)
     ids = rows[0] if tokenizer is None else min(rows[0], 1 + max(tokenizer.get_vocab().values(), default=0))
+    follows = "what comes after the tokens is padding"
     if rows[1] < ids:
         follows = f"the draft never proposes ids from {rows[1]} on, and reads them as another"
-    else:
-        follows = "what comes after the tokens is padding"
-    return _finding("logit rows", *_both(vocabulary, target, draft), follows)
-
-
-def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    return _finding("end tokens", *_both(_end_ids, target, draft), "a text ends at the target's")
+    return _compared("logit rows", rows, follows)
 
 
 def _end_ids(model: PreTrainedModel) -> str:
@@ -215,11 +196,10 @@ def _end_ids(model: PreTrainedModel) -> str:
 
 
 def _positions(target: PreTrainedModel, draft: PreTrainedModel) -> Finding:
-    limits = tuple(getattr(_text_config(model), "max_position_embeddings", None) for model in (target, draft))
+    limits = [getattr(_text_config(model), "max_position_embeddings", None) for model in (target, draft)]
     shorter = limits[1] is not None and (limits[0] is None or limits[1] < limits[0])
     follows = f"after {limits[1]} tokens the draft agrees less" if shorter else "the draft reads as far as the target"
-    shown = _both(lambda limit: "no limit" if limit is None else limit, *limits)
-    return _finding("positions", *shown, follows)
+    return _compared("positions", ["no limit" if limit is None else limit for limit in limits], follows)
 
 
 def _text_config(model: PreTrainedModel) -> Any:

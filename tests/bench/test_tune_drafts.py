@@ -9,8 +9,8 @@ import torch
 from repositories import edit, pickled, ran, with_code
 from tune_cases import QUICK
 
-from hf_specx.measure import tune
-from hf_specx.measure.study import Study
+from hf_specx.bench import tune
+from hf_specx.bench.study import Study
 from hf_specx.pair_files.pair_config import Measurement
 
 

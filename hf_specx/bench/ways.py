@@ -1,10 +1,12 @@
 """Names of contenders and of drafts without weights, and what they say.
 
-"plain" is `generate`; "plain-compiled" the same with transformers' static cache and its compiled forward; "stock" is
-transformers' assisted decoding at its defaults, and "stock-5" with 5 candidates in every round; "lookup-10" is its
-prompt lookup with 10; "block-5", "token-auto" and the like are ours, and "block-5-compiled" is ours with
-`compile=True`; "suffix-auto" is ours without a draft model, and "several-auto" with both a suffix draft and a model;
-"exit:2-auto" drafts with the target's first 2 layers, as "stock:2" does in transformers.
+A contender's name is a kind, then how many candidates a round, then whether forwards are compiled:
+
+- `plain`, `plain-compiled`: `generate`, and the same with transformers' static cache and its compiled forward;
+- `stock`, `stock-5`, `stock:2`: transformers' assisted decoding at its defaults, with 5 candidates in every round, and
+  with the target's first 2 layers as the draft; `lookup-10`: its prompt lookup with 10 candidates;
+- `block-auto`, `token-5`, `coupled-5-compiled`: ours with a draft model, by verification;
+- `suffix-auto`, `several-auto`, `exit:2-auto`: ours without a draft model, with both, and with the first 2 layers.
 """
 
 from typing import NamedTuple
@@ -12,17 +14,10 @@ from typing import NamedTuple
 from hf_specx.common.errors import require
 
 
-PLAIN_NAME, STOCK_NAME, COMPILED_SUFFIX = "plain", "stock", "compiled"
-LOOKUP_NAME = "lookup"
+PLAIN_NAME, STOCK_NAME, LOOKUP_NAME, EXIT_NAME = "plain", "stock", "lookup", "exit"
 VERIFIERS = ("token", "block", "coupled")
-SUFFIXES = ("suffix", "several")
-EXIT_NAME = "exit"
-OUR_KINDS = (*VERIFIERS, *SUFFIXES, EXIT_NAME)
-SUFFIX, EXIT, SEVERAL_EXITS = (
-    "suffix",
-    "exit:",
-    "exits",
-)  # the last stands for several numbers of layers
+OUR_KINDS = (*VERIFIERS, "suffix", "several", EXIT_NAME)
+SUFFIX, EXIT, SEVERAL_EXITS = "suffix", "exit:", "exits"  # drafts; the last stands for several numbers of layers
 
 
 class Way(NamedTuple):
@@ -49,7 +44,7 @@ def way(name: str) -> Way:
     """
     first, *rest = name.split("-")
     kind, exits, layer = first.partition(":")
-    compiled = rest[-1:] == [COMPILED_SUFFIX]
+    compiled = rest[-1:] == ["compiled"]
     numbers = rest[:-1] if compiled else rest
     counted = len(numbers) == 1 and numbers[0].isdecimal() and int(numbers[0]) > 0
     known = {
@@ -78,8 +73,8 @@ def in_words(name: str) -> str:
         PLAIN_NAME: "generate without a draft",
         STOCK_NAME: f"transformers' assisted decoding{'' if layer is None else f', with {layers}'}",
         LOOKUP_NAME: "transformers' prompt lookup",
-        SUFFIXES[0]: "ours without a draft model, by what followed the same tokens before",
-        SUFFIXES[1]: "ours with the better of that and the draft model",
+        "suffix": "ours without a draft model, by what followed the same tokens before",
+        "several": "ours with the better of that and the draft model",
         EXIT_NAME: f"ours with {layers}",
     }.get(kind, f"ours with {kind} verification")
     said += "" if kind == PLAIN_NAME else f", candidates: {'by its defaults' if number is None else own}"

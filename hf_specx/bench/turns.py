@@ -1,0 +1,89 @@
+"""A cell is measured: its contenders in turns, and the figures that follow from their times."""
+
+import datetime
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .cells import Cell
+from .contenders import Contender
+from .inputs import prompts_of_length
+from .store import provenance
+from .timer import Advance, Timer, Timing, speedups, spread
+from .ways import PLAIN_NAME
+
+
+WITHOUT_MODEL = ("lookup-10", "suffix-auto")
+WITH_MODEL = ("stock", "block-auto", "coupled-auto")
+FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_speedup", "expected_speedup")
+
+
+def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
+    """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
+    drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
+    names = [PLAIN_NAME, *(WITH_MODEL if draft_model(pair) else ()), *(["several-auto"] if len(drafts) > 1 else ())]
+    for draft in drafts:
+        if isinstance(draft, EarlyExitDraft):
+            names += [f"stock:{draft.exit_layer}", f"exit:{draft.exit_layer}-auto"]
+    return (*names, *WITHOUT_MODEL)
+
+
+def draft_model(pair: DraftTargetPair) -> PreTrainedModel | None:
+    """The model that drafts, where one does."""
+    return next(iter(pair.models[1:]), None)
+
+
+def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
+    """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
+
+    Args:
+        cell: what is measured.
+        pair: the one that it names.
+        command: what the figures say that they were made by.
+        advance: called after each run, `cell.runs` times for each contender.
+
+    Returns:
+        Plain values: "cell", "pair" (parameters), "provenance", and "contenders" by name: runs and their medians, or
+        under "unavailable" why there are none.
+    """
+    names, draft = cell.contenders or usual_contenders(pair), draft_model(pair)
+    inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.new_tokens, cell.seed)
+    both = pair.tokenizer, pair.draft_tokenizer
+    own: Any = None if draft is None or same_tokens(*both) else both
+
+    def make(name: str) -> Contender:
+        contender = Contender(name, pair.target, draft, tokenizers=own)
+        contender.prepare(inputs)
+        return contender
+
+    sizes = [model.num_parameters() for model in pair.models]
+    started = datetime.datetime.now(datetime.timezone.utc)
+    seeds = range(cell.seed, cell.seed + cell.repeats)
+    timings = Timer(make, [inputs], cell.options, seeds, advance, keep_going=True).time(names)
+    torch.compiler.reset()
+    made = provenance(pair.target) | {"seed": cell.seed, "command": command}
+    made["date"] = started.isoformat(timespec="seconds")
+    return {
+        "cell": asdict(cell) | {"contenders": list(names)},
+        "pair": dict(zip(("target_parameters", "draft_parameters"), sizes, strict=False)),
+        "provenance": made,
+        "contenders": {name: figures(timing, timings.get(PLAIN_NAME)) for name, timing in timings.items()},
+    }
+
+
+def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
+    """The runs of a contender with their medians; `plain` are those of plain `generate` in the same turns."""
+    if timing.error is not None:
+        return {"runs": [], "unavailable": timing.error}
+    found: dict[str, Any] = {"runs": [{"seconds": run.seconds, "tokens": run.tokens} for run in timing.runs]}
+    found |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
+    if plain is not None and plain.runs:
+        found |= {"times_plain": timing.times(plain), "speedup": spread(speedups(timing.rates, plain.rates))}
+    known = {name: timing.median_of(name) for name in FIGURES} if timing.reports else {}
+    return found | {name: value for name, value in known.items() if value is not None}

@@ -1,0 +1,176 @@
+"""Plain and speculative generation in turns: which inputs and seeds, which tokens count, what fails."""
+
+import pytest
+import torch
+from tiny import Forwards, near, tiny
+from tiny_tokenizer import PAD, TEXTS, tiny_tokenizer
+from transformers import T5Config, T5ForConditionalGeneration
+
+from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding
+from hf_specx.bench.contenders import Contender
+from hf_specx.bench.inputs import emitted, encode, prompts_of_length
+from hf_specx.bench.timer import TimedCall, Timer, Timing, compare
+
+
+OPTIONS = {"max_new_tokens": 2, "do_sample": False}
+
+
+def t5():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=1, eos_token_id=0)).eval()
+
+
+def batch(rows: int, width: int = 4) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.full((rows, width), 5), "attention_mask": torch.ones(rows, width, dtype=torch.int64)}
+
+
+def strategy(draft, rows: int) -> SpeculativeDecoding:
+    """With known times of forwards, so that none are measured."""
+    costs = Costs({rows: {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}})
+    return SpeculativeDecoding(draft, num_draft_tokens=2, costs=costs)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_are_padded_where_the_model_wants_it(side):
+    tokenizer = tiny_tokenizer()
+    expected = tokenizer(list(TEXTS), return_tensors="pt", padding=True, padding_side=side)
+    found = encode(tokenizer, tiny(vocab_size=280) if side == "left" else t5(), list(TEXTS), 4)
+    assert torch.equal(found["input_ids"], expected["input_ids"])
+    assert torch.equal(found["attention_mask"], expected["attention_mask"])
+
+
+def test_prompts_without_a_pad_token():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    found = encode(tokenizer, tiny(vocab_size=280), list(TEXTS), 4)
+    expected = tiny_tokenizer()(list(TEXTS), return_tensors="pt", padding=True)
+    assert torch.equal(found["attention_mask"], expected["attention_mask"])
+    assert tokenizer.pad_token is None
+    assert PAD in tokenizer.get_vocab()
+
+
+def test_prompts_of_one_length():
+    """The pair's own from another one on in each row; random tokens where nothing can be read."""
+    target, tokenizer = tiny(vocab_size=280), tiny_tokenizer()
+    pair = DraftTargetPair(target, target, tokenizer)
+    with pytest.raises(ValueError, match="no prompts of its own; give some with --file"):
+        prompts_of_length(pair, 2, 9, 4)
+    pair.config.prompts = list(TEXTS)
+    ids = prompts_of_length(pair, 2, 9, 4)["input_ids"].tolist()
+    endless = [token for text in TEXTS * 9 for token in tokenizer(text)["input_ids"]]
+    first = len(tokenizer(TEXTS[0])["input_ids"])
+    assert ids == [endless[:9], endless[first : first + 9]]
+    bare = DraftTargetPair(target, target)
+    one, same, other = (prompts_of_length(bare, 2, 9, 4, seed)["input_ids"] for seed in (0, 0, 1))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    with pytest.raises(ValueError, match="125 prompt tokens and 8 new ones are more than the 128 positions"):
+        prompts_of_length(bare, 1, 125, 8)
+
+
+def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
+    """With the same prompts and the same seed in a turn; the first turn warms up."""
+    target, calls = tiny(), []
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: calls.append(seed))
+
+    class Noted(Contender):
+        def __call__(self, inputs, options):
+            calls.append((self.name, inputs["input_ids"].shape[1]))
+            return super().__call__(inputs, options)
+
+    names, steps = ("plain", "stock-2", "block-2"), []
+    batches = [batch(1, 6), batch(1, 7)]
+    timer = Timer(lambda name: Noted(name, target, target), batches, OPTIONS, [7, 8, 9], lambda: steps.append(1))
+    found = timer.time(names)
+    order = [names, names, ("stock-2", "block-2", "plain"), ("block-2", "plain", "stock-2")]
+    seeds, widths = [7, 7, 8, 9], [6, 6, 7, 6]
+    expected = [x for turn, s, w in zip(order, seeds, widths, strict=True) for name in turn for x in (s, (name, w))]
+    assert [x for x in calls if isinstance(x, tuple) or x in seeds] == expected
+    assert len(steps) == len(names) * 4
+    assert [timing.tokens for timing in found.values()] == [[2, 2, 2]] * 3
+
+
+def test_runs_take_batches_in_turns():
+    target, steps = tiny(), []
+    with Forwards(target) as forwards:
+        found = compare(
+            target,
+            strategy(near(target, 0.05), 2),
+            [batch(2, 6), batch(2, 7)],
+            OPTIONS,
+            repeats=3,
+            advance=lambda: steps.append(1),
+        )
+    assert [width for width in forwards.lengths if width >= 6] == [6, 6, 6, 6, 7, 7, 6, 6]  # the first two warm up
+    assert len(steps) == 2 * (3 + 1)
+    assert found.plain.tokens == found.ours.tokens == [4, 4, 4]
+    assert len(found.ours.reports) == 3
+
+
+def test_a_run_that_compiled_something_is_made_again():
+    compiled, calls, target = iter([2, 0, 1, 1, 0]), [], tiny()
+
+    class Compiling(Contender):
+        def __call__(self, inputs, options):
+            calls.append(torch.initial_seed())
+            output = super().__call__(inputs, options)
+            self.strategy.report.compilations = next(compiled)
+            return output
+
+    made = Compiling("ours", target, strategy=strategy(near(target, 0.05), 1))
+    found = Timer(lambda name: made, [batch(1)], OPTIONS, [7]).time(["ours"])
+    assert calls == [7] * 5
+    assert len(found["ours"].runs) == 1
+
+
+def test_tokens_of_an_encoder_decoder_are_the_decoders():
+    target = t5()
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    found = compare(target, strategy(target, 2), [batch(2, 9)], options, repeats=1)
+    assert found.plain.tokens == found.ours.tokens == [6]
+
+
+@pytest.mark.parametrize(
+    ("end_ids", "texts"),
+    [
+        (1, [[5, 1], [5, 6, 7], [2, 5, 1]]),
+        ([1, 2], [[5, 1], [5, 6, 7], [2]]),
+        (None, [[5, 1, 1], [5, 6, 7], [2, 5, 1]]),
+    ],
+)
+def test_rows_end_with_their_first_end_token(end_ids, texts):
+    output = torch.tensor([[9, 9, 5, 1, 1], [9, 1, 5, 6, 7], [9, 9, 2, 5, 1]])
+    inputs, options = {"input_ids": output[:, :2]}, {"eos_token_id": end_ids}
+    assert emitted(tiny(), inputs, output, options) == texts
+    assert emitted(tiny(eos_token_id=end_ids), inputs, output, {}) == texts
+    assert emitted(tiny(), inputs, output[:, :2], options) == [[], [], []]
+    # an encoder-decoder's output begins with the token that its decoder starts from
+    assert emitted(t5(), {"input_ids": torch.full((3, 9), 5)}, output[:, 1:], options) == texts
+
+
+def test_one_that_fails_is_noted_or_raised():
+    """A comparison without one of the two says nothing; only the bench goes on with the others."""
+    target, options = tiny(), OPTIONS | {"num_beams": 2}  # which plain generate takes
+    with pytest.raises(ValueError, match="num_beams=2"):
+        compare(target, strategy(target, 1), [batch(1)], options, repeats=1)
+    calls = []
+
+    def make(name: str) -> Contender:
+        calls.append(name)
+        return Contender(name, target, target)
+
+    found = Timer(make, [batch(1)], options, [0, 1], keep_going=True).time(["plain", "block-2"])
+    assert len(found["plain"].runs) == 2
+    assert found["block-2"].runs == []
+    assert found["block-2"].error.startswith("ValueError: ")
+    assert "num_beams=2" in found["block-2"].error
+    assert calls == ["plain", "block-2"]
+
+
+def test_times_plain_agree_in_order_with_tokens_per_second():
+    """They are ratios of the medians that are shown."""
+    seconds = {"plain": (2, 4, 12), "fast": (1, 3, 12), "slow": (2, 3.5, 3)}
+    known = {name: Timing([TimedCall(s, [[5] * 12]) for s in own]) for name, own in seconds.items()}
+    assert [timing.tokens_per_second for timing in known.values()] == [3.0, 4.0, 4.0]
+    assert [timing.times(known["plain"]) for timing in known.values()] == [1.0, 4 / 3, 4 / 3]

@@ -1,0 +1,102 @@
+"""A cell of `specx bench`: who takes part, what is said of each, and the figures that follow from times."""
+
+import pytest
+import torch
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx.bench import turns
+from hf_specx.bench.cells import Cell
+from hf_specx.bench.store import provenance
+from hf_specx.bench.timer import TimedCall, Timing
+from hf_specx.bench.turns import figures, measure_cell, usual_contenders
+
+
+def pair(*drafts) -> DraftTargetPair:
+    """Given random tokens; without drafts, one by a model that is near its target."""
+    target = tiny()
+    return DraftTargetPair(target, list(drafts) if len(drafts) > 1 else (drafts or (near(target, 0.05),))[0])
+
+
+def cell(*contenders: str, **settings) -> Cell:
+    return Cell("tiny", contenders, **{"prompt_tokens": 5, "new_tokens": 8, "repeats": 1} | settings)
+
+
+def test_the_ways_of_a_pair_stand_beside_those_of_transformers():
+    own = {
+        usual_contenders(pair()): "plain stock block-auto coupled-auto lookup-10 suffix-auto",
+        usual_contenders(pair(SuffixDraft())): "plain lookup-10 suffix-auto",
+        usual_contenders(pair(EarlyExitDraft(1))): "plain stock:1 exit:1-auto lookup-10 suffix-auto",
+        usual_contenders(pair(SuffixDraft(), near(tiny(), 0.05))): (
+            "plain stock block-auto coupled-auto several-auto lookup-10 suffix-auto"
+        ),
+    }
+    assert [" ".join(names) for names in own] == list(own.values())
+
+
+@pytest.mark.usefixtures("draft_pays")
+def test_what_a_cell_says():
+    torch.set_num_threads(1)
+    found = measure_cell(cell("plain", "stock-2", "coupled-2", "block-auto", repeats=2, seed=7), pair(), "typed")
+    assert found["cell"]["contenders"] == ["plain", "stock-2", "coupled-2", "block-auto"]
+    assert found["pair"]["target_parameters"] == found["pair"]["draft_parameters"] > 0
+    assert {"seed": 7, "command": "typed", "dtype": "float32"}.items() <= found["provenance"].items()
+    for noted in found["contenders"].values():
+        assert noted["first_seconds"] > 0
+        assert [run["tokens"] for run in noted["runs"]] == [8, 8]
+        assert noted["speedup"]["min"] <= noted["speedup"]["median"] <= noted["speedup"]["max"]
+    for name in ("coupled-2", "block-auto"):
+        noted = found["contenders"][name]
+        assert 0 < noted["alpha"] <= 1 <= noted["tokens_per_round"]
+        assert min(noted["forward_limited_speedup"], noted["expected_speedup"]) > 0
+
+
+def test_one_that_fails_is_said_and_the_others_go_on():
+    found = measure_cell(cell("plain", "stock", "block-2", batch=2), pair(), "")["contenders"]
+    assert found["stock"]["unavailable"].startswith("ValueError: assisted generate is only supported for batch")
+    assert found["stock"]["runs"] == []
+    assert len(found["plain"]["runs"]) == len(found["block-2"]["runs"]) == 1
+    found = measure_cell(cell("plain", "block-2", "suffix-2"), pair(SuffixDraft()), "")["contenders"]
+    assert found["block-2"]["unavailable"] == "ValueError: block-2 needs a draft model, and this pair has none."
+    assert len(found["suffix-2"]["runs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("temperature", "refused"), [(0.0, ""), (1.0, "transformers samples from wrong probabilities")]
+)
+def test_a_draft_with_another_tokenizer(temperature, refused):
+    """Ours maps its tokens, and transformers' own takes part where it does not sample."""
+    sizes = {"eos_token_id": None, "pad_token_id": 1}
+    models = tiny(vocab_size=280, **sizes), tiny(vocab_size=288, **sizes)
+    other = DraftTargetPair(*models, tiny_tokenizer(), draft_tokenizer=tiny_tokenizer(["some other words"]))
+    other.config.prompts = list(TEXTS)
+    found = measure_cell(cell("stock", "block-2", temperature=temperature), other, "")["contenders"]
+    assert refused in found["stock"].get("unavailable", "")
+    assert len(found["stock"]["runs"]) == (refused == "")
+    assert len(found["block-2"]["runs"]) == 1
+
+
+def test_ratios_within_turns():
+    """A machine that was slow during the second turn was slow for both."""
+    plain, ours = (Timing([TimedCall(s, [[5] * 10]) for s in own], 1.0) for own in ((2, 20, 2), (1, 10, 1)))
+    found = figures(ours, plain)
+    assert found["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.0}
+    assert found["tokens_per_second"] == {"median": 10.0, "min": 1.0, "max": 10.0}
+    assert "times_plain" not in figures(ours, None)
+    assert figures(Timing(error="no"), plain) == {"runs": [], "unavailable": "no"}
+
+
+def test_forwards_that_are_compiled_are_not_timed_for_predictions(monkeypatch):
+    """Each of their lengths would be compiled for it."""
+    calls = []
+    monkeypatch.setattr(turns.Contender, "__call__", lambda own, inputs, options: inputs["input_ids"])
+    monkeypatch.setattr("hf_specx.SpeculativeDecoding.calibrate", lambda own, *given: calls.append(own.compile))
+    measure_cell(cell("block-2", "block-2-compiled", "suffix-2"), pair(), "")
+    assert calls == [False]
+
+
+def test_provenance_names_the_machine():
+    found = provenance(tiny())
+    assert found["device"].startswith("cpu (")
+    assert (found["dtype"], found["torch"]) == ("float32", torch.__version__)
