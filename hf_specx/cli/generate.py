@@ -42,20 +42,14 @@ BATCH_SIZE = 8  # of --out
 WAYS = "as arguments, with --file, on standard input, or use --demo"
 DEMO_TEMPERATURE = 0.5  # at which small models write text that can be read
 HELLO = "Speculative sampling with the pair {}: about two minutes on two cores. Loading ..."
-PairOption = Annotated[str | None, typer.Option("--pair", help="Id or folder of a pair; else the one in the package.")]
 HELP_TIMED_TURNS = f"Timed runs of each of them, odd; else {TIMED_TURNS}."
-Repeats = Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS, show_default=False)]
 HELP_SEED = "Of all random numbers; else a new one, with --demo and --out 0. With --out prompt i has this one + i."
-Seed = Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)]
 HELP_SCHEMA = "File with a JSON schema that each text follows; needs xgrammar."
-HELP_TEXTS_OUT = (
+HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
+HELP_OUT = (
     "Complete prompts, any number, to this file of JSON lines. The same command goes on where it was interrupted; "
     "several at a time share the prompts."
 )
-Out = Annotated[Path | None, typer.Option(help=HELP_TEXTS_OUT)]
-HELP_BATCH_SIZE = f"Rows of a batch with --out; else {BATCH_SIZE}."
-BatchSize = Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1, show_default=False)]
-Schema = Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)]
 
 
 def generate(
@@ -63,7 +57,7 @@ def generate(
     file: PromptFile = None,
     chat: Chat = False,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
-    pair: PairOption = None,
+    pair: Annotated[str | None, typer.Option(help="Id or folder of a pair; else the one in the package.")] = None,
     target: TargetName = None,
     draft: DraftName = None,
     revision: Revision = None,
@@ -76,14 +70,14 @@ def generate(
     greedy: Greedy = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
-    seed: Seed = None,
+    seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
     dtype: Dtype = "auto",
     device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
-    repeats: Repeats = None,
-    json_schema: Schema = None,
-    out: Out = None,
-    batch_size: BatchSize = None,
+    repeats: Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS)] = None,
+    json_schema: Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)] = None,
+    out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
+    batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
@@ -104,18 +98,15 @@ def generate(
         with imports():
             from .session import open_session
         seed = 0 if seed is None and (demo or out is not None) else seed
-        session = open_session(named, chosen, options, timed, seed, json_schema, as_json)
+        how = {"options": options, "repeats": timed, "quiet": as_json}
+        session = open_session(named, chosen, json_schema, seed, **how)
         found = session.demonstrate() if demo else session.answer(given, chat, out, batch_size or BATCH_SIZE)
         if as_json:
             typer.echo(json.dumps(found))
 
 
 def check_writing(out: Path | None, batch_size: int | None, timed: bool) -> None:
-    """Check --out and what goes with it, or does not.
-
-    Raises:
-        ValueError: it can be no such file, or something else was asked for besides.
-    """
+    """Raise a ValueError if --out can be no such file, or if something else was asked for besides."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
     if out is not None:
@@ -124,11 +115,7 @@ def check_writing(out: Path | None, batch_size: int | None, timed: bool) -> None
 
 
 def check_json_schema(file: Path | None) -> None:
-    """Check, before models are loaded, that texts can follow a JSON schema.
-
-    Raises:
-        ValueError: xgrammar is not installed, or the file is no JSON.
-    """
+    """Raise a ValueError, before models are loaded, if xgrammar is not installed, or a file of it is no JSON."""
     if file is None:
         return
     found = importlib.util.find_spec("xgrammar") is not None
@@ -140,11 +127,7 @@ def check_json_schema(file: Path | None) -> None:
 
 
 def checked_repeats(repeats: int | None, timed: bool) -> int:
-    """Timed runs of each contender; 0 if nothing is timed.
-
-    Raises:
-        ValueError: the number has no middle run, or there is nothing to time.
-    """
+    """Timed runs of each contender, 0 if nothing is timed; a ValueError for a number that has no middle run."""
     if repeats is None:
         return TIMED_TURNS if timed else 0
     require(timed, "--repeats is for --compare, which times both ways to generate; add it, or leave --repeats out.")

@@ -33,31 +33,28 @@ def card(
     Without a name, list the well-known pairs.
     """
     with errors_in_one_line():
+        named_one = [given for given in (name, out, title, revision) if given is not None]
         if every is not None:
-            require(
-                all(given is None for given in (name, out, title, revision)),
-                "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision.",
-            )
+            told = "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision."
+            require(not named_one, told)
             check_writable(every.absolute(), every)
             with imports():
                 from hf_specx.hub.cards import write_cards
-            for path in write_cards(every):
-                typer.echo(path)
-            return
-        if name is None:
-            alone = out is title is revision is None
-            require(alone, "without a name there is no card; name a pair, or leave out --out, --title and --revision.")
+            typer.echo("\n".join(map(str, write_cards(every))))
+        elif name is None:
+            told = "without a name there is no card; name a pair, or leave out --out, --title and --revision."
+            require(not named_one, told)
             typer.echo("\n".join(NAMES))
-            return
-        check_out(out)
-        check_known(name, title=title, revision=revision)
-        with imports():
-            from .reading import card_of
-        text = card_of(name, title, hub_options(revision, token))
-        if out is None:
-            typer.echo(text, nl=False)
         else:
-            out.write_text(text, encoding="utf-8")
+            check_out(out)
+            check_known(name, title=title, revision=revision)
+            with imports():
+                from .reading import card_of
+            text = card_of(name, title, revision, **hub_options(None, token))
+            if out is None:
+                typer.echo(text, nl=False)
+            else:
+                out.write_text(text, encoding="utf-8")
 
 
 def check_known(name: str, **given: str | None) -> None:
@@ -95,34 +92,33 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     with errors_in_one_line():
-        one = (repo_id is None) != (folder is None)
-        require(one, "give the repository's name, or --folder to write one without uploading it.")
-        if repo_id is not None:
-            check_repository(repo_id)
-        if folder is None:
-            check_left_out("--folder", "--overwrite" if overwrite else None)
-        else:
-            check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
-            check_folder(folder, overwrite)
+        check_goal(repo_id, folder, private=private, branch=branch, overwrite=overwrite)
         check_name(pair)
         check_saved_kind(draft)
         with imports():
             from .loading import default_device_map, load_given_pair, with_draft
             from .reading import publish_pair
-        uploading = {"private": private or None, "token": token, "revision": branch}
-        options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
-        hub = hub_options(revision, token, trust_remote_code)
         with lines_now_and_then(lambda: f"publishing {pair}"):
-            given = load_given_pair(pair, "auto", default_device_map(), **hub)
+            hub = hub_options(revision, token, trust_remote_code)
+            given = with_draft(load_given_pair(pair, "auto", default_device_map(), **hub), draft)
             asked = {"target": reference_target, "draft": reference_draft}
-            done, line = publish_pair(with_draft(given, draft), repo_id, folder, asked, **options)
+            uploading = {"private": private or None, "token": token, "revision": branch}
+            options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
+            done, line = publish_pair(given, repo_id, folder, asked, **options)
         typer.echo(json.dumps(done) if as_json else line)
 
 
-def check_left_out(goal: str, *given: str | None) -> None:
-    """Raise a ValueError for options that are for another way to publish."""
-    for option in given:
-        require(option is None, f"{option} goes with {goal}, which was not given; leave it out.")
+def check_goal(repo_id: str | None, folder: Path | None, **given: bool | str | None) -> None:
+    """Raise a ValueError if nothing can be published there, or for options that are for another way to publish."""
+    one = (repo_id is None) != (folder is None)
+    require(one, "give the repository's name, or --folder to write one without uploading it.")
+    others, goal = (("overwrite",), "--folder") if folder is None else (("private", "branch"), "a repository")
+    for option in others:
+        require(not given[option], f"--{option} goes with {goal}, which was not given; leave it out.")
+    if repo_id is not None:
+        check_repository(repo_id)
+    if folder is not None:
+        check_folder(folder, bool(given["overwrite"]))
 
 
 def vllm(
@@ -139,6 +135,6 @@ def vllm(
             from hf_specx.hub.vllm import vllm as export_vllm
 
             from .reading import config_of
-        config = config_of(pair, hub_options(revision, token))
+        config = config_of(pair, revision, **hub_options(None, token))
         found = export_vllm(config, pair, revision=revision, num_draft_tokens=num_draft_tokens)
         typer.echo(json.dumps(found._asdict()) if as_json else str(found))
