@@ -1,7 +1,7 @@
 """Each block of the main README runs as pasted, in order, offline; its links lead somewhere.
 
-The cache of the Hub holds tiny models under the names that the README uses. Its commands run in the process that has made
-the imports. What installs something is left out: the scripts at its beginning are themselves what runs these tests.
+The cache of the Hub holds tiny models under the names that the README uses. Its commands run in the process that has
+made the imports. What installs something is left out: the scripts at its beginning are what runs these tests.
 """
 
 import os

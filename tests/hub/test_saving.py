@@ -61,27 +61,25 @@ def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path):
         assert getattr(loaded.config, name) == getattr(pair.config, name)
     assert loaded.config.tokenizers.method == "one"
     assert (loaded.config.draft.subfolder, loaded.config.draft.parameters) == ("draft", pair.draft.num_parameters())
+    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "pair"), pair.target)  # an ordinary model
+    assert not list((tmp_path / "pair").rglob("*.bin"))
     loaded.generate(**prompts(2), max_new_tokens=6, do_sample=True)
     report = loaded.report
     assert (report.num_draft_tokens, report.verification, report.layout) == (3, "token", "padded")
 
 
-def test_the_target_is_an_ordinary_model(pair: DraftTargetPair, tmp_path: Path):
-    """At the root of the folder, where everybody else looks for it."""
-    pair.save_pretrained(tmp_path / "pair")
-    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "pair"), pair.target)
-    assert not list((tmp_path / "pair").rglob("*.bin"))
-
-
 def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path: Path):
-    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded."""
-    for role in ("target", "draft"):
-        getattr(pair, role).name_or_path = f"org/{role}"
-        getattr(pair, role).config._commit_hash = "0" * 40
+    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded.
+
+    The draft is in a subfolder of a repository, as that of a pair is, which the model itself does not know.
+    """
+    pair.target.name_or_path, pair.target.config._commit_hash = "org/target", "0" * 40
+    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
     target, draft = pair.target, pair.draft
     pair.save_pretrained(tmp_path / "both", target="reference", draft="reference")
     config = PairConfig.from_file(tmp_path / "both" / CONFIG_NAME)
     assert (config.target.name, config.target.revision) == ("org/target", "0" * 40)
+    assert (config.draft.name, config.draft.revision, config.draft.subfolder) == ("org/pair", "1" * 40, "draft")
     assert not list((tmp_path / "both").rglob("*.safetensors"))
     assert DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=draft).target is target
     pair.save_pretrained(tmp_path / "one", target="reference")
@@ -90,14 +88,6 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
     draft.save_pretrained(tmp_path / "other")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=tmp_path / "other")
     assert weights_equal(loaded.draft, draft)
-
-
-def test_a_reference_loaded_from_the_hub_is_kept_with_its_subfolder(pair: DraftTargetPair, tmp_path: Path):
-    """The draft of a repository that is a pair itself lies in a subfolder, which the model does not know."""
-    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
-    pair.save_pretrained(tmp_path / "pair", draft="reference")
-    draft = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).draft
-    assert (draft.name, draft.revision, draft.subfolder) == ("org/pair", "1" * 40, "draft")
 
 
 def test_what_goes_wrong_leaves_nothing(pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
