@@ -47,7 +47,7 @@ TargetName = Annotated[str | None, typer.Option("--target", help="Id or folder o
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")]
 PairName = Annotated[str | None, typer.Argument(help="Id or folder of a pair; else the one in the package.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Each prompt is a message: put it into the chat template.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
 

@@ -43,11 +43,12 @@ def save(
         pair: a `DraftTargetPair`.
         folder: where; must be empty or not exist.
         target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
-        overwrite: whether to replace an existing folder, with all that is in it.
+        overwrite: whether to replace the folder of another pair, with all that is in it.
         finish: called with the temporary folder and the config, to write further files.
 
     Raises:
-        ValueError: the folder is in use, or a model is to be a reference and is not from the Hub.
+        ValueError: the folder is in use (with `overwrite`, by anything but a pair), or a model is to be a reference and
+            is not from the Hub.
     """
     folder = Path(folder).resolve()
     check_folder(folder, overwrite)
