@@ -47,7 +47,7 @@ def save(
         finish: called with the temporary folder and the config, to write further files.
 
     Raises:
-        ValueError: the folder is in use (with `overwrite`, by anything but a pair), or a model is to be a reference and
+        ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference and
             is not from the Hub.
     """
     folder = Path(folder).resolve()

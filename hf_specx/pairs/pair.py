@@ -155,7 +155,7 @@ class DraftTargetPair(NoModel):
             overwrite: whether to replace the folder of another pair, with all that is in it.
 
         Raises:
-            ValueError: the folder is in use (with `overwrite`, by anything but a pair), or a model is to be a reference
+            ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference
                 and is not from the Hub.
         """
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
