@@ -61,11 +61,8 @@ def main(
             sys.exit(f"{kind}/{model_type} is wrong: {error}")
     counts = ", ".join(f"{number} {result}" for result, number in Counter(row[2] for row in rows).most_common())
     lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows]
-    TABLE.write_text(
-        HEAD.format(version=transformers.__version__, counts=f"{len(rows)} in all: {counts}.")
-        + "\n".join(lines)
-        + "\n"
-    )
+    head = HEAD.format(version=transformers.__version__, counts=f"{len(rows)} in all: {counts}.")
+    TABLE.write_text(head + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

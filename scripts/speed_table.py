@@ -5,84 +5,62 @@ transformers would take instead, and this package with its defaults. The table s
 largest median over the runs of the file by the same machine and versions, so that it says how much hours differ.
 """
 
+import inspect
 import json
 import statistics
 import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import textwrap
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import transformers
 import typer
 from outlines import from_transformers
 from outlines.backends import get_json_schema_logits_processor
-from quality_page import headed, replaced
 from rich.progress import track
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.contenders import Contender
-from hf_specx.bench.copying import copying_prompts
 from hf_specx.bench.inputs import Inputs, encode
 from hf_specx.bench.timer import Timer, Timing, speedups
 from hf_specx.common.devices import hardware
-from hf_specx.hub.markdown import row
 
 
 OURS = "ours"
-SCHEMA = json.dumps(
-    {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 12},
-            "size": {"enum": ["small", "medium", "large"]},
-            "temperature_in_degrees_celsius": {"type": "integer"},
-            "measured": {"type": "boolean"},
-        },
-        "required": ["name", "size", "temperature_in_degrees_celsius", "measured"],
-        "additionalProperties": False,
-    }
-)
+BEGIN, END = "<!-- speed_table.py begins -->", "<!-- speed_table.py ends -->"
+PROPERTIES: dict[str, Any] = {
+    "name": {"type": "string", "maxLength": 12},
+    "size": {"enum": ["small", "medium", "large"]},
+    "temperature_in_degrees_celsius": {"type": "integer"},
+    "measured": {"type": "boolean"},
+}
+OBJECT = {"type": "object", "properties": PROPERTIES, "required": list(PROPERTIES), "additionalProperties": False}
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")  # that change these figures
+COPIED, BEGUN = 160, 32  # tokens of a prompt, of which the last ones repeat the first
 
 
-@dataclass
-class Case:
-    """A row of the table.
+# of each text: what a user of transformers would take instead, ours at its defaults, and options of `generate`
+SAMPLED, JSON = "sampled code", "JSON of a schema, greedily"
+COPY = "a file written once more, greedily, without a draft model"
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    SAMPLED: ("stock", "block-auto", {"do_sample": True, "top_k": 0}),
+    COPY: ("lookup-10", "suffix-auto", {}),
+    JSON: ("stock", "block-auto", {}),
+}
 
-    Attributes:
-        name: what is generated.
-        batch: rows.
-        dtype: of both models.
-        rival: contender that a user of transformers would take, where it takes this batch.
-        ours: contender of this package, at its defaults.
-        options: of `generate`.
-        copied: whether the text repeats its prompt.
-        schema: whether the text is JSON of `SCHEMA`.
-    """
 
-    name: str
+class Case(NamedTuple):
+    """A row of the table: what is generated, the precision of both models, and the batch size."""
+
+    kind: str
+    dtype: str
     batch: int
-    dtype: str = "float32"
-    rival: str = "stock"
-    ours: str = "block-auto"
-    options: dict[str, Any] = field(default_factory=lambda: {"do_sample": True, "top_k": 0})
-    copied: bool = False
-    schema: bool = False
-
-    @property
-    def label(self) -> str:
-        return f"{self.name}, {self.dtype}"
 
 
-COPYING: dict[str, Any] = {"rival": "lookup-10", "ours": "suffix-auto", "options": {}, "copied": True}
-CASES = [
-    *(Case("sampled code", batch, dtype) for dtype in ("float32", "bfloat16") for batch in (1, 8)),
-    *(Case("a file written once more, greedily, without a draft model", batch, **COPYING) for batch in (1, 8)),
-    *(Case("JSON of a schema, greedily", batch, options={}, schema=True) for batch in (1, 8)),
-]
+CASES = [Case(SAMPLED, dtype, batch) for dtype in ("float32", "bfloat16") for batch in (1, 8)]
+CASES += [Case(kind, "float32", batch) for kind in (COPY, JSON) for batch in (1, 8)]
 
 
 class WithSchema(Contender):
@@ -93,68 +71,65 @@ class WithSchema(Contender):
         self.outlines = from_transformers(pair.target, pair.tokenizer)  # type: ignore[arg-type]
 
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
-        processor = get_json_schema_logits_processor("outlines_core", self.outlines, SCHEMA)
+        processor = get_json_schema_logits_processor("outlines_core", self.outlines, json.dumps(OBJECT))
         return super().__call__(inputs, options | {"logits_processor": [processor]})
 
 
-def timings(case: Case, pair: DraftTargetPair, repeats: int, new_tokens: int) -> dict[str, Timing]:
-    """Those of the contenders of a row."""
+def copied_prompts(pair: DraftTargetPair, rows: int) -> Inputs:
+    """The beginning of a file of the standard library, and of it once more, in every row."""
     assert pair.tokenizer is not None
-    names = {"plain": "plain", case.rival: case.rival, OURS: case.ours}
-    if case.batch > 1:
-        del names[case.rival]  # transformers refuses it
+    source = pair.tokenizer(inspect.getsource(textwrap))["input_ids"]
+    ids = torch.tensor([source[: COPIED - BEGUN] + source[:BEGUN]] * rows)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def timings(case: Case, pair: DraftTargetPair, repeats: int, new_tokens: int) -> dict[str, Timing]:
+    """Those of the contenders of a row; transformers itself takes one row alone."""
+    assert pair.tokenizer is not None
+    rival, ours, options = KINDS[case.kind]
+    names = {"plain": "plain", OURS: ours} if case.batch > 1 else {"plain": "plain", rival: rival, OURS: ours}
 
     def make(name: str) -> Contender:
-        kind = names[name]
-        return WithSchema(kind, pair) if case.schema else Contender(kind, pair.target, pair.models[-1])
+        if case.kind == JSON:
+            return WithSchema(names[name], pair)
+        return Contender(names[name], pair.target, pair.models[-1])
 
-    if case.copied:
-        ids = copying_prompts("rewrite", pair.tokenizer, case.batch, 160)
-        batches: list[Inputs] = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)}]
-    else:
-        texts = pair.prompts
-        chosen = [[texts[(first + i) % len(texts)] for i in range(case.batch)] for first in range(repeats)]
-        batches = [encode(pair.tokenizer, pair.target, texts, new_tokens) for texts in chosen]
-    options = case.options | {"max_new_tokens": new_tokens}
+    chosen = [[pair.prompts[(first + i) % len(pair.prompts)] for i in range(case.batch)] for first in range(repeats)]
+    batches = [encode(pair.tokenizer, pair.target, texts, new_tokens) for texts in chosen]
+    if case.kind == COPY:
+        batches = [copied_prompts(pair, case.batch)]
+    options = options | {"max_new_tokens": new_tokens}
     found = Timer(make, batches, options, range(repeats), keep_going=True).time(tuple(names))
     for name in ("plain", OURS):
         if found[name].error is not None:
-            raise RuntimeError(f"{case.label}, batch {case.batch}: {name} failed with {found[name].error}")
+            raise RuntimeError(f"{case}: {name} failed with {found[name].error}")
     return found
 
 
 def measure(repeats: int, new_tokens: int) -> list[dict[str, Any]]:
     """What is known of each row after one run."""
-    pair = DraftTargetPair.embedded()
-    found = []
+    pair, found = DraftTargetPair.embedded(), []
     for case in track(CASES, description="measuring"):
         for model in pair.models:
             model.to(getattr(torch, case.dtype))
         by_name = timings(case, pair, repeats, new_tokens)
-        plain = by_name.pop("plain")
-        ratios = {
-            name: None if each.error else statistics.median(speedups(each.rates, plain.rates))
-            for name, each in by_name.items()
-        }
-        found.append({"label": case.label, "batch": case.batch, "plain": plain.tokens_per_second, "times": ratios})
+        rates = by_name.pop("plain").rates
+        times = {name: None if x.error else statistics.median(speedups(x.rates, rates)) for name, x in by_name.items()}
+        row = {"label": f"{case.kind}, {case.dtype}", "batch": case.batch}
+        found.append(row | {"plain": statistics.median(rates), "times": times})
     return found
-
-
-def instructions() -> list[str]:
-    """Those of the processor that change the figures, as far as the system tells."""
-    told = Path("/proc/cpuinfo")
-    words = set(told.read_text().split()) if told.exists() else set()
-    return [name for name in INSTRUCTIONS if name in words]
 
 
 def provenance() -> dict[str, Any]:
     """When, where and by what a run was made."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    told = Path("/proc/cpuinfo")
+    words = set(told.read_text().split()) if told.exists() else set()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="minutes"),
         "commit": commit.stdout.strip(),
         "hardware": hardware(torch.device("cpu")),
-        "instructions": instructions(),
+        "instructions": [name for name in INSTRUCTIONS if name in words],
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
@@ -166,41 +141,44 @@ def span(values: list[float], digits: int) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def made_alike(run: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether machine and versions were the same."""
-    facts = [{name: x for name, x in each["made"].items() if name not in ("date", "commit")} for each in (run, other)]
-    return facts[0] == facts[1]
-
-
 def table(runs: list[dict[str, Any]]) -> str:
     """The rows of the last run, with all runs that were made as it was."""
-    made, shown = runs[-1]["made"], [run for run in runs if made_alike(run, runs[-1])]
-    known_rows = [each for run in shown for each in run["rows"]]
-
-    def rows() -> Iterator[str]:
-        for last in runs[-1]["rows"]:
-            same = [each for each in known_rows if (each["label"], each["batch"]) == (last["label"], last["batch"])]
-            rivals = [name for name in last["times"] if name != OURS]
-            known = [each["times"][name] for each in same for name in rivals if each["times"].get(name) is not None]
-            instead = span(known, 2) if known else ("fails" if rivals else "refused")
-            ours = span([each["times"][OURS] for each in same], 2)
-            plain = span([each["plain"] for each in same], 0)
-            yield row([last["label"], str(last["batch"]), plain, instead, f"**{ours}**"])
-
-    dates = span_of_dates([run["made"]["date"] for run in shown])
-    caption = (
+    made = runs[-1]["made"]
+    alike = made.keys() - {"date", "commit"}
+    shown = [run for run in runs if all(run["made"].get(name) == made[name] for name in alike)]
+    dates = sorted(run["made"]["date"].replace("T", " ").replace("+00:00", "") for run in shown)
+    lines = [
         f"The pair in the package, {made['hardware']} ({', '.join(made['instructions'])}), torch {made['torch']}, "
-        f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, {dates}. transformers "
-        "itself means its assisted generation, or its prompt lookup where there is no draft model; it "
-        "refuses batches, and fails with processors that keep a state."
-    )
-    heads = headed("text", "batch", "plain, tokens/s", "transformers itself, times plain", "ours, times plain")
-    return "\n".join([caption, "", *heads, *rows()])
+        f"transformers {made['transformers']}: the least and the largest of {len(shown)} runs, "
+        f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))} UTC. transformers itself means its assisted generation, "
+        "or its prompt lookup where there is no draft model; it refuses batches, and fails with processors that keep "
+        "a state.",
+        "",
+        "| text | batch | plain, tokens/s | transformers itself, times plain | ours, times plain |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for last in runs[-1]["rows"]:
+        row = last["label"], last["batch"]
+        same = [each for run in shown for each in run["rows"] if (each["label"], each["batch"]) == row]
+        rivals = [name for name in last["times"] if name != OURS]
+        known = [each["times"][name] for each in same for name in rivals if each["times"].get(name) is not None]
+        instead = span(known, 2) if known else ("fails" if rivals else "refused")
+        ours = span([each["times"][OURS] for each in same], 2)
+        lines.append(f"| {row[0]} | {row[1]} | {span([x['plain'] for x in same], 0)} | {instead} | **{ours}** |")
+    return "\n".join(lines)
 
 
-def span_of_dates(dates: list[str]) -> str:
-    first, last = (date.replace("T", " ").replace("+00:00", "") for date in (min(dates), max(dates)))
-    return f"{first} UTC" if first == last else f"{first} to {last} UTC"
+def replaced(page: str, text: str) -> str:
+    """The page with its text between the two markers replaced.
+
+    Raises:
+        ValueError: the page does not have one of each marker, in their order.
+    """
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"the page must have one {BEGIN} and after it one {END}; write them into it.")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def main(
@@ -208,13 +186,12 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="New tokens of each call.", min=1)] = 64,
     out: Annotated[Path, typer.Option(help="File of runs.", dir_okay=False)] = Path("scripts/results/speed.json"),
     readme: Annotated[Path, typer.Option(help="Page with both markers.", dir_okay=False)] = Path("README.md"),
-    anew: Annotated[bool, typer.Option("--anew", help="Forget the runs of the file.")] = False,
 ) -> None:
-    replaced(readme.read_bytes().decode(), "", "speed_table.py")  # refused before any work
-    runs = [] if anew or not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
+    replaced(readme.read_bytes().decode(), "")  # refused before any work
+    runs = [] if not out.exists() else json.loads(out.read_text(encoding="utf-8"))["runs"]
     runs.append({"made": provenance(), "rows": measure(repeats, new_tokens)})
     out.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
-    readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs), "speed_table.py").encode())
+    readme.write_bytes(replaced(readme.read_bytes().decode(), table(runs)).encode())
     print(table(runs))
 
 

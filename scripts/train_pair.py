@@ -8,14 +8,11 @@ Every stage is seeded and saves its result in `--work`; an interrupted run conti
 """
 
 import hashlib
-import json
-import math
 import platform
 import shlex
 import sys
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,18 +20,23 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch.utils.data import Dataset
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.folders import check_folder
 from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
-from hf_specx.training.held_out import estimate, measure_alpha
-from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.result import Distilled
-from hf_specx.training.texts import Writer
 
 
 VOCAB_SIZE = 4096
@@ -44,7 +46,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data", "lib2to3", "turtledemo"}
 HELD_OUT = 20  # one file in this many is never trained on
 READ, WRITTEN = 320, 64  # tokens of a text that the draft learns from: of a file, and of the target after these
-PROMPT, MEASURED = 64, 128  # tokens of a held-out prompt, and of what the target writes after it to measure α
+PROMPT = 64  # tokens of a held-out prompt
 TEXTS = 512  # of a phase of distillation
 NOTES = """## How it was made
 
@@ -54,10 +56,8 @@ Data: the source of the Python {python} standard library without tests, `encodin
 `turtledemo` and installed packages ({files} files, {tokens:,} tokens); one file in 20, chosen by a hash of its path,
 was held out ({held_out} files, from which the prompts are). Another Python version gives other weights.
 
-The target saw {steps:,} steps of 2,048 tokens. It is a Llama of 16 layers of 256 with 4 heads and feed-forwards of
-704, the draft the same with 2 layers; the vocabulary is a byte-level BPE whose `<|endoftext|>` ends a file. On the
-held-out files the target has a loss of {target_loss:.2f} nats a token (perplexity {target_perplexity:.1f}), the draft
-{draft_loss:.2f}. The command above prints these figures.
+The target, a Llama of 16 layers of 256, saw {steps:,} steps of 2,048 tokens; the draft is the same with 2 layers. On
+the held-out files the target has a loss of {target_loss:.2f} nats a token, the draft {draft_loss:.2f}.
 
 {draft}
 
@@ -82,24 +82,17 @@ def read(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8", errors="replace") for f in files)
 
 
-def train_tokenizer(files: list[Path]) -> Tokenizer:
-    """A byte-level BPE, which encodes every text and decodes it to exactly the same text."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        read(files),
-        trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=[END, PAD], initial_alphabet=alphabet),
-    )
-    return bpe
-
-
 def new_tokenizer(files: list[Path], work: Path) -> PreTrainedTokenizerFast:
-    """It is kept in a folder, and read from there the next time."""
+    """A byte-level BPE, which encodes every text and decodes it to exactly the same; kept in a folder."""
     file = work / "tokenizer.json"
     if not file.exists():
-        train_tokenizer(files).save(str(file))
+        bpe = Tokenizer(models.BPE())
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        how: Any = {"vocab_size": VOCAB_SIZE, "special_tokens": [END, PAD], "initial_alphabet": alphabet}
+        bpe.train_from_iterator(read(files), trainers.BpeTrainer(**how))
+        bpe.save(str(file))
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=END, pad_token=PAD, padding_side="left")
 
 
@@ -125,109 +118,66 @@ def llama(num_hidden_layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def windows(tokens: torch.Tensor, step: int, seed: int, length: int = CONTEXT, count: int = BATCH) -> torch.Tensor:
-    """The batch of a step, [count, length]; it depends on the seed and the step only, so a run can be resumed."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+def windows(tokens: torch.Tensor, number: int, seed: int, length: int = CONTEXT, count: int = 1) -> torch.Tensor:
+    """Pieces of the text, [count, length]; they depend on the seed and a number only, so a run can be resumed."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     starts = torch.randint(0, len(tokens) - length, (count,), generator=generator)
     return torch.stack([tokens[s : s + length] for s in starts.tolist()])
 
 
-def fit(
-    name: str, model: LlamaForCausalLM, loss_of: Callable[[int], torch.Tensor], steps: int, peak: float, work: Path
-) -> None:
-    """Train with AdamW, a short warm-up and a linear decay to zero; saves a checkpoint every 200 steps."""
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    kept = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": kept, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)
-    checkpoint, first = work / f"{name}.pt", 0
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True, map_location=model.device)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[loss]}")
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(name, total=steps, completed=first, loss="")
-        average, started = math.nan, time.perf_counter()
-        for step in range(first, steps):
-            warm = min(1.0, (step + 1) / 100)
-            for group in optimizer.param_groups:
-                group["lr"] = peak * warm * (1 - step / steps)
-            loss = loss_of(step)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            average = loss.item() if math.isnan(average) else 0.98 * average + 0.02 * loss.item()
-            progress.update(task, completed=step + 1, loss=f"loss {average:.3f}")
-            if (step + 1) % 200 == 0 or step + 1 == steps:
-                console.print(f"{name} {step + 1}/{steps}: {average:.3f}, {time.perf_counter() - started:.0f} s")
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
-                torch.save(state, checkpoint.with_suffix(".tmp"))
-                checkpoint.with_suffix(".tmp").replace(checkpoint)
+class Windows(Dataset[dict[str, torch.Tensor]]):
+    """What a target is trained on, `size` windows."""
+
+    def __init__(self, tokens: torch.Tensor, seed: int, size: int):
+        self.tokens, self.seed, self.size = tokens, seed, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        ids = windows(self.tokens, number, self.seed)[0]
+        return {"input_ids": ids, "labels": ids}
 
 
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, torch.bfloat16)
+def fit(model: PreTrainedModel, data: Any, steps: int, folder: Path, **arguments: Any) -> None:
+    """Train by transformers' Trainer, from the last checkpoint in the folder on."""
+    fixed: dict[str, Any] = {"save_steps": 200, "save_total_limit": 1, "report_to": "none"}
+    fixed["use_cpu"] = not torch.cuda.is_available()
+    trainer = Trainer(model, TrainingArguments(str(folder), max_steps=steps, **fixed, **arguments), train_dataset=data)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False).eval()  # no longer in mixed precision
 
 
-def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path, device: torch.device) -> LlamaForCausalLM:
+def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path) -> LlamaForCausalLM:
+    """A model of 16 layers, in mixed precision."""
     torch.manual_seed(seed)
-    model = llama(16).to(device)  # type: ignore[arg-type]
-
-    def loss_of(step: int) -> torch.Tensor:
-        ids = windows(tokens, step, seed).to(device)
-        with autocast(device):
-            return model(ids, labels=ids).loss
-
-    fit("target", model, loss_of, steps, 2e-3, work)
-    return model.eval()
+    model, data = llama(16), Windows(tokens, seed, BATCH * steps)
+    how: dict[str, Any] = {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "adam_beta2": 0.95}
+    fit(model, data, steps, work / "target", per_device_train_batch_size=BATCH, bf16=True, seed=seed, **how)
+    return model
 
 
 def distil_draft(
-    target: LlamaForCausalLM,
-    draft: LlamaForCausalLM | str,
-    tokens: torch.Tensor,
-    unseen: torch.Tensor,
-    phases: int,
-    passes: int,
-    seed: int,
-    bf16: bool,
-    work: Path,
-    command: str,
+    target: LlamaForCausalLM, draft: Any, tokens: torch.Tensor, unseen: torch.Tensor, work: Path, **options: Any
 ) -> Distilled:
     """Train on pieces of the text and on what the target writes after them, also after the end of a file."""
+    bf16, seed, phases = options.pop("bf16"), options["seed"], options["phases"]
     return distill(
         target,
         draft,
         windows(tokens, 0, seed + 1, length=READ, count=TEXTS * phases).tolist(),
         held_out=windows(unseen, 1, seed, length=PROMPT, count=256).tolist(),
         folder=work / "draft",
-        command=command,
+        command=shlex.join(["python", *sys.argv]),
         loss="total_variation",
         max_new_tokens=WRITTEN,
-        phases=phases,
         texts_per_phase=TEXTS,
-        passes=passes,
         patience=phases,
         learn_from_prompts=True,
         learning_rate=2e-3 if isinstance(draft, str) else 1e-3,
-        seed=seed,
         training={"weight_decay": 0.1, "adam_beta2": 0.95} | ({"bf16": True} if bf16 else {}),
+        **options,
     )
-
-
-def held_out_alpha(
-    target: LlamaForCausalLM, drafts: dict[str, Any], made: Distilled, seed: int, work: Path
-) -> dict[str, str]:
-    """α of each draft on longer texts than those of the training, and what the second has more than the first."""
-    recipe = TrainingRecipe(max_new_tokens=MEASURED, seed=seed)
-    texts = Writer(target, made.pair.models[1], recipe, work / "measured").write("test", made.split.test)
-    sums = {name: measure_alpha(target, draft, texts, recipe, BATCH) for name, draft in drafts.items()}
-    found = {name: str(estimate(each)) for name, each in sums.items()}
-    before, *rest = sums.values()
-    return found | {"gain": str(estimate(rest[0], before))} if rest else found
 
 
 @torch.no_grad()
@@ -260,17 +210,8 @@ def endless(model: Any) -> Any:
     return model
 
 
-def check_same_run(work: Path, arguments: dict[str, Any]) -> None:
-    """Raise an error if a folder has stages of a run with other arguments."""
-    path = work / "arguments.json"
-    if not path.exists():
-        path.write_text(json.dumps(arguments))
-    if json.loads(path.read_text()) != arguments:
-        raise typer.BadParameter(f"{work} holds stages of a run with {path.read_text()}; name another --work.")
-
-
 def main(
-    work: Annotated[Path, typer.Option(help="where checkpoints and texts are kept")] = Path("build/pair"),
+    work: Annotated[Path, typer.Option(help="what one run has made so far; it goes on")] = Path("build/pair"),
     out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
     start: Annotated[Path | None, typer.Option(help="a pair whose target is kept and whose draft goes on")] = None,
     target_steps: int = 3400,
@@ -282,36 +223,31 @@ def main(
     is_pair = (out / CONFIG_NAME).is_file()  # nothing else is replaced
     check_folder(out, overwrite=is_pair)
     work.mkdir(parents=True, exist_ok=True)
-    arguments = {"start": start and str(start), "target_steps": target_steps, "phases": phases, "passes": passes}
-    check_same_run(work, arguments | {"seed": seed, "bf16": bf16})
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained_on, held_out = source_files()
     pair = None if start is None else DraftTargetPair.from_pretrained(start, dtype=torch.float32)
     tokenizer: Any = new_tokenizer(trained_on, work) if pair is None else pair.tokenizer
     tokens, unseen = encode(tokenizer, trained_on), encode(tokenizer, held_out)
     console.print(f"{len(trained_on)} files, {len(tokens):,} tokens; held out {len(held_out)} files, {len(unseen):,}")
 
-    target = train_target(tokens, target_steps, seed, work, device) if pair is None else endless(pair.target)
-    start_from: Any = "layers:2" if pair is None else endless(pair.models[1])
-    command = shlex.join(["python", *sys.argv])
-    made = distil_draft(target, start_from, tokens, unseen, phases, passes, seed, bf16, work, command)
+    target = train_target(tokens, target_steps, seed, work) if pair is None else endless(pair.target)
+    start_from = "layers:2" if pair is None else endless(pair.models[1])
+    how = {"phases": phases, "passes": passes, "seed": seed, "bf16": bf16}
+    made = distil_draft(target, start_from, tokens, unseen, work, **how)
     draft: Any = made.pair.draft
     facts: dict[str, Any] = {"target_loss": loss(target, unseen, seed), "draft_loss": loss(draft, unseen, seed)}
-    facts |= {"target_perplexity": math.exp(facts["target_loss"])}
-    first = {} if pair is None else {"alpha_before": pair.models[1]}
-    facts |= held_out_alpha(target, first | {"alpha": draft}, made, seed, work)
-    console.print_json(data=facts)
+    console.print(facts, str(made))
     for model in (target, draft):
         model.config.eos_token_id = model.generation_config.eos_token_id = 0
         model.bfloat16()
+    notes = made.pair.config.notes
     if pair is None:
         facts |= {"files": len(trained_on), "tokens": len(tokens), "held_out": len(held_out), "steps": target_steps}
-        facts |= {"draft": made.pair.config.notes, "python": platform.python_version(), "command": command}
+        facts |= {"draft": notes, "python": platform.python_version(), "command": shlex.join(["python", *sys.argv])}
         config = PairConfig(ModelSource(), ModelSource(), license="apache-2.0", notes=NOTES.format(**facts))
         config.prompts = demo_prompts(tokenizer, held_out)
     else:
         head, mark, tail = pair.config.notes.partition("## Intended use")
-        more = made.pair.config.notes.replace("## How the draft was made", "## How the draft was trained further")
+        more = notes.replace("## How the draft was made", "## How the draft was trained further")
         config = replace(pair.config, notes=f"{head}{more}\n\n{mark}{tail}", measurements=[])
     DraftTargetPair(target, draft, tokenizer, config).save_pretrained(out, overwrite=is_pair)
 
