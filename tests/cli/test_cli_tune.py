@@ -174,8 +174,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert "nothing can be written in /proc" in result.stderr
 
 
-def test_a_folder_is_replaced_if_that_is_asked_for(folders, tmp_path):
+def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
     (tmp_path / "old").touch()
+    (tmp_path / "specx_config.json").write_text("{}")
     arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path), "--overwrite", "--json"]
     result = specx(*arguments, input="")
     assert result.exit_code == 0, result.stderr
