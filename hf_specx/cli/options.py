@@ -32,9 +32,7 @@ TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off."
 Greedy = Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
-Token = Annotated[
-    str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
-]
+Token = Annotated[str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 HELP_KINDS = (
     "suffix: no model, but what followed the same tokens before",

@@ -15,13 +15,13 @@ from .console import errors_in_one_line, imports, lines_now_and_then
 from .options import HELP_KINDS, AsJson, Overwrite, Revision, Token, Trust, check_name, check_saved_kind, hub_options
 
 
+HELP_NAME = "Id or folder of a pair, or a well-known pair's name."
+AS_IT_IS = "Its id, or its weights; else as it is."
 HELP_SAVED = f"{'; '.join(HELP_KINDS[:2])}; else the pair's own."
 
 
 def card(
-    name: Annotated[
-        str | None, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
     out: Annotated[Path | None, typer.Option(help="Write it to this file.", dir_okay=False)] = None,
     every: Annotated[Path | None, typer.Option("--all", help="Write all known cards to this folder.")] = None,
     title: Annotated[str | None, typer.Option(help="The id that a folder is to have on the Hub.")] = None,
@@ -67,20 +67,14 @@ def check_known(name: str, **given: str | None) -> None:
 
 def publish(
     pair: Annotated[str, typer.Argument(help="Id or folder of a pair.")],
-    repo_id: Annotated[
-        str | None, typer.Argument(help="Repository on the Hub, owner/name; made if need be.", show_default=False)
-    ] = None,
+    repo_id: Annotated[str | None, typer.Argument(help="Repository, owner/name; made if need be.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Write the repository here; upload nothing.")] = None,
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     branch: Annotated[str | None, typer.Option(help="The branch to publish to; made if need be.")] = None,
     overwrite: Overwrite = False,
     draft: Annotated[str | None, typer.Option(help=HELP_SAVED)] = None,
-    reference_target: Annotated[
-        bool | None, typer.Option("--reference-target/--inside-target", help="Its id, or its weights; else as it is.")
-    ] = None,
-    reference_draft: Annotated[
-        bool | None, typer.Option("--reference-draft/--inside-draft", help="Its id, or its weights; else as it is.")
-    ] = None,
+    reference_target: Annotated[bool | None, typer.Option("--reference-target/--inside-target", help=AS_IT_IS)] = None,
+    reference_draft: Annotated[bool | None, typer.Option("--reference-draft/--inside-draft", help=AS_IT_IS)] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of PAIR on the Hub.")] = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -122,7 +116,7 @@ def check_goal(repo_id: str | None, folder: Path | None, **given: bool | str | N
 
 
 def vllm(
-    pair: Annotated[str, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.")],
+    pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     num_draft_tokens: Annotated[int | None, typer.Option(help="Candidates per round; else the pair's.")] = None,
     revision: Revision = None,
     token: Token = None,
