@@ -1,13 +1,12 @@
-"""Handing over to vLLM: the fields and the command, and what is refused."""
+"""Handing over to vLLM: the fields and the command; what is refused is in `tests/validation/tool_cases.py`."""
 
 import json
 import shlex
 from pathlib import Path
 
 import pytest
-from card_cases import full, measured
+from card_cases import measured
 
-from hf_specx.hub.known_pairs import BY_NAME as KNOWN
 from hf_specx.hub.vllm import vllm
 from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
@@ -100,26 +99,3 @@ def test_remarks_stay_comments():
     run = measured(hardware="a processor\nrm -rf pair")
     lines = str(vllm(by_reference(measurements=[run]), "org/pair")).splitlines()
     assert [line for line in lines if not line.startswith("# ")] == lines[-1:]
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (inside(), r"'draft' of 'org/pair'.*hf download org/pair --local-dir FOLDER"),
-        (full(verification="block"), "in the subfolder 'small' of 'org/draft', where vLLM does not look"),
-        (KNOWN["flan-t5-xxl-with-small"].config(), r"the target is an encoder-decoder \(AutoM"),
-        (by_reference(draft=ModelSource("a/whisper", model_type="whisper")), r"the draft is an encoder-decoder"),
-        (by_reference(draft=ModelSource("org/My-DFlash-1B")), r"'org/My-DFlash-1B' has 'dflash' in its name"),
-        (by_reference(num_draft_tokens=0), "num_draft_tokens=0 is below 1"),
-    ],
-)
-def test_what_vllm_cannot_do_is_refused(config: PairConfig, message: str):
-    with pytest.raises(ValueError, match=message):
-        vllm(config, "org/pair")
-
-
-def test_a_draft_inside_with_another_size_is_refused(tmp_path: Path):
-    config = inside()
-    config.draft.vocab_size = 40
-    with pytest.raises(ValueError, match=r"scores 48 tokens and the draft 40.*draft='reference'"):
-        vllm(config, str(tmp_path))
