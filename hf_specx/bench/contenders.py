@@ -20,9 +20,6 @@ from .inputs import Inputs
 from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, Way, way
 
 
-Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
-
-
 class Contender:
     """One way to generate with a model.
 
@@ -46,7 +43,7 @@ class Contender:
         target: PreTrainedModel,
         draft: PreTrainedModel | None = None,
         strategy: SpeculativeDecoding | None = None,
-        tokenizers: Tokenizers | None = None,
+        tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
     ):
         self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
         self.way = Way("given", compiled=strategy.compile) if strategy is not None else way(name)

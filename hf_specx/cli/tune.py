@@ -100,21 +100,25 @@ def tune(
         check_dtype(dtype)
         check_models(target, drafts := drafts or [])
         check_runs(batch or (1, 8), repeats)
-        check_saved(out, overwrite, inside, told_apart=not no_measure or is_one(drafts))
+        one = len(drafts) == 1 and drafts != [SEVERAL_EXITS]
+        check_saved(out, overwrite, inside, told_apart=one or not no_measure)
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else texts_only(read_prompts([], file, ways))
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
-        how: dict[str, Any] = {"repeats": repeats, "seed": seed, **strategy_options(None, verification)}
-        how |= {"options": options, "trust_remote_code": trust_remote_code, "dtype": dtype, "command": typed()}
-        how |= {"hub": hub_options(None, token), "keep_prompts": save_prompts, "batches": batch or (1, 8)}
-        found = try_all(target, drafts, revision, draft_revision or [], device, prompts=prompts, **how)
+        study: dict[str, Any] = {"prompts": prompts, "batches": batch or (1, 8), "repeats": repeats, "seed": seed}
+        study |= {"options": options, "dtype": dtype, "command": typed(), "keep_prompts": save_prompts}
+        study |= {"hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
+        study |= strategy_options(None, verification)
+        found = try_all(target, drafts, revision, draft_revision or [], device, study)
         show_drafts(target, found, console := Output(quiet=as_json))
         recommend(found[0], console)
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
-            keep_best(found[0], out, inside, overwrite, Output(stderr=as_json))
+            from .loading import save_best
+
+            Output(stderr=as_json).print(Text(save_best(found[0], out, inside, overwrite)), soft_wrap=True)
 
 
 def try_all(
@@ -123,25 +127,18 @@ def try_all(
     revision: str | None,
     draft_revisions: list[str],
     device: str | None,
-    **how: Any,
+    options: dict[str, Any],
 ) -> "list[DraftTrial]":
-    """Try drafts for a target, each at its revision; `how` is for `Study`."""
+    """Try drafts for a target, each at its revision; `options` are of `Study`."""
     with imports():
         from hf_specx.bench import tune as tuning
         from hf_specx.bench.study import Study
 
         from .loading import device_map
-    study = Study(device_map=device_map(device), **how)
+    study = Study(device_map=device_map(device), **options)
     names = tuning.drafts_to_try(target, drafts, study, revision)
     with progress("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
         return tuning.tune(target, names, study, revision, draft_revisions, advance)
-
-
-def keep_best(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
-    """Save the pair with the best draft, and say where its models are."""
-    from .loading import save_best
-
-    console.print(Text(save_best(best, out, inside, overwrite)), soft_wrap=True)
 
 
 def check_models(target: str, drafts: list[str]) -> None:
@@ -151,11 +148,6 @@ def check_models(target: str, drafts: list[str]) -> None:
             check_model_name(option, name)
     twice = next((draft for draft in drafts if drafts.count(draft) > 1), None)
     require(twice is None, f"the draft {twice} is named twice; name each once.")
-
-
-def is_one(drafts: list[str]) -> bool:
-    """Whether these names stand for a single draft."""
-    return len(drafts) == 1 and drafts != [SEVERAL_EXITS]
 
 
 def texts_only(prompts: list[str | Messages]) -> list[str]:

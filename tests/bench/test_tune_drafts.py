@@ -1,4 +1,4 @@
-"""Trying drafts: what cannot be used, what is refused, and that nothing hostile is run."""
+"""Which drafts are tried, which are best, and which cannot be used; nothing hostile is run."""
 
 import re
 import shutil
@@ -7,27 +7,90 @@ from dataclasses import replace
 import pytest
 import torch
 from repositories import edit, pickled, ran, with_code
-from tune_cases import QUICK
+from tiny import prompts
+from transformers import BartConfig, LlamaConfig
+from tune_cases import FREE, QUICK
 
+from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
-from hf_specx.bench.study import Study
+from hf_specx.bench.study import Study, exit_layers, named_drafts, weightless_draft
 from hf_specx.pair_files.pair_config import Measurement
 
 
-pytest_plugins = ["tune_fixtures"]
+def test_names_of_drafts_without_weights():
+    assert isinstance(weightless_draft("suffix"), SuffixDraft)
+    draft = weightless_draft("exit:12")
+    assert isinstance(draft, EarlyExitDraft)
+    assert draft.exit_layer == 12
+    assert weightless_draft("org/suffix") is weightless_draft("./exit:4") is None
+    for name in ("exit:", "exit:0", "exit:-1", "exit:a", "exit:1.5", "exit:²"):
+        with pytest.raises(
+            ValueError, match=f"'{name}' names no number of layers; give one of 1 or more, like exit:4"
+        ):
+            weightless_draft(name)
 
 
-def test_memory_that_is_not_enough_for_a_draft_does_not_stop_the_others(folders, monkeypatch):
-    def measure(target, draft, *others):
-        if draft.model.name_or_path == folders["near"]:
-            raise torch.OutOfMemoryError("out of memory")
+def test_what_exits_stand_for():
+    tried = {count: exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 4, 12, 1000)}
+    assert (tried[1], tried[2], tried[4], tried[12]) == ([], [1], [1, 2], [1, 2, 3, 4, 6])
+    assert len(tried[1000]) <= 6
+    assert exit_layers(BartConfig()) == []
+    config = LlamaConfig(num_hidden_layers=4)
+    assert named_drafts([], config) == ["suffix", "exit:1", "exit:2"]
+    assert named_drafts(["a/b", "exit:1", "exits"], config) == ["a/b", "exit:1", "exit:2"]
+    assert named_drafts(["a/b", "a/b"], config) == ["a/b", "a/b"]  # which is refused later
+
+
+def test_all_kinds_are_ranked(folders, costs):
+    costs |= {1: (FREE[0], 0.3), 2: (FREE[0], 0.3)}
+    names = tune.drafts_to_try(folders["target"], [folders["near"], "suffix", "exits"], QUICK)
+    assert names == [folders["near"], "suffix", "exit:1"]
+    steps = []
+    found = tune.tune(folders["target"], names, QUICK, advance=lambda: steps.append(1))
+    assert len(steps) == len(names) * (1 + QUICK.runs)
+    assert {trial.name: trial.error for trial in found} == dict.fromkeys(names)
+    assert [trial.speedup for trial in found] == sorted((trial.speedup for trial in found), reverse=True)
+    suffix, early_exit = (next(t for t in found if t.name == name).config for name in names[1:])
+    assert suffix.suffix is not None
+    assert early_exit.early_exit.exit_layer == 1
+    assert [m.num_draft_tokens for m in suffix.measurements] == [16, 16]
+    assert suffix.num_draft_tokens == "auto"
+    assert {m.cost_coefficient for m in early_exit.measurements} == {0.3}
+    assert all(0 <= m.alpha <= 1 for config in (suffix, early_exit) for m in config.measurements)
+
+
+def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
+    speeds = {folders["near"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
+
+    def measure(target, draft, batches, study, config, advance):
+        for batch, speed in enumerate(speeds[draft.model.name_or_path], 1):
+            figures = {"alpha": 0.5, "cost_coefficient": None, "tokens_per_round": 2.0, "measured_speedup": speed}
+            kinds = {"dtype": "float32", "verification": "block", "num_draft_tokens": 2, "layout": "ragged"}
+            place = {"hardware": "", "versions": {}, "command": ""}
+            predicted = {"expected_speedup": None, "forward_limited_speedup": None}
+            config.measurements.append(Measurement(batch=batch, **figures, **kinds, **predicted, **place))
 
     monkeypatch.setattr(tune, "measure_draft", measure)
-    found = tune.tune(folders["target"], [folders["near"], folders["same"]], QUICK)
-    assert [(trial.name, trial.error) for trial in found] == [
-        (folders["same"], None),
-        (folders["near"], "out of memory"),
-    ]
+    for drafts in (list(speeds), list(speeds)[::-1]):
+        found = tune.tune(folders["target"], drafts, QUICK)
+        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]
+        assert found[0].speedup == pytest.approx(2**0.5)
+        assert [trial.pair is not None for trial in found] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["suffix", "exit:1"])
+def test_the_saved_pair(folders, costs, tmp_path, name):
+    """With its times, also those of rounds with as many candidates as a suffix may have."""
+    (trial,) = tune.tune(folders["target"], [name], replace(QUICK, options={"max_new_tokens": 40, "do_sample": False}))
+    assert trial.error is None
+    trial.pair.strategy.costs.rounds[1] = {16: 0.5}
+    trial.config.costs.rounds["1"] = {"16": 0.5}
+    trial.pair.save_pretrained(tmp_path / "pair")
+    pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    assert type(pair.draft) is type(weightless_draft(name))
+    assert pair.strategy.costs.rounds[1] == {16: 0.5}
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(pair.generate(**prompts(2), **options), pair.target.generate(**prompts(2), **options))
 
 
 HOSTILE = {
@@ -61,66 +124,35 @@ def test_nothing_in_a_hostile_folder_is_run(folders, tmp_path, kind, role):
     assert not ran(folder)
 
 
-def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_path):
-    drafts = [str(tmp_path / "none"), folders["stranger"], folders["near"], str(tmp_path)]
-    steps = []
-    found = tune.tune(folders["target"], drafts, QUICK, advance=lambda: steps.append(1))
-    assert [trial.error is None for trial in found] == [True, True, False, False]
-    assert {trial.name for trial in found[:2]} == {folders["near"], folders["stranger"]}  # one has its own tokenizer
-    errors = {trial.name: trial.error for trial in found[2:]}
-    assert "config.json" in errors[str(tmp_path)]
-    assert str(tmp_path / "none") in errors[str(tmp_path / "none")]
-    assert all(trial.config is None and trial.pair is None for trial in found[2:])
-    assert len(steps) == len(drafts) + 2 * QUICK.runs
-
-
-def test_the_fastest_is_first_and_the_only_one_kept(folders, monkeypatch):
-    speeds = {folders["near"]: (1.0, 1.2), folders["same"]: (4.0, 0.5), folders["bare"]: (1.1, 1.2)}
-
-    def measure(target, draft, batches, study, config, advance):
-        name = draft.model.name_or_path
-        for batch, speed in enumerate(speeds[name], 1):
-            figures = {"alpha": 0.5, "cost_coefficient": None, "tokens_per_round": 2.0, "measured_speedup": speed}
-            kinds = {"dtype": "float32", "verification": "block", "num_draft_tokens": 2, "layout": "ragged"}
-            place = {"hardware": "", "versions": {}, "command": ""}
-            predicted = {"expected_speedup": None, "forward_limited_speedup": None}
-            config.measurements.append(Measurement(batch=batch, **figures, **kinds, **predicted, **place))
+def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_path, monkeypatch):
+    def measure(target, draft, *others):
+        if getattr(draft.model, "name_or_path", "") == folders["same"]:
+            raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(tune, "measure_draft", measure)
-    for drafts in (list(speeds), list(speeds)[::-1]):
-        found = tune.tune(folders["target"], drafts, QUICK)
-        assert [trial.name for trial in found] == [folders["same"], folders["bare"], folders["near"]]
-        assert found[0].speedup == pytest.approx(2**0.5)
-        assert [trial.pair is not None for trial in found] == [True, False, False]
-
-
-def test_draft_without_tokenizer_is_not_checked(folders, costs):
-    (trial,) = tune.tune(folders["target"], [folders["bare"]], replace(QUICK, batches=(1,)))
-    assert trial.config.tokenizers is None
-    assert trial.config.measurements
+    usable = [folders["stranger"], folders["bare"], "exit:1"]  # a tokenizer of its own, none, no model
+    errors = {
+        str(tmp_path / "none"): "none",
+        str(tmp_path): "config.json",
+        folders["same"]: "out of memory",
+        "exit:7": "exit_layer=7 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1",
+    }
+    found = tune.tune(folders["target"], [*errors, *usable], QUICK)
+    assert [trial.error is None for trial in found] == [True] * 3 + [False] * 4
+    assert {trial.name for trial in found[:3]} == set(usable)
+    for trial in found[3:]:
+        assert re.search(errors[trial.name], trial.error)
+        assert trial.config is trial.pair is None
 
 
 def test_folders_have_no_revisions(folders):
     with pytest.raises(ValueError, match="revision='v1' is for repositories on the Hub"):
         tune.tune(folders["target"], [folders["near"]], Study(), "v1")
-    (trial,) = tune.tune(folders["target"], [folders["near"]], Study(), None, ["v2"])
-    assert "revision='v2' is for repositories on the Hub" in trial.error
-
-
-@pytest.mark.parametrize(
-    ("changes", "drafts", "revisions", "message"),
-    [
-        ({"batches": (0,)}, ["near"], [], "batches=[0]"),
-        ({"batches": (2, 2)}, ["near"], [], "batches=[2, 2]"),
-        ({"repeats": 0}, ["near"], [], "repeats=0"),
-        ({}, ["near", "near"], [], "each once"),
-        ({}, [], [], "at least one"),
-        ({}, ["near"], ["a", "b"], "2 revisions were given for 1 drafts"),
-    ],
-)
-def test_studies_that_cannot_be_done(changes, drafts, revisions, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        tune.tune("nowhere", drafts, replace(QUICK, **changes), None, revisions)
+    (first, second) = tune.tune(folders["target"], ["suffix", folders["near"]], Study(), None, ["v2"])
+    assert (first.name, first.error) == ("suffix", None)
+    assert "revision='v2' is for repositories on the Hub" in second.error
+    with pytest.raises(ValueError, match="1 revisions were given for 0 drafts"):
+        tune.tune(folders["target"], ["suffix"], Study(), None, ["v2"])
 
 
 def test_targets_that_cannot_be_read(folders, tmp_path):

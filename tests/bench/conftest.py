@@ -1,4 +1,4 @@
-"""Fixtures of tests that try drafts: `pytest_plugins = ["tune_fixtures"]`."""
+"""Fixtures of tests that try drafts."""
 
 import pytest
 from tiny import near, tiny
