@@ -6,6 +6,6 @@ def main() -> None:
     try:
         from .commands import app
 
-        app()
+        app(prog_name="specx")
     except KeyboardInterrupt:
         raise SystemExit(130) from None

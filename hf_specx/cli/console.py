@@ -149,11 +149,6 @@ def say(message: str, style: str = "") -> None:
         drop_output()
 
 
-def say_error(message: str) -> None:
-    """One red line on stderr."""
-    say(f"error: {message}", "red")
-
-
 def drop_output() -> None:
     """What is left to write goes nowhere."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -176,7 +171,7 @@ def errors_in_one_line(kept: Path | None = None) -> Iterator[None]:
         drop_output()
         raise typer.Exit(PIPE_CLOSED) from error
     except (ValueError, OSError) as error:
-        say_error(error_line(error))
+        say(f"error: {error_line(error)}", "red")
         raise typer.Exit(WRONG) from error
     except KeyboardInterrupt as error:
         say("interrupted" if kept is None else f"interrupted; the same command goes on with {kept}")

@@ -1,5 +1,6 @@
 """`specx generate --demo`: what speculative sampling is worth here, in about two minutes."""
 
+import copy
 import itertools
 from typing import TYPE_CHECKING, Any
 
@@ -33,26 +34,21 @@ WORDS = {
 NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
 
 
-def demo_batches(prompts: list[str], name: str) -> list[list[str]]:
-    """A list of the pair's own prompts for each of `DEMO_BATCHES`, repeated where there are not enough."""
-    require(bool(prompts), f"--demo: {name!r} has no prompts of its own; give some as arguments.")
-    first = EMBEDDED_FIRST if is_embedded(name) else 0
-    rows = [*prompts[first:], *prompts[:first]]
-    return [list(itertools.islice(itertools.cycle(rows), size)) for size in DEMO_BATCHES]
-
-
 def show_demo(session: "Session") -> list[dict[str, Any]]:
     """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8.
 
     Returns:
         What `Session.run` returns for each batch, with the times of all ways as its comparison.
     """
-    console, batches = session.console, demo_batches(session.pair.prompts, session.name)
+    console, own = session.console, session.pair.prompts
+    require(bool(own), f"--demo: {session.name!r} has no prompts of its own; give some as arguments.")
+    first = EMBEDDED_FIRST if is_embedded(session.name) else 0
     console.print(legend(), soft_wrap=True)
     runs, timings = [], []
-    for batch in batches:
-        run, inputs = session.run(batch, show=len(batch) == 1)
-        if len(batch) == 1:
+    for size in DEMO_BATCHES:
+        batch = list(itertools.islice(itertools.cycle(own), first, first + size))
+        run, inputs = session.run(batch, show=size == 1)
+        if size == 1:
             console.print(Text(f"\n{same_text(session, batch)}\n"), soft_wrap=True)
         timings.append(time_ways(session, inputs))
         runs.append(run | {"comparison": {way: timing.to_dict() for way, timing in timings[-1].items()}})
@@ -65,16 +61,19 @@ def show_demo(session: "Session") -> list[dict[str, Any]]:
     summary = (
         f"\nHere speculative sampling was {said} as fast as plain generate (medians of {session.repeats} turns), "
     )
-    console.print(Text(summary + "with the same distribution of texts.", "bold"), soft_wrap=True)
+    console.print(Text(f"{summary}with the same distribution of texts.", "bold"), soft_wrap=True)
     console.print(Text(NEXT), soft_wrap=True)
     return runs
 
 
 def same_text(session: "Session", prompts: list[str]) -> str:
     """A sentence that says whether plain generate and ours gave one text: greedily, or from one seed."""
+    coupled = copy.copy(session.pair.strategy)
+    coupled.verification = "coupled"
+    plain, ours = (session.generate(prompts, **how)[1] for how in ({}, {"custom_generate": coupled}))
     sampled = session.options["do_sample"]
     how = f'From seed {session.seed}, verification="coupled"' if sampled else "Greedy speculative decoding"
-    same = session.texts(prompts, plain=True) == session.texts(prompts, verification="coupled")
+    same = plain.tolist() == ours.tolist()
     verdict = "the same text, token by token" if same else "different texts (which rounding can do in half precision)"
     return f"{how} and plain generate gave {verdict}."
 

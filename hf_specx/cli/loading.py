@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.bench.checks import looking_for
 from hf_specx.bench.compatibility import ERROR, find_fit
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
-from hf_specx.bench.tune import Loaded, LoadedDraft, describe, load
-from hf_specx.bench.ways import SUFFIX
+from hf_specx.bench.tune import LoadedDraft, describe, load
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
@@ -56,44 +55,36 @@ def load_named(named: Named) -> DraftTargetPair:
         ValueError: there is no such pair or model, its files are wrong, or the draft does not fit the target.
     """
     with lines_now_and_then(lambda: f"loading {named.name}"):
-        return load_two(named) if named.target is not None else load_one(named)
+        return load_one(named) if named.target is None else load_two(named, named.target)
 
 
 def load_one(named: Named) -> DraftTargetPair:
     """Load a pair by its name, with the draft that is named for it."""
-    draft = None if is_kind(named.draft) else named.draft
-    other = {} if draft is None else {"draft": draft}
-    hub = named.hub or {}
-    if draft is not None:
-        with looking_for(draft):  # what is not found is not the pair
-            get_files(draft, None, SMALL_FILES, **{name: hub[name] for name in ("token",) if name in hub})
-    pair = load_given_pair(named.shown_pair, named.dtype, device_map(named.device), **other, **hub)
-    return pair if draft is not None else with_draft(pair, named.draft)
+    hub, device = named.hub or {}, device_map(named.device)
+    if named.draft is None or is_kind(named.draft):
+        return with_draft(load_given_pair(named.shown_pair, named.dtype, device, **hub), named.draft)
+    with looking_for(named.draft):  # what is not found is not the pair
+        get_files(named.draft, None, SMALL_FILES, **{name: hub[name] for name in ("token",) if name in hub})
+    return load_given_pair(named.shown_pair, named.dtype, device, draft=named.draft, **hub)
 
 
-def load_two(named: Named) -> DraftTargetPair:
-    """Load a target and a draft for it, each by its name."""
-    assert named.target is not None
+def load_two(named: Named, name: str) -> DraftTargetPair:
+    """Load a target by its name, and the draft for it."""
     hub = dict(named.hub or {})
     revision, trust = hub.pop("revision", None), hub.pop("trust_remote_code", False)
     study = Study(dtype=named.dtype, device_map=device_map(named.device), hub=hub, trust_remote_code=trust)
-    target = load(named.target, revision, study, study.device_map)
-    weightless = weightless_draft(named.draft or SUFFIX)
+    target = load(name, revision, study, study.device_map)
+    assert named.draft is not None
+    weightless = weightless_draft(named.draft)
     if weightless is not None:
         return DraftTargetPair(target.model, weightless, target.tokenizer)
-    assert named.draft is not None
     draft = load(named.draft, None, study, {"": last_device(target.model)})
-    check_fit(target, draft)
-    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
-    return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
-
-
-def check_fit(target: Loaded, draft: Loaded) -> None:
-    """Raise a ValueError if a draft cannot be used for a target."""
     findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, [])
     wrong = next((finding.follows for finding in findings if finding.verdict == ERROR), None)
     require(wrong is None, f"the draft does not fit the target: {wrong}")
+    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
+    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
+    return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
 
 
 def load_given_pair(name: str, dtype: str, device: str | None, **options: Any) -> DraftTargetPair:

@@ -1,7 +1,5 @@
-"""Options that several commands share, and their checks."""
+"""Options that several commands share, and their checks: how models are named, and how tokens are drawn."""
 
-import json
-import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -13,8 +11,12 @@ import typer
 from hf_specx.bench.checks import check_sampling
 from hf_specx.bench.ways import SUFFIX, exit_layer_of
 from hf_specx.common.errors import require
-from hf_specx.hub.known_pairs import check_known_name
+from hf_specx.hub.folders import without_folders
+from hf_specx.hub.known_pairs import EMBEDDED, check_known_name
 from hf_specx.validation.choices import check_choices
+
+from .prompts import Messages as Messages
+from .prompts import read_prompts as read_prompts
 
 
 DRAFTS = (SUFFIX, "both")
@@ -22,9 +24,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LARGEST_SEED = 2**32 - 1
 
 HELP_FILE = "Prompts, one per line; of a .jsonl file texts, or objects with prompt, text or messages."
-Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
-PROMPT_KEYS = ("prompt", "text", "messages")
-JSON_LINES = (".jsonl", ".ndjson")
 PromptFile = Annotated[Path | None, typer.Option("--file", "--prompts", help=HELP_FILE, exists=True, dir_okay=False)]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens per row, at most.")]
 Temperature = Annotated[float, typer.Option(help="Temperature of sampling.")]
@@ -33,9 +32,7 @@ TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 is off."
 Greedy = Annotated[bool, typer.Option("--greedy", help="Argmax instead of sampling.")]
 Dtype = Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}; auto is as saved.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, branch or tag on the Hub.")]
-Token = Annotated[
-    str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.", show_default=False)
-]
+Token = Annotated[str | None, typer.Option(help="For the Hub; else the one of `hf auth login` or HF_TOKEN.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code of models and tokenizers; read it before.")]
 HELP_KINDS = (
     "suffix: no model, but what followed the same tokens before",
@@ -48,7 +45,7 @@ TargetName = Annotated[str | None, typer.Option("--target", help="Id or folder o
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, auto; else accelerators if there are any.")]
 PairName = Annotated[str | None, typer.Argument(help="Id or folder of a pair; else the one in the package.")]
 Chat = Annotated[bool, typer.Option("--chat", help="Each prompt is a message: put it into the chat template.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder, with all that is in it.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the folder of another pair, with all in it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else.")]
 
 
@@ -91,7 +88,7 @@ class Named:
     @property
     def shown_pair(self) -> str:
         """The pair's name."""
-        return self.pair or "embedded"
+        return self.pair or EMBEDDED
 
     @property
     def name(self) -> str:
@@ -107,60 +104,32 @@ def check_model_name(option: str, name: str) -> None:
         require(not path, f"{option} {name}: there is no such folder.")
 
 
-def read_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> list[str | Messages]:
-    """The prompts, from the arguments, a file or standard input; [] for the demo, which has its own.
-
-    Args:
-        prompts: the arguments.
-        file: one prompt per line; in a .jsonl file each line is a text in quotes, or an object.
-        others: the ways to give prompts, for the error.
-        demo: whether the demo was asked for.
-
-    Raises:
-        ValueError: there are no prompts, they were given in several ways, or the file cannot be read.
-    """
-    ways = bool(prompts) + demo + (file is not None)
-    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
-    if prompts or demo:
-        return list(prompts)
-    name = "standard input" if file is None else str(file)
-    try:
-        text = (_typed_in() if file is None else file.read_bytes()).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not text in UTF-8 (byte {error.start}); convert it, as by iconv.") from error
-    lines = [line for line in re.split("\r?\n", text.removeprefix("\ufeff")) if line.strip()]
-    require(bool(lines), f"no prompts; give them {others}.")
-    if file is None or file.suffix not in JSON_LINES:
-        return list(lines)
-    return [prompt_of(line, f"{name}, prompt {number}") for number, line in enumerate(lines, 1)]
+def check_name(name: str) -> None:
+    """Raise a ValueError if there cannot be a pair of this name."""
+    if "/" not in name and not Path(name).is_dir():
+        check_known_name(name)
 
 
-def _typed_in() -> bytes:
-    """Standard input, unless it is a terminal, where nobody would know that something is waited for."""
-    return b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+def is_kind(draft: str | None) -> bool:
+    """Whether --draft names a kind of draft that needs no model: one of `DRAFTS`, or "exit:4" and the like."""
+    return draft in DRAFTS or (draft is not None and exit_layer_of(draft) is not None)
 
 
-def prompt_of(line: str, where: str) -> str | Messages:
-    """The prompt in a line of JSON: a text, or an object with one of `PROMPT_KEYS`."""
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: the line is not JSON ({error}).") from error
-    if isinstance(found, dict):
-        found = next((found[key] for key in PROMPT_KEYS if key in found), None)
-    chat = isinstance(found, list) and bool(found)
-    chat = chat and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found)
-    told = f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}."
-    require(isinstance(found, str) or chat, told)
-    return found
+def check_saved_kind(draft: str | None) -> None:
+    """Raise a ValueError if --draft is no kind of draft that a pair is saved with."""
+    known = draft is None or (is_kind(draft) and draft != DRAFTS[1])
+    require(known, f"--draft {draft} is no kind of draft to save; choose {SUFFIX}, exit:4 or the like.")
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise a ValueError if --dtype is not in `DTYPES`."""
+    require(dtype in DTYPES, f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
 
 
 def sampling_options(
     greedy: bool, temperature: float, top_p: float, top_k: int, max_new_tokens: int
 ) -> dict[str, Any]:
     """The arguments of `generate` for sampling and length, also those that are off, since a model may have them on.
-
-    They are checked here, before a model is loaded.
 
     Raises:
         ValueError: a value is out of range, or contradicts --greedy.
@@ -181,43 +150,26 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)
     check_choices("auto" if number is None else number, verification)
-    given = {"num_draft_tokens": number, "verification": verification}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def is_kind(draft: str | None) -> bool:
-    """Whether --draft names a kind of draft that needs no model: one of `DRAFTS`, or "exit:4" and the like."""
-    return draft in DRAFTS or (draft is not None and exit_layer_of(draft) is not None)
-
-
-def check_saved_kind(draft: str | None) -> None:
-    """Raise a ValueError if --draft is no kind of draft that a pair is saved with."""
-    known = draft is None or (is_kind(draft) and draft != DRAFTS[1])
-    require(known, f"--draft {draft} is no kind of draft to save; choose {SUFFIX}, exit:4 or the like.")
-
-
-def check_dtype(dtype: str) -> None:
-    """Raise a ValueError if --dtype is not in `DTYPES`."""
-    require(dtype in DTYPES, f"--dtype {dtype} is unknown; choose one of {', '.join(DTYPES)}.")
+    return _given(num_draft_tokens=number, verification=verification)
 
 
 def hub_options(revision: str | None, token: str | None, trust_remote_code: bool = False) -> dict[str, Any]:
     """The arguments of loading from the Hub that were given."""
-    given = {"revision": revision, "token": token, "trust_remote_code": trust_remote_code or None}
-    return {name: value for name, value in given.items() if value is not None}
+    return _given(revision=revision, token=token, trust_remote_code=trust_remote_code or None)
 
 
-def check_name(name: str) -> None:
-    """Raise a ValueError if there cannot be a pair of this name."""
-    if "/" not in name and not Path(name).is_dir():
-        check_known_name(name)
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def typed() -> str:
-    """The command as it was typed, without a token for the Hub, since it is saved with measurements."""
+    """The command as it was typed, but for a token for the Hub and this machine's folders: it is saved, and published.
+
+    See `without_folders`.
+    """
     words, hidden = ["specx"], False
     for word in sys.argv[1:]:
         if not hidden and word.partition("=")[0] != "--token":
             words.append(word)
         hidden = word == "--token"
-    return shlex.join(words)
+    return without_folders(shlex.join(words))

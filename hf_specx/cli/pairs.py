@@ -15,13 +15,13 @@ from .console import errors_in_one_line, imports, lines_now_and_then
 from .options import HELP_KINDS, AsJson, Overwrite, Revision, Token, Trust, check_name, check_saved_kind, hub_options
 
 
+HELP_NAME = "Id or folder of a pair, or a well-known pair's name."
+AS_IT_IS = "Its id, or its weights; else as it is."
 HELP_SAVED = f"{'; '.join(HELP_KINDS[:2])}; else the pair's own."
 
 
 def card(
-    name: Annotated[
-        str | None, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
     out: Annotated[Path | None, typer.Option(help="Write it to this file.", dir_okay=False)] = None,
     every: Annotated[Path | None, typer.Option("--all", help="Write all known cards to this folder.")] = None,
     title: Annotated[str | None, typer.Option(help="The id that a folder is to have on the Hub.")] = None,
@@ -33,31 +33,28 @@ def card(
     Without a name, list the well-known pairs.
     """
     with errors_in_one_line():
+        named_one = [given for given in (name, out, title, revision) if given is not None]
         if every is not None:
-            require(
-                all(given is None for given in (name, out, title, revision)),
-                "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision.",
-            )
+            told = "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision."
+            require(not named_one, told)
             check_writable(every.absolute(), every)
             with imports():
                 from hf_specx.hub.cards import write_cards
-            for path in write_cards(every):
-                typer.echo(path)
-            return
-        if name is None:
-            alone = out is title is revision is None
-            require(alone, "without a name there is no card; name a pair, or leave out --out, --title and --revision.")
+            typer.echo("\n".join(map(str, write_cards(every))))
+        elif name is None:
+            told = "without a name there is no card; name a pair, or leave out --out, --title and --revision."
+            require(not named_one, told)
             typer.echo("\n".join(NAMES))
-            return
-        check_out(out)
-        check_known(name, title=title, revision=revision)
-        with imports():
-            from .reading import card_of
-        text = card_of(name, title, hub_options(revision, token))
-        if out is None:
-            typer.echo(text, nl=False)
         else:
-            out.write_text(text, encoding="utf-8")
+            check_out(out)
+            check_known(name, title=title, revision=revision)
+            with imports():
+                from .reading import card_of
+            text = card_of(name, title, revision, **hub_options(None, token))
+            if out is None:
+                typer.echo(text, nl=False)
+            else:
+                out.write_text(text, encoding="utf-8")
 
 
 def check_known(name: str, **given: str | None) -> None:
@@ -70,20 +67,14 @@ def check_known(name: str, **given: str | None) -> None:
 
 def publish(
     pair: Annotated[str, typer.Argument(help="Id or folder of a pair.")],
-    repo_id: Annotated[
-        str | None, typer.Argument(help="Repository on the Hub, owner/name; made if need be.", show_default=False)
-    ] = None,
+    repo_id: Annotated[str | None, typer.Argument(help="Repository, owner/name; made if need be.")] = None,
     folder: Annotated[Path | None, typer.Option(help="Write the repository here; upload nothing.")] = None,
     private: Annotated[bool, typer.Option("--private", help="If the repository is made, make it private.")] = False,
     branch: Annotated[str | None, typer.Option(help="The branch to publish to; made if need be.")] = None,
     overwrite: Overwrite = False,
     draft: Annotated[str | None, typer.Option(help=HELP_SAVED)] = None,
-    reference_target: Annotated[
-        bool | None, typer.Option("--reference-target/--inside-target", help="Its id, or its weights; else as it is.")
-    ] = None,
-    reference_draft: Annotated[
-        bool | None, typer.Option("--reference-draft/--inside-draft", help="Its id, or its weights; else as it is.")
-    ] = None,
+    reference_target: Annotated[bool | None, typer.Option("--reference-target/--inside-target", help=AS_IT_IS)] = None,
+    reference_draft: Annotated[bool | None, typer.Option("--reference-draft/--inside-draft", help=AS_IT_IS)] = None,
     revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of PAIR on the Hub.")] = None,
     token: Token = None,
     trust_remote_code: Trust = False,
@@ -95,38 +86,37 @@ def publish(
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
     with errors_in_one_line():
-        one = (repo_id is None) != (folder is None)
-        require(one, "give the repository's name, or --folder to write one without uploading it.")
-        if repo_id is not None:
-            check_repository(repo_id)
-        if folder is None:
-            check_left_out("--folder", "--overwrite" if overwrite else None)
-        else:
-            check_left_out("a repository", "--private" if private else None, "--branch" if branch else None)
-            check_folder(folder, overwrite)
+        check_goal(repo_id, folder, private=private, branch=branch, overwrite=overwrite)
         check_name(pair)
         check_saved_kind(draft)
         with imports():
             from .loading import default_device_map, load_given_pair, with_draft
             from .reading import publish_pair
-        uploading = {"private": private or None, "token": token, "revision": branch}
-        options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
-        hub = hub_options(revision, token, trust_remote_code)
         with lines_now_and_then(lambda: f"publishing {pair}"):
-            given = load_given_pair(pair, "auto", default_device_map(), **hub)
+            hub = hub_options(revision, token, trust_remote_code)
+            given = with_draft(load_given_pair(pair, "auto", default_device_map(), **hub), draft)
             asked = {"target": reference_target, "draft": reference_draft}
-            done, line = publish_pair(with_draft(given, draft), repo_id, folder, asked, **options)
+            uploading = {"private": private or None, "token": token, "revision": branch}
+            options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
+            done, line = publish_pair(given, repo_id, folder, asked, **options)
         typer.echo(json.dumps(done) if as_json else line)
 
 
-def check_left_out(goal: str, *given: str | None) -> None:
-    """Raise a ValueError for options that are for another way to publish."""
-    for option in given:
-        require(option is None, f"{option} goes with {goal}, which was not given; leave it out.")
+def check_goal(repo_id: str | None, folder: Path | None, **given: bool | str | None) -> None:
+    """Raise a ValueError if nothing can be published there, or for options that are for another way to publish."""
+    one = (repo_id is None) != (folder is None)
+    require(one, "give the repository's name, or --folder to write one without uploading it.")
+    others, goal = (("overwrite",), "--folder") if folder is None else (("private", "branch"), "a repository")
+    for option in others:
+        require(not given[option], f"--{option} goes with {goal}, which was not given; leave it out.")
+    if repo_id is not None:
+        check_repository(repo_id)
+    if folder is not None:
+        check_folder(folder, bool(given["overwrite"]))
 
 
 def vllm(
-    pair: Annotated[str, typer.Argument(help="Id or folder of a pair, or a well-known pair's name.")],
+    pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     num_draft_tokens: Annotated[int | None, typer.Option(help="Candidates per round; else the pair's.")] = None,
     revision: Revision = None,
     token: Token = None,
@@ -139,6 +129,6 @@ def vllm(
             from hf_specx.hub.vllm import vllm as export_vllm
 
             from .reading import config_of
-        config = config_of(pair, hub_options(revision, token))
+        config = config_of(pair, revision, **hub_options(None, token))
         found = export_vllm(config, pair, revision=revision, num_draft_tokens=num_draft_tokens)
-        typer.echo(json.dumps(found.to_dict()) if as_json else str(found))
+        typer.echo(json.dumps(found._asdict()) if as_json else str(found))

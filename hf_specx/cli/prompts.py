@@ -1,23 +1,104 @@
-"""The prompts of a file of any size, read one by one."""
+"""Where prompts come from: arguments, standard input, or a file of any size."""
 
+import io
+import json
+import sys
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from hf_specx.common.errors import require
 
-from .options import JSON_LINES, Messages, prompt_of, read_prompts
 
-
+Messages = list[dict[str, Any]]  # of a chat, each with a role and its content
 Prompts = list[str | Messages]
+PROMPT_KEYS = ("prompt", "text", "messages")
+JSON_LINES = (".jsonl", ".ndjson")
 
 
-def given_prompts(prompts: list[str], file: Path | None, others: str, demo: bool) -> "Prompts | FilePrompts":
-    """As `read_prompts`, but those of a file are read one by one; a pipe, which can be read once, is read whole."""
-    if file is None or prompts or demo or not file.is_file():
-        return read_prompts(prompts, file, others, demo)
+class FilePrompts:
+    """The prompts of a file, read anew each time; its length is the number of prompts.
+
+    Args:
+        path: one prompt per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space
+            are passed over. None is standard input, which can be read once.
+
+    Raises:
+        ValueError: for a line that is no prompt, when it is read.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path, self.name = path, "standard input" if path is None else str(path)
+
+    def __iter__(self) -> Iterator[str | Messages]:
+        as_json = self.path is not None and self.path.suffix in JSON_LINES
+        for number, line in enumerate(self._lines(), 1):
+            yield prompt_of(line, f"{self.name}, prompt {number}") if as_json else line
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self._lines())
+
+    def _open(self) -> AbstractContextManager[Iterable[str]]:
+        if self.path is not None:
+            return open(self.path, encoding="utf-8-sig", newline="\n")
+        if sys.stdin.isatty():  # nobody would know that something is waited for
+            return nullcontext([])
+        return io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline="\n")
+
+    def _lines(self) -> Iterator[str]:
+        with self._open() as lines:
+            try:
+                yield from (line.rstrip("\r\n") for line in lines if line.strip())
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.name} is not text in UTF-8; convert it, as by iconv.") from error
+
+
+def prompt_of(line: str, where: str) -> str | Messages:
+    """The prompt in a line of JSON: a text, or an object with one of `PROMPT_KEYS`."""
+    try:
+        found = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: the line is not JSON ({error}).") from error
+    if isinstance(found, dict):
+        found = next((found[key] for key in PROMPT_KEYS if key in found), None)
+    chat = isinstance(found, list) and bool(found)
+    chat = chat and all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in found)
+    told = f"{where}: give a text in quotes, or an object with {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}."
+    require(isinstance(found, str) or chat, told)
+    return found
+
+
+def given_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> "Prompts | FilePrompts":
+    """The prompts from the arguments, a file or standard input; [] for the demo, which has its own.
+
+    Those of a file are read one by one; a pipe, which can be read once, is read whole.
+
+    Args:
+        prompts: the arguments.
+        file: see `FilePrompts`.
+        others: the ways to give prompts, for the error.
+        demo: whether the demo was asked for.
+
+    Raises:
+        ValueError: there are no prompts, they were given in several ways, or the file cannot be read.
+    """
+    ways = bool(prompts) + demo + (file is not None)
+    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
+    if prompts or demo:
+        return list(prompts)
     found = FilePrompts(file)
+    if file is None or not file.is_file():
+        whole = list(iter(found))  # `list(found)` would ask for the length first, and so read it all
+        require(bool(whole), f"no prompts; give them {others}.")
+        return whole
     require(len(found) > 0, f"no prompts; give them {others}.")
     return found
+
+
+def read_prompts(prompts: list[str], file: Path | None, others: str) -> Prompts:
+    """As `given_prompts`, all of them at once."""
+    return list(given_prompts(prompts, file, others))
 
 
 def prompts_of_file(file: Path | None, chat: bool) -> Prompts:
@@ -28,37 +109,7 @@ def prompts_of_file(file: Path | None, chat: bool) -> Prompts:
     return prompts
 
 
-def check_messages(prompts: "Iterable[str | Messages]", chat: bool) -> None:
+def check_messages(prompts: Iterable[str | Messages], chat: bool) -> None:
     """Raise a ValueError, before models are loaded, if prompts are messages and --chat was not given."""
     told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
     require(chat or all(isinstance(prompt, str) for prompt in prompts), told)
-
-
-class FilePrompts:
-    """The prompts of a file, read anew each time; its length is the number of prompts.
-
-    Args:
-        path: one prompt per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space
-            are passed over.
-
-    Raises:
-        ValueError: for a line that is no prompt, when it is read.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __iter__(self) -> Iterator[str | Messages]:
-        for number, line in enumerate(self._lines(), 1):
-            found = self.path.suffix in JSON_LINES
-            yield prompt_of(line, f"{self.path}, prompt {number}") if found else line
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        with open(self.path, encoding="utf-8-sig", newline="\n") as lines:
-            try:
-                yield from (line.rstrip("\r\n") for line in lines if line.strip())
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{self.path} is not text in UTF-8; convert it, as by iconv.") from error

@@ -1,4 +1,4 @@
-"""What the commands for a pair that exists read and write: configs, cards, repositories."""
+"""What the commands for a pair that exists read and write: its config, its card, its repository."""
 
 from pathlib import Path
 from typing import Any
@@ -10,36 +10,29 @@ from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
 from hf_specx.hub.publish import CODE, write_repository
 from hf_specx.pair_files.fetch import get_files, get_pair
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.pair_files.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .loading import saved_as
 
 
-def card_of(name: str, title: str | None, hub: dict[str, Any]) -> str:
+def card_of(name: str, title: str | None, revision: str | None, **hub: Any) -> str:
     """The card of a pair, whose examples load it by its id; of a folder by `title` or else from there."""
     if is_known(name):
         return known_card(name)
-    config, folder = config_of(name, hub), Path(name)
+    config, folder = config_of(name, revision, **hub), Path(name)
+    code = get_files(name, revision, [f"{ENTRY}.py"], CODE, **hub).root / CODE / f"{ENTRY}.py"
     if title is None and folder.is_dir():
-        return render(config, str(folder.absolute()), has_code(name, hub), folder.resolve().name)
-    return render(config, title or name, has_code(name, hub))
+        return render(config, str(folder.absolute()), code.is_file(), folder.resolve().name)
+    return render(config, title or name, code.is_file())
 
 
-def config_of(name: str, hub: dict[str, Any]) -> PairConfig:
+def config_of(name: str, revision: str | None, **hub: Any) -> PairConfig:
     """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
     if is_known(name) and not is_embedded(name):
         return BY_NAME[name].config()
-    options = dict(hub)
     with looking_for(name):
-        return get_pair(embedded_folder() if is_embedded(name) else name, options.pop("revision", None), **options)[1]
-
-
-def has_code(name: str, hub: dict[str, Any]) -> bool:
-    """Whether a pair's folder or repository has `custom_generate/`."""
-    options = dict(hub)
-    files = get_files(name, options.pop("revision", None), [f"{ENTRY}.py"], CODE, **options)
-    return (files.root / CODE / f"{ENTRY}.py").is_file()
+        return get_pair(embedded_folder() if is_embedded(name) else name, revision, **hub)[1]
 
 
 def publish_pair(
@@ -56,17 +49,13 @@ def publish_pair(
     Returns:
         What was done as plain values, and in a line.
     """
-    where = {role: publish_as(getattr(pair.config, role), reference) for role, reference in asked.items()}
-    if repo_id is not None:
+    where = {role: saved_as(getattr(pair.config, role), inside=False) for role in asked}
+    where |= {role: REFERENCE if named else INSIDE for role, named in asked.items() if named is not None}
+    if folder is None:
+        assert repo_id is not None
         commit = pair.push_to_hub(repo_id, **options, **where)
         done, said = {"repository": repo_id, "commit": commit}, f"published {repo_id} at {commit}"
     else:
-        assert folder is not None
         write_repository(pair, folder, **options, **where)
         done, said = {"folder": str(folder)}, f"written to {folder}"
     return done | where, f"{said}: target {where['target']}, draft {where['draft']}"
-
-
-def publish_as(source: ModelSource, reference: bool | None) -> str:
-    """Whether to publish a model inside the pair or by reference; None is as the pair has it."""
-    return saved_as(source, inside=False) if reference is None else REFERENCE if reference else INSIDE

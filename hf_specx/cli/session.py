@@ -1,6 +1,5 @@
 """What `specx generate` does for each batch: text coloured by origin, a report, and the speed."""
 
-import copy
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,35 +25,6 @@ from .demo import show_demo
 from .loading import load_named, texts_of
 from .options import LARGEST_SEED, Named
 from .prompts import FilePrompts, Prompts
-
-
-def open_session(
-    named: Named,
-    chosen: dict[str, Any],
-    options: dict[str, Any],
-    repeats: int,
-    seed: int | None,
-    schema: Path | None,
-    quiet: bool,
-) -> "Session":
-    """Load what a command names, for texts.
-
-    Args:
-        named: the models.
-        chosen: options of the strategy.
-        options, repeats, seed, quiet: see `Session`; without a seed there is a new one.
-        schema: a file with a JSON schema, if texts are to follow one.
-
-    Raises:
-        ValueError: the models cannot be loaded or cannot read text.
-    """
-    pair = load_named(named)
-    require(pair.tokenizer is not None, f"{named.name!r} has no tokenizer, so it cannot read text.")
-    for option, value in chosen.items():
-        setattr(pair.strategy, option, value)
-    seed = torch.seed() % LARGEST_SEED if seed is None else seed
-    grammar = None if schema is None else json_grammar(schema, pair)
-    return Session(named.name, pair, options, repeats, seed, grammar, quiet)
 
 
 class NewProcessor(list[Any]):
@@ -117,9 +87,7 @@ class Session:
         self.console = Output(quiet=self.quiet)
         self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
 
-    def answer(
-        self, prompts: Prompts | FilePrompts, chat: bool, out: Path | None = None, batch_size: int = 8
-    ) -> dict[str, Any]:
+    def answer(self, prompts: Prompts | FilePrompts, chat: bool, out: Path | None, batch_size: int) -> dict[str, Any]:
         """Generate for prompts, one batch, or any number to a file; returns the document of --json.
 
         Args:
@@ -144,6 +112,14 @@ class Session:
         source = {"pair": self.name, "seed": self.seed, "options": self.options, **provenance(self.pair.target)}
         return source | {"runs": runs}
 
+    def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
+        """What `generate` is given for a batch, and what it makes of it from the seed; `how` are more arguments."""
+        target, tokenizer = self.pair.target, self.pair.tokenizer
+        assert tokenizer is not None
+        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
+        torch.manual_seed(self.seed)
+        return inputs, target.generate(**inputs, **self.arguments, **how)  # type: ignore[operator]
+
     def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
         """Generate for a batch, and print text and report if they are to be shown.
 
@@ -152,46 +128,26 @@ class Session:
         """
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
-        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
-        console = self.console if show else Output(quiet=True)
-        if len(prompts) == 1:
+        console, alone = self.console if show else Output(quiet=True), len(prompts) == 1
+        if alone:
             console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
-        torch.manual_seed(self.seed)
-        shown = strategy.streamer is not None and not console.quiet
-        with nullcontext() if shown else lines_now_and_then(lambda: f"generating, batch {len(prompts)}"):
+        seen = alone and not console.quiet
+        with nullcontext() if seen else lines_now_and_then(lambda: f"generating, batch {len(prompts)}"):
             try:
-                output = target.generate(**inputs, **self.arguments, custom_generate=strategy)  # type: ignore[operator]
+                inputs, output = self.generate(prompts, custom_generate=strategy)
             finally:
                 strategy.streamer, strategy.stream_by = None, "token"
-        report = strategy.report
+        report, new = strategy.report, emitted(target, inputs, output, self.options)
         assert report is not None
-        new, width = emitted(target, inputs, output, self.options), prompt_width(target, inputs)
-        if len(prompts) > 1:
-            for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)):
-                body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, output[row, :width].tolist()))
-                console.print(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body), soft_wrap=True)
+        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if not alone else ():
+            read = output[row, : prompt_width(target, inputs)].tolist()
+            body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, read))
+            console.print(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body), soft_wrap=True)
         console.print(Text(f"\n{report}"), soft_wrap=True)
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
         return values | {"comparison": None}, inputs
-
-    def texts(self, prompts: list[str], plain: bool = False, verification: str | None = None) -> list[str]:
-        """What a batch is continued with, from the seed; nothing is printed.
-
-        Args:
-            prompts: the batch.
-            plain: whether by plain `generate`.
-            verification: in place of the strategy's own.
-        """
-        target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, copy.copy(self.pair.strategy)
-        assert tokenizer is not None
-        strategy.verification = verification or strategy.verification
-        inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
-        torch.manual_seed(self.seed)
-        how = {} if plain else {"custom_generate": strategy}
-        output = target.generate(**inputs, **self.arguments, **how)  # type: ignore[operator]
-        return tokenizer.batch_decode(emitted(target, inputs, output, self.options), skip_special_tokens=True)
 
     def compare(self, inputs: Inputs) -> Comparison:
         """Time plain and speculative generation in turns, and print the comparison."""
@@ -201,3 +157,24 @@ class Session:
             )
         self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
         return comparison
+
+
+def open_session(named: Named, chosen: dict[str, Any], schema: Path | None, seed: int | None, **how: Any) -> Session:
+    """Load what a command names, for texts.
+
+    Args:
+        named: the models.
+        chosen: options of the strategy.
+        schema: a file with a JSON schema, if texts are to follow one.
+        seed: None for a new one.
+        **how: further attributes of `Session`.
+
+    Raises:
+        ValueError: the models cannot be loaded or cannot read text.
+    """
+    pair = load_named(named)
+    require(pair.tokenizer is not None, f"{named.name!r} has no tokenizer, so it cannot read text.")
+    for option, value in chosen.items():
+        setattr(pair.strategy, option, value)
+    seed = torch.seed() % LARGEST_SEED if seed is None else seed
+    return Session(named.name, pair, seed=seed, grammar=None if schema is None else json_grammar(schema, pair), **how)

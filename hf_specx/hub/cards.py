@@ -1,45 +1,48 @@
 """Model cards: the README.md of a pair's repository, rendered from its config and nothing else.
 
-The sections are those of the Hub's own repositories with a `custom_generate` folder. Text from a config is put into
-code spans and fenced blocks that it cannot end, except for `notes`, which are the author's own markdown.
+The text is in `card.md.jinja`, with the sections of the Hub's own repositories that have a `custom_generate` folder.
+Text from a config is put into code spans and fenced blocks that it cannot end, except for `notes`, which are the
+author's own markdown.
 """
 
+import json
+import re
+import shlex
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCardData
-
-from hf_specx.hub.known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
-from hf_specx.pair_files.pair_config import (
-    CONFIG_NAME,
-    DraftTokenizer,
-    Measurement,
-    ModelSource,
-    PairConfig,
-    TokenizerFacts,
-    WeightlessDraft,
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from .card_usage import SPEECH, VISION, Card, usage
+from hf_specx.pair_files.facts import AUTO_CLASSES
+from hf_specx.pair_files.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig
+
+from .folders import without_folders
+from .known_pairs import BY_NAME, EMBEDDED, NAMES, SEQ2SEQ, check_known_name, embedded_folder
 from .markdown import code, escaped, fence, row
 
 
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 NOT_CHECKED, NOT_MEASURED = "*not checked*", "*not measured*"
-DRAFTING = {  # how drafts without weights propose, and where they serve
-    "suffix": ("what followed the last tokens where these stood before in the text is proposed", "any target"),
-    "early_exit": ("its own first layers propose a few tokens", "targets whose layers are one list"),
+DRAFTING = {  # how drafts without weights propose
+    "suffix": "what followed the last tokens where these stood before in the text is proposed",
+    "early_exit": "its own first layers propose a few tokens",
 }
-TAGS = ("speculative-decoding", "draft-model")
-TASKS = {
-    "AutoModelForCausalLM": "text-generation",
-    SPEECH: "automatic-speech-recognition",
-    VISION: "image-text-to-text",
+TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
+TASKS = {TEXT: "text-generation", SPEECH: "automatic-speech-recognition", VISION: "image-text-to-text"}
+AUTO_NAMES = [each.__name__ for each in AUTO_CLASSES]
+CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in names of models for conversations
+PROSE = 'inputs = tokenizer(["Once upon a time"], return_tensors="pt")'
+CHAT = """messages = [{"role": "user", "content": "Tell a story."}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
+PROCESSED = {  # of models that do not read text alone
+    SPEECH: 'inputs = processor(audio, sampling_rate=16000, return_tensors="pt")',
+    VISION: 'inputs = processor(images=image, text=prompt, return_tensors="pt")',
 }
-HEADER = (
-    "| batch | dtype | verification | drafts a round | layout | α | c | tokens a row and round | "
-    "expected (Theorem 3.8) | limited by the forwards | measured |\n"
-    "| ---: | --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
-)
 
 
 def render(config: PairConfig, name: str, published: bool = False, title: str | None = None) -> str:
@@ -51,23 +54,35 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         published: whether its repository has the code to use it, in `custom_generate/`.
         title: what the pair is called; `name` unless given.
     """
-    card = Card(config, name, published, title or name)
-    sections = [
-        _front_matter(card),
-        f"# {_title(card)}",
-        _description(card),
-        _base_model(card),
-        _compatibility(card),
-        _arguments(config),
-        "## Output Type changes\n\nNone. With `return_dict_in_generate=True` the output has one attribute more, "
-        "`speculation_report`: acceptance, tokens a round, predicted speed-up, times.",
-        usage(card),
-        _measured(card),
-        _checks(config),
-        _licence(config),
-        config.notes.strip(),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    target, draft = config.target, config.draft
+    title, embedded = title or name, name == EMBEDDED and not published
+    source, auto_class = _source(target, name), auto_class_of(target)
+    kind = next((kind for kind in DRAFTING if getattr(config, kind) is not None), None)
+    shown: dict[str, Any] = {
+        "config": config,
+        "title": "The embedded pair" if embedded else escaped(title),
+        "embedded": embedded,
+        "published": published,
+        "saved": any(model.name is None or model.revision is not None for model in (target, draft)),
+        "drafting": DRAFTING.get(kind or ""),
+        "has_head": config.early_exit is not None and config.early_exit.head,
+        "facts": _facts(config, kind),
+        "auto_class": auto_class,
+        "draft_class": auto_class_of(draft),
+        "inputs": _inputs(auto_class, source, CHATS.search(target.name or title) is not None),
+        "name": json.dumps(name),
+        "target": source,
+        "draft": _source(draft, name),
+        "reads_text": auto_class not in PROCESSED,
+        "ids": shlex.join([target.name or "", draft.name or ""]),
+        "runs": [_run(list(rows)) for _, rows in groupby(config.measurements, _circumstances)],
+        "tokenizers": _tokenizers(config),
+        "code": code,
+        "row": row,
+        "fence": fence,
+    }
+    card = ModelCard.from_template(_metadata(config, published, title), str(TEMPLATE), **shown)
+    return f"{card.content}\n"
 
 
 def known_card(name: str) -> str:
@@ -88,201 +103,70 @@ def write_cards(folder: str | Path) -> list[Path]:
     Returns:
         The files, one for each pair.
     """
-    cards = {f"{name}.md": known_card(name) for name in NAMES}
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    for file, text in cards.items():
-        (root / file).write_text(text, encoding="utf-8")
-    return [root / file for file in cards]
+    files = [root / f"{name}.md" for name in NAMES]
+    for name, file in zip(NAMES, files, strict=True):
+        file.write_text(known_card(name), encoding="utf-8")
+    return files
 
 
-def _front_matter(card: Card) -> str:
-    models = (card.config.target, card.config.draft)
-    data = ModelCardData(
-        library_name="transformers",
-        tags=[*(["custom_generate"] if card.published else []), *TAGS],
-        pipeline_tag=TASKS.get(card.auto_class),
-        license=card.config.license,
-        base_model=list(dict.fromkeys(model.name for model in models if model.name)) or None,
-    )
-    return f"---\n{data.to_yaml()}\n---"
+def auto_class_of(model: ModelSource) -> str:
+    """The class of transformers that loads a model; guessed from its type where the config does not say."""
+    if model.auto_class in AUTO_NAMES:  # so that examples hold no other text of a config
+        return str(model.auto_class)
+    if model.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return SEQ2SEQ
+    return SPEECH if model.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES else TEXT
 
 
-def _title(card: Card) -> str:
-    return "The embedded pair" if card.embedded else escaped(card.title)
-
-
-def _description(card: Card) -> str:
-    text = (
-        "## Description\n\nA draft-target pair for speculative sampling: the small draft proposes a few tokens, the "
-        "target judges all of them in one forward, and the text has exactly the target's distribution (with "
-        "`do_sample=False` it is the target's greedy text), at any batch size."
-    )
-    kind, _ = _weightless(card.config)
-    if kind is not None:
-        text = text.replace("the small draft proposes a few tokens, the target", f"{DRAFTING[kind][0]}, the target")
-    if card.embedded:
-        return f"{text} It is part of the package `hf_specx`."
-    if card.published:
-        return f"{text} `custom_generate/` holds the code; transformers runs it with nothing else installed."
-    if card.saved:
-        return f"{text} The package `hf_specx` loads it."
-    return f"{text} The two models are in repositories of their own; the package `hf_specx` puts them together."
-
-
-def _base_model(card: Card) -> str:
-    target, draft = card.config.target, card.config.draft
-    rows = [
-        ("model", _location(target), _location(draft)),
-        ("revision", _revision(target), _revision(draft)),
-        ("type", _fact(target.model_type), _fact(draft.model_type)),
-        ("parameters", _fact(target.parameters), _fact(draft.parameters)),
-        ("logits a position", _fact(target.vocab_size), _fact(draft.vocab_size)),
-        ("longest text, tokens", _longest(target), _longest(draft)),
-        ("precision", _fact(target.dtype), _fact(draft.dtype)),
-    ]
-    kind, draft_without = _weightless(card.config)
-    if kind is not None:
-        known = {name: value for name, value in vars(getattr(card.config, kind)).items() if value is not False}
-        options = ", ".join(f"{code(name)} {value}" for name, value in known.items())
-        rows = [(name, of_target, "-") for name, of_target, _ in rows]
-        rows[0] = (*rows[0][:2], f"none: {code(type(draft_without).__name__)} with {options}")
-    return "\n".join(["## Base model\n\n| | target | draft |\n| --- | --- | --- |", *map(row, rows)])
-
-
-def _compatibility(card: Card) -> str:
-    needs = (
-        "What it needs is in `custom_generate/requirements.txt`."
-        if card.published
-        else "It needs the package `hf_specx`."
-    )
-    kind, _ = _weightless(card.config)
-    if kind is not None:
-        has_head = card.config.early_exit is not None and card.config.early_exit.head
-        weights = "no weights but those of its head" if has_head else "no weights"
-        serves = f"The draft has {weights}, and serves {'this target' if has_head else DRAFTING[kind][1]}"
-        return f"## Model compatibility\n\nThe model above. {serves}. {needs}"
-    others = "whose tokenizer has the same tokens with the same ids, such as fine-tuned versions of this one"
-    if card.config.draft_tokenizer is not None:
-        others = "with any tokenizer"
-    return (
-        f"## Model compatibility\n\nThe two models above. The draft also serves other targets {others}; how much of "
-        f"it they accept is to be measured. {needs}"
-    )
-
-
-def _weightless(config: PairConfig) -> tuple[str | None, WeightlessDraft | None]:
-    """The field of a draft that has no weights, and this draft; None if there is a model."""
-    return next((name for name in DRAFTING if getattr(config, name) is not None), None), config.weightless_draft()
-
-
-def _arguments(config: PairConfig) -> str:
-    given = {
-        "num_draft_tokens": (config.num_draft_tokens, "candidates a round, or `auto`"),
-        "verification": (
-            config.verification,
-            "`block` (`None`, if it can), `token`, or `coupled`: the tokens of plain sampling",
-        ),
-        "layout": (config.layout, "how rows of unequal length share a batch"),
-    }
-    rows = [
-        (f"`{name}`", code("None" if value is None else str(value)), meaning)
-        for name, (value, meaning) in given.items()
-    ]
-    rows += [
-        ("`draft_model`", "the draft above", "another draft, loaded; `assistant_model` is the same"),
-        ("`seeds`", "`None`", "one int a row, which makes rows independent of each other"),
-    ]
-    return "\n".join(
-        [
-            "## Additional Arguments\n\nBesides everything that `generate` takes:\n\n"
-            "| argument | for this pair | meaning |\n| --- | --- | --- |",
-            *map(row, rows),
-        ]
-    )
-
-
-def _measured(card: Card) -> str:
-    """One table for each machine, versions and command, in the order of the config."""
-    measurements = card.config.measurements
-    if not measurements:
-        return f"## Measured\n\n{NOT_MEASURED}."
-    blocks = [
-        "## Measured\n\nMedians over runs, in turns with plain `generate` on the same batch. The last column is how "
-        "many times as fast it was, the two before it what theory and the times of bare forwards let one expect. "
-        "Numbers from other machines differ."
-    ]
-    for (hardware, versions, command), rows in groupby(measurements, _circumstances):
-        told = ", ".join(code(f"{name} {version}") for name, version in versions)
-        blocks += [f"On {code(hardware)}{', ' if told else ''}{told}:", "\n".join([HEADER, *map(_figures, rows)])]
-        blocks.append(fence(command, "bash"))
-    return "\n\n".join(blocks)
-
-
-def _circumstances(measurement: Measurement) -> tuple[str, tuple[tuple[str, str], ...], str]:
-    return measurement.hardware, tuple(measurement.versions.items()), measurement.command
-
-
-def _figures(m: Measurement) -> str:
-    ratios = (m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup)
-    return row(
-        (
-            str(m.batch),
-            code(m.dtype),
-            code(m.verification),
-            str(m.num_draft_tokens),
-            code(m.layout),
-            f"{m.alpha:.3f}",
-            *(NOT_MEASURED if ratio is None else f"{ratio:.2f}" for ratio in (m.cost_coefficient, *ratios)),
+def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:
+    """The front matter; speeds are in the form that the Hub calls `model-index`."""
+    models, task = (config.target, config.draft), TASKS.get(auto_class_of(config.target))
+    speeds = [
+        EvalResult(
+            task_type=task or "text2text-generation",
+            dataset_type="prompts",
+            dataset_name="Prompts of the measurement",
+            metric_type="speedup",
+            metric_name=f"times as fast as plain generate, batch {m.batch}, {m.dtype}, {m.verification}",
+            metric_value=round(m.measured_speedup, 2),
         )
+        for m in config.measurements
+    ]
+    return ModelCardData(
+        library_name="transformers",
+        tags=[*(["custom_generate"] if published else []), "speculative-decoding", "draft-model"],
+        pipeline_tag=task,
+        license=config.license,
+        base_model=list(dict.fromkeys(model.name for model in models if model.name)) or None,
+        model_name=title if speeds else None,
+        eval_results=speeds or None,
     )
 
 
-def _checks(config: PairConfig) -> str:
-    lines = [
-        "## How it was checked, and limits\n",
-        f"- Tokenizers: {_tokenizers(config.tokenizers, config.draft_tokenizer)}.",
-        "- Beams and other modes of generation, and whatever could not be done exactly, raise a `ValueError`.",
-        "- Whether it is faster depends on machine, batch size and text; the report of a call says what to expect.",
-        "- In half precision a forward over several tokens rounds differently from one over a single token, so greedy "
-        "and coupled text may part from that of plain `generate` after many tokens.",
+def _facts(config: PairConfig, kind: str | None) -> list[list[str]]:
+    """Rows of facts about the target and the draft, which is of this kind if it has no weights."""
+    rows = [
+        ("model", _location),
+        ("revision", lambda model: "-" if model.name is None else code(model.revision) or "not pinned"),
+        ("type", lambda model: _fact(model.model_type)),
+        ("parameters", lambda model: _fact(model.parameters)),
+        ("logits a position", lambda model: _fact(model.vocab_size)),
+        ("longest text, tokens", _longest),
+        ("precision", lambda model: _fact(model.dtype)),
     ]
-    return "\n".join(lines)
-
-
-def _tokenizers(facts: TokenizerFacts | None, own: DraftTokenizer | None) -> str:
-    if facts is None:
-        return NOT_CHECKED
-    if facts.method == "one":
-        compared = f"one for both models, {facts.tokens:,} tokens"
-    elif facts.method == "content":
-        compared = f"the same {facts.tokens:,} tokens with the same ids in both, compared one by one"
-    elif facts.method == "own":
-        compared = f"{facts.tokens:,} tokens of the target; the draft has a tokenizer of its own"
-        if own is not None:
-            compared += f" with {own.tokens:,}, among them {own.overlap:.0%} of the target's"
-    else:
-        compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
-    return ", ".join([compared, *(f"{code(role)} {code(token)}" for role, token in facts.special_tokens.items())])
-
-
-def _licence(config: PairConfig) -> str:
-    stated = NOT_CHECKED if config.license is None else code(config.license)
-    rest = ""
-    if config.target.name or config.draft.name:
-        rest = " The models that are named by id have licences of their own."
-    return f"## Licence\n\n{stated}.{rest}"
+    if kind is None:
+        return [[name, fact(config.target), fact(config.draft)] for name, fact in rows]
+    options = {name: value for name, value in vars(getattr(config, kind)).items() if value is not False}
+    told = ", ".join(f"{code(name)} {value}" for name, value in options.items())
+    drafts = {"model": f"none: {code(type(config.weightless_draft()).__name__)} with {told}"}
+    return [[name, fact(config.target), drafts.get(name, "-")] for name, fact in rows]
 
 
 def _location(model: ModelSource) -> str:
     folder = f", in {code(model.subfolder)}" if model.subfolder else ""
-    return f"{code(model.name) if model.name else 'inside'}{folder}"
-
-
-def _revision(model: ModelSource) -> str:
-    if model.name is None:
-        return "-"
-    return code(model.revision) if model.revision else "not pinned"
+    return f"{code(model.name) or 'inside'}{folder}"
 
 
 def _longest(model: ModelSource) -> str:
@@ -294,3 +178,60 @@ def _fact(value: str | int | None) -> str:
     if value is None:
         return NOT_CHECKED
     return f"{value:,}" if isinstance(value, int) else code(value)
+
+
+def _circumstances(m: Measurement) -> tuple[str, list[tuple[str, str]], str]:
+    return m.hardware, list(m.versions.items()), m.command
+
+
+def _run(rows: list[Measurement]) -> dict[str, Any]:
+    """Measurements that were made by one command on one machine, as the template shows them."""
+    hardware, versions, command = _circumstances(rows[0])
+    where = ", ".join([code(hardware), *(code(f"{name} {version}") for name, version in versions)])
+    return {"where": where, "command": without_folders(command), "rows": map(_figures, rows)}
+
+
+def _figures(m: Measurement) -> list[str]:
+    ratios = m.cost_coefficient, m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup
+    return [
+        str(m.batch),
+        code(m.dtype),
+        code(m.verification),
+        str(m.num_draft_tokens),
+        code(m.layout),
+        f"{m.alpha:.3f}",
+        *(NOT_MEASURED if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+    ]
+
+
+def _tokenizers(config: PairConfig) -> str:
+    facts, own = config.tokenizers, config.draft_tokenizer
+    if facts is None:
+        return NOT_CHECKED
+    if facts.method == "one":
+        compared = f"one for both models, {facts.tokens:,} tokens"
+    elif facts.method == "content":
+        compared = f"the same {facts.tokens:,} tokens with the same ids in both, compared one by one"
+    elif facts.method == "own" and own is not None:
+        compared = f"{facts.tokens:,} tokens of the target; the draft has a tokenizer of its own with {own.tokens:,}, "
+        compared += f"among them {own.overlap:.0%} of the target's"
+    else:
+        compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
+    return ", ".join([compared, *(f"{code(role)} {code(token)}" for role, token in facts.special_tokens.items())])
+
+
+def _inputs(auto_class: str, source: str, chats: bool) -> str:
+    """Code that makes `inputs`, with its imports."""
+    reader = "AutoProcessor" if auto_class in PROCESSED else "AutoTokenizer"
+    made = PROCESSED.get(auto_class) or (CHAT if chats and auto_class == TEXT else PROSE)
+    variable = reader.removeprefix("Auto").lower()
+    return (
+        f"from transformers import {auto_class}, {reader}\n\n{variable} = {reader}.from_pretrained({source})\n{made}"
+    )
+
+
+def _source(model: ModelSource, home: str) -> str:
+    """The arguments of `from_pretrained` for a model; `home` is the pair's repository, for models inside it."""
+    named = {"revision": model.revision, "subfolder": model.subfolder or None}
+    given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
+    return ", ".join([json.dumps(model.name or home), *given])

@@ -1,6 +1,7 @@
 """Where a pair may be written or published, and how its models are: known before anything is loaded."""
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -8,13 +9,16 @@ from hf_specx.common.errors import require
 
 
 INSIDE, REFERENCE = "inside", "reference"
+OF_A_PAIR = "specx_config.json"  # `pair_config.CONFIG_NAME`, whose import would take seconds
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:
-    """Whether a pair may be written there."""
-    free = not folder.exists() or (folder.is_dir() and (overwrite or not any(folder.iterdir())))
-    told = f"{folder} is there already; name another folder, or pass overwrite=True to replace all that is in it."
-    require(free, told)
+    """Whether a pair may be written there: nothing but another pair is ever replaced."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        told = f"{folder} is there already; name another folder, or pass overwrite=True to replace all that is in it."
+        require(overwrite, told)
+        told = f"{folder} is no pair, as it has no {OF_A_PAIR}, so nothing in it is replaced; name another folder."
+        require((folder / OF_A_PAIR).is_file(), told)
     check_writable(folder.absolute().parent, folder)
 
 
@@ -38,3 +42,26 @@ def check_writable(folder: Path, named: Path) -> None:
     except OSError as error:
         told = f"{named}: nothing can be written in {near} ({error.strerror}); name another place."
         raise ValueError(told) from error
+
+
+def without_folders(command: str) -> str:
+    """A command as others may see it: of each path on this machine its last part alone."""
+    return "\n".join(map(_line_without_folders, command.split("\n")))
+
+
+def _line_without_folders(line: str) -> str:
+    try:
+        words = shlex.split(line)
+    except ValueError:  # a quote that does not end
+        return line
+    shown = [re.sub(r"^(--[\w-]+=)?(.*)$", _last_part, word, flags=re.DOTALL) for word in words]
+    return line if shown == words else shlex.join(shown)
+
+
+def _last_part(word: re.Match[str]) -> str:
+    """An option with the last part of its value, if that is a path; an id on the Hub has one slash, and is none."""
+    option, value = word[1] or "", word[2]
+    is_path = re.match(r"([/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\])", value) or len(re.findall(r"[/\\]", value)) > 1
+    if not is_path or "://" in value:
+        return option + value
+    return option + re.split(r"[/\\]", value.rstrip("/\\"))[-1]

@@ -14,9 +14,9 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_\[\]<>#|&~])", r"\\\1", one_line(text))
 
 
-def code(text: str) -> str:
-    """A code span in one line; "" for an empty text."""
-    line = one_line(text)
+def code(text: str | int | None) -> str:
+    """A code span in one line; "" for an empty text and for None."""
+    line = one_line("" if text is None else str(text))
     ticks = "`" * (_longest_run(line) + 1)
     space = " " if line.startswith("`") or line.endswith("`") else ""
     return f"{ticks}{space}{line}{space}{ticks}" if line else ""

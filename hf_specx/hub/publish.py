@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
+from huggingface_hub.errors import RevisionNotFoundError
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from hf_specx.common.errors import require
@@ -85,8 +86,8 @@ def publish(
 ) -> str:
     """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
 
-    In a repository that is a pair already, and in any branch that is named, files of the kinds in `SAVED` that are at
-    the root or in `draft/`, and code in `custom_generate/`, are deleted if this pair has none of their name.
+    Of an earlier pair there, files of the kinds in `SAVED` that are at the root or in `draft/`, and code in
+    `custom_generate/`, are deleted if this pair has none of their name.
 
     Args:
         pair: a `DraftTargetPair`.
@@ -100,7 +101,8 @@ def publish(
         The second commit.
 
     Raises:
-        ValueError: as `save`; or `repo_id` cannot be the name of a repository, or is one with such files and no pair.
+        ValueError: as `save`; or `repo_id` cannot be the name of a repository, or it, or this branch of it, has such
+            files and is no pair.
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
@@ -126,13 +128,13 @@ def _is_offline(error: Exception) -> bool:
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
     """Upload a pair's folder, then the code, which names the first commit; returns the second."""
-    if to["revision"] is not None:
-        api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
-    there = api.list_repo_files(**to)
+    there = _files(api, **to)
     stale = sorted(filter(_is_saved, there))
     taken = stale + [name for name in there if name.startswith(f"{CODE}/")]
     told = f"{to['repo_id']} is no pair, and has {taken[:3]}, which a pair would replace; name another repository."
-    require(to["revision"] not in (None, "main") or CONFIG_NAME in there or not taken, told)
+    require(CONFIG_NAME in there or not taken, told)
+    if to["revision"] is not None:
+        api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
     write_code(folder, to["repo_id"], models.oid)
     return api.upload_folder(
@@ -142,3 +144,11 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
         delete_patterns=["*.py"],
         **to,
     ).oid
+
+
+def _files(api: HfApi, repo_id: str, revision: str | None) -> list[str]:
+    """Those of a branch; a branch that is still to be made begins with those of the main one."""
+    try:
+        return api.list_repo_files(repo_id, revision=revision)
+    except RevisionNotFoundError:
+        return api.list_repo_files(repo_id)

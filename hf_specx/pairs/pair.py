@@ -151,10 +151,11 @@ class DraftTargetPair(NoModel):
         Args:
             folder: where; must be empty or not exist.
             target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
-            overwrite: whether to replace an existing folder, with all that is in it.
+            overwrite: whether to replace the folder of another pair, with all that is in it.
 
         Raises:
-            ValueError: the folder is in use, or a model is to be a reference and is not from the Hub.
+            ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference
+                and is not from the Hub.
         """
         save(self, folder, target=target, draft=draft, overwrite=overwrite)
 

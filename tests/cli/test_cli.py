@@ -1,15 +1,10 @@
-"""The command line: where prompts come from, what is shown and in which colours, and how errors look."""
+"""`specx generate`: where prompts come from, what is shown and in which colours, and how errors look."""
 
-import importlib
 import json
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from command import command
-from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.text import Text
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
@@ -39,12 +34,17 @@ def models_of_pair(tokenizer):
 
 
 @pytest.fixture
-def pair(models_of_pair, tokenizer, monkeypatch):
-    """A fresh pair that every id loads."""
+def loaded(models_of_pair, tokenizer, monkeypatch):
+    """A fresh pair that every id loads, and the arguments by which it was."""
     config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), prompts=list(PROMPTS))
-    fresh = DraftTargetPair(*models_of_pair, tokenizer, config)
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: fresh)
-    return fresh
+    fresh, seen = DraftTargetPair(*models_of_pair, tokenizer, config), []
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or fresh)
+    return fresh, seen
+
+
+@pytest.fixture
+def pair(loaded):
+    return loaded[0]
 
 
 def specx(*arguments: str, input: str | None = None, colour: bool = False):
@@ -72,8 +72,6 @@ def test_prompts_from_everywhere(pair, tmp_path, source):
     result = specx(*arguments, *FAST, "--greedy", "--json", input="\n".join(PROMPTS))
     (run,) = document(result)["runs"]
     assert run["prompts"] == PROMPTS
-    assert run["batch"] == 3
-    assert run["comparison"] is None
     assert run["texts"] == reference(pair, PROMPTS, do_sample=False)
     assert run["report"]["rounds"] > 0
 
@@ -94,15 +92,9 @@ def test_what_the_demo_says(pair):
     told = 'From seed 0, verification="coupled" and plain generate gave the same text, token by token.'
     assert told in lines
     ways = [line for line in lines if "tokens/s" in line]
-    assert [line.split("│")[0].strip() for line in ways] == [
-        "plain generate",
-        "transformers' assisted",
-        "speculative sampling",
-    ]
-    assert [line.count("tokens/s") for line in ways] == [2, 1, 2]
+    assert [line.count("tokens/s") for line in ways] == [2, 1, 2]  # plain, transformers' own, ours
     assert "does not take it" in ways[1]
     assert " times at batch 8 as fast as plain generate" in lines[-2]
-    assert lines[-1].startswith("Two models of your own: specx tune")
 
 
 def test_coupled_is_stock_sampling(pair):
@@ -112,24 +104,15 @@ def test_coupled_is_stock_sampling(pair):
     assert (run["report"]["verification"], run["report"]["num_draft_tokens"]) == ("coupled", 3)
 
 
-@pytest.mark.parametrize("number", ["2", "auto"])
-def test_comparison(pair, number):
-    result = specx(
-        "the cat", "--max-new-tokens", "6", "--compare", "--repeats", "3", "--num-draft-tokens", number, "--json"
-    )
-    found = document(result)
+def test_comparison(pair):
+    found = document(specx("the cat", "--max-new-tokens", "6", "--compare", "--repeats", "3", "--json"))
     comparison = found["runs"][0]["comparison"]
-    assert found["seed"] >= 0
     speeds = {}
     for side in ("plain", "ours"):
         speeds[side] = [n / s for n, s in zip(comparison[side]["tokens"], comparison[side]["seconds"], strict=True)]
         assert comparison[side]["tokens_per_second"] == sorted(speeds[side])[1]
-        assert len(speeds[side]) == 3
     ratio = sorted(ours / plain for ours, plain in zip(speeds["ours"], speeds["plain"], strict=True))[1]
     assert comparison["measured_speedup"] == ratio  # of the same turn
-    assert len(comparison["num_draft_tokens"]) == 3
-    assert comparison["expected_speedup"] > 0
-    assert comparison["forward_limited_speedup"] > 0
 
 
 @pytest.mark.parametrize(
@@ -138,49 +121,36 @@ def test_comparison(pair, number):
         ([], "no prompts; give them as arguments"),
         (["a", "--demo"], "more than one way"),
         (["a", "--verification", "nucleus"], "verification='nucleus' is unknown; choose one of token, block, coupled"),
-        (["a", "--num-draft-tokens", "0"], "num_draft_tokens=0 is below 1"),
         (["a", "--num-draft-tokens", "-2"], "num_draft_tokens=-2 is below 1"),
         (["a", "--num-draft-tokens", "many"], "num_draft_tokens='many' is not a number"),
-        (["a", "--num-draft-tokens", "--3"], "num_draft_tokens='--3' is not a number"),
-        (["a", "--num-draft-tokens", ""], "num_draft_tokens='' is not a number"),
         (["a", "--repeats", "5"], "--repeats is for --compare"),
         (["a", "--compare", "--repeats", "4"], "--repeats 4 has no middle run"),
         (["a", "--dtype", "int8"], "--dtype int8 is unknown"),
-        (["a", "--temperature", "0"], "--temperature 0.0 is not above 0"),
         (["a", "--temperature", "nan"], "--temperature nan is not above 0"),
-        (["a", "--temperature", "inf"], "--temperature inf is not above 0"),
-        (["a", "--top-p", "0"], "--top-p 0.0 is not in (0, 1]"),
         (["a", "--top-p", "1.1"], "--top-p 1.1 is not in (0, 1]"),
         (["a", "--top-k", "-1"], "--top-k -1 is negative"),
         (["a", "--greedy", "--top-k", "5"], "--greedy does not sample"),
-        (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
-        (["a", ""], "prompt 2 is empty"),
-        ([""], "prompt 1 is empty"),
         (["a", "--max-new-tokens", "0"], "--max-new-tokens 0 generates nothing"),
     ],
 )
-def test_errors_are_one_line(pair, arguments, message):
+def test_errors_are_one_line_and_nothing_is_loaded(loaded, arguments, message):
     result = specx(*arguments, input="")
     assert result.exit_code == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
+    assert loaded[1] == []
 
 
 @pytest.mark.parametrize(
-    "option",
-    [["--temperature", "0"], ["--top-p", "2"], ["--top-k", "-1"], ["--max-new-tokens", "0"], ["--repeats", "2"]],
+    ("arguments", "message"),
+    [
+        (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
+        (["a", ""], "prompt 2 is empty"),
+    ],
 )
-def test_nothing_is_loaded_for_options_that_cannot_be(monkeypatch, option):
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
-    assert specx("the cat", *option).stderr.startswith(f"error: {option[0]} ")
-
-
-def test_accelerators_are_used(pair, monkeypatch):
-    seen = []
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    loading.load_given_pair("embedded", "auto", loading.default_device_map())
-    assert seen == [{"dtype": "auto", "device_map": "auto"}]
+def test_prompts_that_the_model_cannot_take(pair, arguments, message):
+    result = specx(*arguments)
+    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 @pytest.mark.usefixtures("draft_pays")
@@ -200,41 +170,13 @@ def test_text_of_an_encoder_decoder(tokenizer, monkeypatch, rows):
     assert "wwwwwwwwwwww" in run["texts"]
 
 
-def test_loading_is_told_no_more_than_was_given(pair, monkeypatch):
-    seen = []
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: seen.append(options) or pair)
+def test_loading_is_told_what_was_given_and_where_there_is_an_accelerator(loaded, monkeypatch):
     assert specx("the cat", *FAST).exit_code == 0
     assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
-    assert seen == [{"dtype": "auto"}, {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}]
-
-
-def test_pair_that_is_not_there(tmp_path):
-    result = specx("a", "--pair", str(tmp_path / "none"))
-    assert result.exit_code == 2
-    assert str(tmp_path / "none") in result.stderr
-    assert "Traceback" not in result.output
-
-
-def not_there(*args, **options):
-    """As the Hub's client says it offline: without a name."""
-    raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["generate", "a", "--pair", "org/none"],
-        ["card", "org/none"],
-        ["export", "vllm", "org/none"],
-        ["publish", "org/none", "org/name"],
-        ["tune", "org/none", "org/draft", "--no-measure"],
-    ],
-)
-def test_names_that_are_not_found_are_named(monkeypatch, arguments):
-    monkeypatch.setattr(fetch, "snapshot_download", not_there)
-    result = command(*arguments)
-    assert result.exit_code == 2
-    assert "error: 'org/none' cannot be got from the Hub, and there is no folder of that name here" in result.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    loading.load_given_pair("embedded", "auto", loading.default_device_map())
+    given = {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
+    assert loaded[1] == [{"dtype": "auto"}, given, {"dtype": "auto", "device_map": "auto"}]
 
 
 @pytest.mark.parametrize(
@@ -247,13 +189,6 @@ def test_names_that_are_not_found_are_named(monkeypatch, arguments):
 def test_names_without_an_owner_are_not_looked_for(monkeypatch, name, says):
     monkeypatch.setattr(fetch, "snapshot_download", None)
     assert says in specx("a", "--pair", name).stderr
-
-
-def test_what_is_missing_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "hf_specx.cli.commands", raising=False)
-    with pytest.raises(SystemExit, match=re.escape("in a clone of its repository, pip install '.[cli]'")):
-        importlib.import_module("hf_specx.cli.commands")
 
 
 def test_demo_without_prompts(pair):
@@ -273,34 +208,27 @@ def test_json_schema(tmp_path):
     run = document(result)["runs"][0]
     assert json.loads(run["texts"][0]) == {"kind": "measurement"}
     assert run["report"]["forced"] > 0
-    shown = specx(*arguments[:-1], "--json-schema", str(tmp_path / "schema.json"), colour=True)
-    assert "\x1b[33m" in shown.stdout
     (tmp_path / "schema.json").write_text('{"type": "nothing"}')
     result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"))
     assert result.exit_code == 2
     assert "is no JSON schema that xgrammar can read" in result.stderr
 
 
-def test_a_schema_is_read_before_models(tmp_path):
-    pytest.importorskip("xgrammar")
+@pytest.mark.parametrize(("found", "says"), [(True, "schema.json is no JSON ("), (None, "pip install xgrammar")])
+def test_a_schema_is_read_before_models(monkeypatch, tmp_path, found, says):
     (tmp_path / "schema.json").write_text("{")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     result = specx("a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
     assert result.exit_code == 2
-    assert "schema.json is no JSON (" in result.stderr
-
-
-def test_json_schema_needs_xgrammar(monkeypatch, tmp_path):
-    """Said before models are loaded."""
-    (tmp_path / "schema.json").write_text("{}")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    result = specx("a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
-    assert "pip install xgrammar" in result.stderr
+    assert says in result.stderr
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
 def test_text_is_shown_literally(pair, prompts):
     result = specx(*prompts, *FAST, "--greedy")
     assert "a dog [bold]sat[/bold] on" in result.stdout
+    assert "\x1b" not in result.stdout
+    assert result.stderr == ""
     for text in reference(pair, prompts, do_sample=False):
         assert Text(coloured.written_out(text)).plain in result.stdout
 
@@ -317,20 +245,6 @@ def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
         assert {span.style for span in text.spans} <= {coloured.STYLES[o] for o in coloured.round_origins(record)}
     assert "\x1b[32m" in result.stdout
     assert pair.strategy.streamer is None
-
-
-def test_piped_output_is_bare(pair):
-    result = specx(
-        "the cat", "--max-new-tokens", "4", "--compare", "--repeats", "1", "--seed", "0"
-    )  # some texts hold control characters
-    assert result.stdout.splitlines()[0].startswith("accepted: a candidate that was kept; forced: ")
-    assert "\x1b" not in result.stdout
-    assert result.stderr == ""
-
-
-def test_the_package_is_a_command():
-    command = [sys.executable, "-m", "hf_specx", "--help"]
-    assert "specx" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.mark.parametrize("name", ["generate", "check", "bench"])

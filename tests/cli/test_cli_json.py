@@ -8,7 +8,6 @@ import re
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from command import command, saved_models
@@ -18,7 +17,6 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import console
 from hf_specx.cli.commands import app, export
-from hf_specx.pairs import shares
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1, "num_hidden_layers": 3}
@@ -28,17 +26,10 @@ DOCUMENTS = {  # a key of each, and what is said of the progress where there is 
     "generate PAIR-OPTION --max-new-tokens 4 --compare --repeats 1": ("runs", "generating, batch 30"),
     "generate PAIR-OPTION --max-new-tokens 4 --out OUT": ("out", "loading "),
     "generate PAIR-OPTION --max-new-tokens 4 --demo --repeats 1": ("runs", "batch 1, all ways in turns: [0-9]+ of 6"),
-    "tune TARGET DRAFT suffix --max-new-tokens 4 --repeats 1 --out OUT": (
-        "drafts",
-        "drafts, each in turns .* of [0-9]+",
-    ),
+    "tune TARGET DRAFT --max-new-tokens 4 --repeats 1 --out OUT": ("drafts", "drafts, each in turns .* of [0-9]+"),
     f"distill TARGET layers:1 --out OUT {DISTILL}": ("alphas", "phase 1, training: [0-9]+ of"),
     "publish PAIR --folder OUT": ("folder", "publishing "),
     "vllm PAIR": ("command", None),
-}
-OTHERS = {  # commands of some seconds without --json
-    "bench PAIR --batch 1 --prompt-tokens 4 --new-tokens 4 --repeats 1": "contenders in turns: [0-9]+ of 12",
-    "check PAIR --batch 1 --new-tokens 4 --samples 2 --verification greedy": "plain and speculative, .*: [0-9]+ of",
 }
 
 
@@ -83,21 +74,6 @@ def test_one_document_and_progress_beside_it(folders, tmp_path, line):
     assert result.stdout.count("\n") == 1
     if progress is not None:
         assert re.search(f"^{progress}.*, [0-9]+ s$", result.stderr, re.MULTILINE), result.stderr[-2000:]
-
-
-@pytest.mark.usefixtures("restless")
-@pytest.mark.parametrize("line", OTHERS)
-def test_progress_of_others(folders, tmp_path, line):
-    result = written(line, folders, tmp_path / "out")
-    assert re.search(f"^{OTHERS[line]}.*, [0-9]+ s$", result.stderr, re.MULTILINE)
-    assert not re.search(" of [0-9]+, [0-9]+ s$", result.stdout, re.MULTILINE)
-
-
-@pytest.mark.usefixtures("restless")
-def test_training_is_shown_by_the_first_process_alone(folders, tmp_path, monkeypatch):
-    monkeypatch.setattr(shares, "processes", lambda: SimpleNamespace(is_main_process=False))
-    result = written(f"distill TARGET layers:1 --out OUT {DISTILL}", folders, tmp_path / "out")
-    assert all(line.startswith("loading ") for line in result.stderr.splitlines())
 
 
 def test_what_is_done_soon_has_no_lines(folders, tmp_path):

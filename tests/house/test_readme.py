@@ -1,7 +1,7 @@
 """Each block of the main README runs as pasted, in order, offline; its links lead somewhere.
 
-The cache of the Hub holds tiny models under the names that the README uses.
-Its commands run in the process that has made the imports; that there is a `specx` is what the demo shows.
+The cache of the Hub holds tiny models under the names that the README uses. Its commands run in the process that has
+made the imports. What installs something is left out: the scripts at its beginning are what runs these tests.
 """
 
 import os
@@ -40,7 +40,7 @@ for number, (language, block) in enumerate(re.findall(r"(?ms)^```(\w+)\n(.*?)^``
     print(f"block {number}:", block, sep="\n", flush=True)
     if language == "python":
         exec(compile(block, f"block {number}", "exec"), names)
-    elif language == "bash" and "pip install" not in block:
+    elif language == "bash" and "pip install" not in block and "scripts/" not in block:
         assert "\\\n" not in block
         for line in block.splitlines():
             specx(line) if line.startswith("specx ") else subprocess.run(["bash", "-euc", line], check=True)
@@ -114,5 +114,12 @@ def test_links_lead_somewhere(page: Path):
         assert not anchor or anchor in anchors(place), link
 
 
-def test_it_is_short():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 300
+def test_it_begins_with_the_two_commands_and_is_short():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert [line.partition("#")[0].strip() for line in lines[2:6]] == [
+        "```bash",
+        "bash scripts/demo.sh",
+        "bash scripts/test.sh",
+        "```",
+    ]
+    assert len(lines) <= 300

@@ -1,7 +1,4 @@
-"""What tests of model cards share: a config with nothing left out, and parts of a card."""
-
-from huggingface_hub import ModelCard
-from markdown_it import MarkdownIt
+"""What tests of model cards and exports share: a config with nothing left out."""
 
 from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, TokenizerFacts
 
@@ -48,12 +45,3 @@ def full(**changes) -> PairConfig:
         "notes": "## How it was made\n\nBy hand.",
     }
     return PairConfig(**values | changes)
-
-
-def body(card: str) -> str:
-    return ModelCard(card).text
-
-
-def blocks(card: str, language: str) -> list[str]:
-    tokens = MarkdownIt().enable("table").parse(body(card))
-    return [token.content for token in tokens if token.type == "fence" and token.info == language]

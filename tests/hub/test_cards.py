@@ -1,19 +1,25 @@
-"""Model cards: what they say of a config, and that text from elsewhere stays text."""
+"""Model cards: what they say of a config, that text from elsewhere stays text, and that their examples run."""
 
 import dataclasses
 import re
+import shlex
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from card_cases import blocks, body, full, measured
+import torch
+from card_cases import full, measured
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from tiny import near, tiny
+from typer.main import get_command
 
 from hf_specx import DraftTargetPair
+from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.known_pairs import KNOWN_PAIRS
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.hub.folders import without_folders
+from hf_specx.hub.publish import write_repository
+from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 CARDS = Path(__file__).parents[2] / "model_cards"
@@ -28,23 +34,32 @@ SECTIONS = [
     "How it was checked, and limits",
     "Licence",
 ]
-HOSTILE = "x | y ``` `` ` <b>&amp; [a](b) \\| \\\\| *c*\n\n## Heading\n| a |\n---\nlicense: mit\n```\n<i>\nevil()"
+HOSTILE = (
+    "x | y ``` `` ` <b>&amp; [a](b) {{ 1 }} \\| \\\\| *c*\n\n## Heading\n| a |\n---\nlicense: mit\n```\n<i>\nevil()"
+)
+
+
+def parsed(text: str) -> list:
+    return MarkdownIt().enable("table").parse(text)
 
 
 def headings(card: str) -> list[str]:
-    tokens = MarkdownIt().enable("table").parse(body(card))
-    return [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
+    return [after.content for token, after in pairwise(parsed(ModelCard(card).text)) if token.type == "heading_open"]
+
+
+def blocks(card: str, language: str) -> list[str]:
+    found = parsed(ModelCard(card).text)
+    return [token.content for token in found if token.type == "fence" and token.info == language]
 
 
 def section(card: str, name: str) -> str:
-    return body(card).split(f"## {name}\n")[1].split("\n## ")[0]
+    return ModelCard(card).text.split(f"## {name}\n")[1].split("\n## ")[0]
 
 
 def table(text: str) -> list[list[str]]:
     """Cells as they are shown."""
-    tokens = MarkdownIt().enable("table").parse(text)
     rows: list[list[str]] = []
-    for token, after in pairwise(tokens):
+    for token, after in pairwise(parsed(text)):
         if token.type == "tr_open":
             rows.append([])
         elif token.type in ("th_open", "td_open"):
@@ -66,66 +81,25 @@ def every_string(value, text):
     return value
 
 
-@pytest.mark.parametrize("pair", KNOWN_PAIRS, ids=lambda pair: pair.name)
-def test_the_card_of_a_known_pair_is_what_is_rendered(pair):
-    """And it claims nothing but the ids, which a config may have."""
-    card = (CARDS / f"{pair.name}.md").read_text(encoding="utf-8")
-    assert card == render(pair.config(), pair.title) == known_card(pair.name)
-    assert PairConfig.from_text(pair.config().to_text().encode(), "") == pair.config()
-    models = table(section(card, "Base model"))
-    assert models[1:3] == [["model", pair.target, pair.draft], ["revision", "not pinned", "not pinned"]]
-    assert {cell for row in models[3:] for cell in row[1:]} == {"not checked"}
-    assert section(card, "Measured").strip() == "*not measured*."
-    assert "Tokenizers: *not checked*" in card
-    assert ModelCard(card).data.base_model == [pair.target, pair.draft]
-    assert f"specx tune {pair.target} {pair.draft} --prompts prompts.txt" in blocks(card, "bash")[0]
-
-
-def test_the_card_of_the_embedded_pair_is_what_is_rendered():
-    config = DraftTargetPair.embedded().config
-    card = (CARDS / "embedded.md").read_text(encoding="utf-8")
-    assert card == render(config, "embedded") == known_card("embedded")
-    assert ["parameters", "13,902,080", "2,655,488"] in table(section(card, "Base model"))
-    assert ModelCard(card).data.to_dict().get("base_model") is None
-
-
-def test_the_folder_of_cards_holds_one_a_pair(tmp_path: Path):
+def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
+    """A card of a well-known pair claims nothing but the ids."""
     written = {path.name: path.read_text(encoding="utf-8") for path in write_cards(tmp_path / "new")}
     assert written == {path.name: path.read_text(encoding="utf-8") for path in CARDS.iterdir()}
-
-
-def test_an_unknown_pair_is_refused_with_the_name_that_was_meant():
-    with pytest.raises(ValueError, match=r"'qwen3-8b-with-0.6' is no folder.*did you mean 'qwen3-8b-with-0.6b'"):
-        known_card("qwen3-8b-with-0.6")
-
-
-def test_front_matter_and_sections():
-    card = render(full(), "org/pair", published=True)
-    assert ModelCard(card).data.to_dict() == {
-        "library_name": "transformers",
-        "license": "apache-2.0",
-        "pipeline_tag": "text-generation",
-        "tags": ["custom_generate", "speculative-decoding", "draft-model"],
-        "base_model": ["org/draft"],
-    }
-    assert headings(card) == ["org/pair", *SECTIONS, "How it was made"]
-    assert card.endswith("## How it was made\n\nBy hand.\n")
-    assert card == render(full(), "org/pair", published=True)
-
-
-def test_what_has_no_code_beside_it_does_not_say_so():
-    for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
-        assert ModelCard(card).data.tags == ["speculative-decoding", "draft-model"]
-        assert "custom_generate/" not in card
-    assert "The package `hf_specx` loads it." in card
-    assert 'DraftTargetPair.from_pretrained("my-pair")' in card
-    assert "# embedded\n" in render(full(), "embedded", published=True)  # a repository of that name is another pair
+    assert ["parameters", "13,902,080", "2,655,488"] in table(section(written["embedded.md"], "Base model"))
+    card = written["opt-6.7b-with-125m.md"]
+    models = table(section(card, "Base model"))
+    assert models[1:3] == [["model", "facebook/opt-6.7b", "facebook/opt-125m"], ["revision", *["not pinned"] * 2]]
+    assert {cell for row in models[3:] for cell in row[1:]} == {"not checked"}
+    assert section(card, "Measured").strip() == "*not measured*."
+    assert ModelCard(card).data.base_model == ["facebook/opt-6.7b", "facebook/opt-125m"]
 
 
 def test_every_fact_and_figure_is_shown():
-    card = render(full(), "org/pair")
+    card = render(full(), "org/pair", published=True)
     assert "not checked" not in card
     assert "not measured" not in card
+    assert headings(card) == ["org/pair", *SECTIONS, "How it was made"]
+    assert card.endswith("## How it was made\n\nBy hand.\n")
     assert table(section(card, "Base model"))[1:] == [
         ["model", "inside", "org/draft, in small"],
         ["revision", "-", "c0ffee"],
@@ -138,7 +112,23 @@ def test_every_fact_and_figure_is_shown():
     arguments = {row[0]: row[1] for row in table(section(card, "Additional Arguments"))}
     assert {"num_draft_tokens": "3", "verification": "token", "layout": "padded"}.items() <= arguments.items()
     assert "the same 48 tokens with the same ids in both, compared one by one, `eos_token` `</s>`" in card
-    assert section(card, "Licence").startswith("\n`apache-2.0`.")
+
+
+def test_the_front_matter_has_the_speeds_as_the_hub_reads_them():
+    data = ModelCard(render(full(), "org/pair", published=True)).data
+    assert data.tags == ["custom_generate", "speculative-decoding", "draft-model"]
+    assert (data.library_name, data.license, data.pipeline_tag) == ("transformers", "apache-2.0", "text-generation")
+    assert (data.base_model, data.model_name) == (["org/draft"], "org/pair")
+    (result,) = data.eval_results
+    assert (result.metric_type, result.metric_value) == ("speedup", 1.39)
+    assert result.metric_name == "times as fast as plain generate, batch 8, bfloat16, block"
+
+
+def test_what_has_no_code_beside_it_does_not_say_so():
+    for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
+        assert ModelCard(card).data.tags == ["speculative-decoding", "draft-model"]
+        assert "custom_generate/" not in card
+    assert "# embedded\n" in render(full(), "embedded", published=True)  # a repository of that name is another pair
 
 
 def test_measurements_stand_by_where_and_how_they_were_made():
@@ -150,6 +140,28 @@ def test_measurements_stand_by_where_and_how_they_were_made():
     assert all(row[1:] == ["bfloat16", "block", "4", "ragged", *numbers] for row in rows)
     assert text.count("On `a processor`, `torch 2.13.0`, `transformers 5.23.0`:") == 2
     assert re.findall(r"```bash\n(.*)\n```", text) == ["specx tune a b", "specx tune a b --dtype float32"]
+
+
+PATHS = "specx tune '/home/me/a model' ~/drafts/small --file=../my/prompts.txt --out ./pair"
+COMMANDS = [
+    (PATHS, "specx tune 'a model' small --file=prompts.txt --out pair"),
+    ("specx tune org/target org/draft --seed 1", None),
+    ("python scripts/measure_pair.py --url https://host/a/b/c", None),
+    ("one 'quote that does not end", None),
+]
+
+
+@pytest.mark.parametrize(("typed", "shown"), COMMANDS)
+def test_no_folder_of_this_machine_is_published(typed: str, shown: str | None, tmp_path: Path):
+    """Neither in the card nor in the config beside it."""
+    shown = shown or typed
+    assert without_folders(typed) == shown
+    assert blocks(render(full(measurements=[measured(command=typed)]), "org/pair"), "bash")[-1] == f"{shown}\n"
+    pair = DraftTargetPair(tiny(), tiny(seed=1))
+    pair.config.measurements = [measured(command=typed)]
+    write_repository(pair, tmp_path / "pair")
+    assert PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).measurements[0].command == shown
+    assert pair.config.measurements[0].command == typed
 
 
 def test_what_is_missing_is_said_to_be_missing():
@@ -169,21 +181,121 @@ def test_what_is_missing_is_said_to_be_missing():
 
 @pytest.mark.parametrize("published", [True, False])
 @pytest.mark.parametrize("name", ["org/pair", HOSTILE])
-def test_text_from_elsewhere_stays_text(name: str, published: bool):
+@pytest.mark.parametrize("ids", [False, True])
+def test_text_from_elsewhere_stays_text(name: str, published: bool, ids: bool):
     """No heading, table cell, code block, HTML or field of the front matter comes from inside a value."""
-    honest, hostile = full(), every_string(full(), HOSTILE)
+    by_id = {"target": ModelSource("org/t"), "draft": ModelSource("org/d")} if ids else {}
+    honest, hostile = full(**by_id), every_string(full(**by_id), HOSTILE)
     hostile.num_draft_tokens = 3
-    cards = {
-        "honest": render(honest, "org/pair", published=published),
-        "hostile": render(hostile, name, published=published),
-    }
-    parsed = {key: MarkdownIt().enable("table").parse(body(card)) for key, card in cards.items()}
-    assert [token.type for token in parsed["hostile"]] == [token.type for token in parsed["honest"]]
-    children = [child for token in parsed["hostile"] for child in token.children or []]
+    cards = [render(honest, "org/pair", published=published), render(hostile, name, published=published)]
+    tokens = [parsed(ModelCard(card).text) for card in cards]
+    assert [token.type for token in tokens[1]] == [token.type for token in tokens[0]]
+    children = [child for token in tokens[1] for child in token.children or []]
     assert not {child.type for child in children} & {"html_inline", "link_open", "image"}
-    assert headings(cards["hostile"])[1:] == headings(cards["honest"])[1:]
-    shown = table(section(cards["hostile"], "Base model"))[3]  # backslashes before a bar are its escapes
-    assert [cell.replace("\\", "") for cell in shown] == ["type", *[" ".join(HOSTILE.replace("\\", "").split())] * 2]
-    data = [ModelCard(card).data.to_dict() for card in cards.values()]
-    assert data[1] == data[0] | {"license": HOSTILE, "base_model": [HOSTILE]} | {"pipeline_tag": "text-generation"}
-    assert all(compile(code, "", "exec") for code in blocks(cards["hostile"], "python"))
+    assert headings(cards[1])[1:] == headings(cards[0])[1:]
+    data = [ModelCard(card).data.to_dict() for card in cards]
+    assert data[1].keys() == data[0].keys()
+    assert (data[1]["license"], data[1]["tags"]) == (HOSTILE, data[0]["tags"])
+    assert all(compile(code, "", "exec") for code in blocks(cards[1], "python"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "noted", "auto_class", "task"),
+    [
+        ("qwen3", None, "AutoModelForCausalLM", "text-generation"),
+        ("t5", None, "AutoModelForSeq2SeqLM", None),
+        ("whisper", None, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+        ("t5_gemma_module", "AutoModelForSeq2SeqLM", "AutoModelForSeq2SeqLM", None),  # the type of its text decoder
+        ("llama", "AutoModelForImageTextToText", "AutoModelForImageTextToText", "image-text-to-text"),
+        ("t5", "AutoModelForNothing", "AutoModelForSeq2SeqLM", None),
+    ],
+)
+def test_the_class_that_loads_the_target(model_type: str, noted: str | None, auto_class: str, task: str | None):
+    card = render(full(target=ModelSource(model_type=model_type, auto_class=noted)), "org/pair", published=True)
+    assert f'{auto_class}.from_pretrained("org/pair", dtype="auto")' in card
+    assert ModelCard(card).data.pipeline_tag == task
+    assert ("AutoProcessor" in card) == ("Speech" in auto_class or "Image" in auto_class)
+
+
+@pytest.mark.parametrize(
+    ("name", "chats"),
+    [("org/Tiny-Instruct", True), ("org/tiny-2b-it", True), ("org/tiny-instructor", False)],
+)
+def test_models_that_were_taught_to_chat_are_shown_a_conversation(name: str, chats: bool):
+    named = dataclasses.replace(full().draft, name=name)
+    for card in (render(full(target=named), "org/pair"), render(full(), name, published=True)):
+        assert ("apply_chat_template" in card) == chats
+        assert ("Once upon a time" in card) == (not chats)
+
+
+def test_a_pinned_reference_is_loaded_at_its_commit():
+    """Where the target is elsewhere, nothing is bound to it."""
+    target = dataclasses.replace(full().draft, name="org/target")
+    card = render(full(target=target), "org/pair", published=True)
+    place = '"org/target", revision="c0ffee", subfolder="small"'
+    assert f'AutoModelForCausalLM.from_pretrained({place}, dtype="auto")' in card
+    assert f"AutoTokenizer.from_pretrained({place})" in card
+    assert 'from_pretrained("org/pair", dtype' not in card
+
+
+def run_examples(card: str) -> tuple[dict, list[torch.Tensor]]:
+    """Run a card's examples one after the other, each text under the same seed, and collect what they make."""
+    scope, made = {}, []
+    for code in blocks(card, "python"):
+        for statement in re.split(r"(?m)^(?=out = )", code):
+            torch.manual_seed(0)
+            exec(compile(statement, "card", "exec"), scope)
+            if statement.startswith("out = "):
+                made.append(scope["out"])
+    return scope, made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository of a tiny pair."""
+    tokenizer = DraftTargetPair.embedded().tokenizer
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    target = tiny(vocab_size=len(tokenizer), max_position_embeddings=256)
+    pair = DraftTargetPair(target, near(target, 0.05), tokenizer)
+    pair.config.num_draft_tokens, pair.config.verification = 3, "coupled"
+    path = tmp_path_factory.mktemp("cards") / "pair"
+    write_repository(pair, path)
+    return path
+
+
+def test_the_examples_of_a_repository_run_as_they_stand(folder: Path):
+    """By name, bound, loaded once and with the package: four times the tokens of plain sampling."""
+    scope, made = run_examples((folder / "README.md").read_text())
+    assert len(made) == 4
+    torch.manual_seed(0)
+    plain = scope["pair"].target.generate(**scope["inputs"], max_new_tokens=128, do_sample=True)
+    assert all(torch.equal(out, plain) for out in made)
+    assert scope["pair"].report.verification == "coupled"
+
+
+def test_the_examples_of_other_pairs_run_as_they_stand(folder: Path):
+    """Of the embedded pair, of two repositories, and of a model for conversations in a pair without code."""
+    scope, made = run_examples(known_card("embedded"))
+    assert len(made) == 1
+    assert scope["pair"].report.rounds > 0
+    DraftTargetPair.embedded().tokenizer.save_pretrained(folder / "draft")
+    config = PairConfig(ModelSource(str(folder)), ModelSource(str(folder / "draft")))
+    scope, made = run_examples(render(config, "two models"))
+    assert [out.shape for out in made] == [(1, scope["inputs"]["input_ids"].shape[1] + 128)]
+    assert scope["strategy"].report.rounds > 0
+    card = render(PairConfig.from_file(folder / CONFIG_NAME), str(folder), title="tiny-instruct")
+    scope, made = run_examples(card)
+    prompt = scope["tokenizer"]("[Tell a story.]")["input_ids"]
+    assert made[0][0, : len(prompt)].tolist() == prompt
+
+
+@pytest.mark.parametrize("name", ["embedded", "opt-6.7b-with-125m"])
+def test_the_commands_in_a_card_are_those_of_specx(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """They are parsed, by the command line itself, and not run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("Once upon a time")
+    lines = [shlex.split(line) for text in blocks(known_card(name), "bash") for line in text.splitlines()]
+    commands = [words[1:] for words in lines if words[0] == "specx"]
+    for command, *arguments in commands:
+        get_command(app).commands[command].make_context(command, arguments)
+    assert [words[0] for words in commands] == (["publish"] if name == "embedded" else ["tune", "publish"])

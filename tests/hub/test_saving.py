@@ -1,5 +1,6 @@
 """Saving a pair: whole or not at all, inside or by reference, and loaded again as it was."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specx import DraftTargetPair
+from hf_specx.hub.folders import OF_A_PAIR
+from hf_specx.hub.publish import write_repository
 from hf_specx.pair_files.facts import tokenizer_facts
 from hf_specx.pair_files.fetch import fingerprint
 from hf_specx.pair_files.pair_config import (
@@ -44,6 +47,10 @@ def weights_equal(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path):
     pair.save_pretrained(tmp_path / "pair")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
@@ -54,27 +61,25 @@ def test_a_pair_comes_back_as_it_was(pair: DraftTargetPair, tmp_path: Path):
         assert getattr(loaded.config, name) == getattr(pair.config, name)
     assert loaded.config.tokenizers.method == "one"
     assert (loaded.config.draft.subfolder, loaded.config.draft.parameters) == ("draft", pair.draft.num_parameters())
+    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "pair"), pair.target)  # an ordinary model
+    assert not list((tmp_path / "pair").rglob("*.bin"))
     loaded.generate(**prompts(2), max_new_tokens=6, do_sample=True)
     report = loaded.report
     assert (report.num_draft_tokens, report.verification, report.layout) == (3, "token", "padded")
 
 
-def test_the_target_is_an_ordinary_model(pair: DraftTargetPair, tmp_path: Path):
-    """At the root of the folder, where everybody else looks for it."""
-    pair.save_pretrained(tmp_path / "pair")
-    assert weights_equal(AutoModelForCausalLM.from_pretrained(tmp_path / "pair"), pair.target)
-    assert not list((tmp_path / "pair").rglob("*.bin"))
-
-
 def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path: Path):
-    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded."""
-    for role in ("target", "draft"):
-        getattr(pair, role).name_or_path = f"org/{role}"
-        getattr(pair, role).config._commit_hash = "0" * 40
+    """By reference to the Hub at a commit; the models are passed here, since nothing can be downloaded.
+
+    The draft is in a subfolder of a repository, as that of a pair is, which the model itself does not know.
+    """
+    pair.target.name_or_path, pair.target.config._commit_hash = "org/target", "0" * 40
+    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
     target, draft = pair.target, pair.draft
     pair.save_pretrained(tmp_path / "both", target="reference", draft="reference")
     config = PairConfig.from_file(tmp_path / "both" / CONFIG_NAME)
     assert (config.target.name, config.target.revision) == ("org/target", "0" * 40)
+    assert (config.draft.name, config.draft.revision, config.draft.subfolder) == ("org/pair", "1" * 40, "draft")
     assert not list((tmp_path / "both").rglob("*.safetensors"))
     assert DraftTargetPair.from_pretrained(tmp_path / "both", target=target, draft=draft).target is target
     pair.save_pretrained(tmp_path / "one", target="reference")
@@ -85,29 +90,17 @@ def test_a_pair_whose_models_come_from_elsewhere(pair: DraftTargetPair, tmp_path
     assert weights_equal(loaded.draft, draft)
 
 
-def test_a_reference_loaded_from_the_hub_is_kept_with_its_subfolder(pair: DraftTargetPair, tmp_path: Path):
-    """The draft of a repository that is a pair itself lies in a subfolder, which the model does not know."""
-    pair.sources["draft"] = ModelSource("org/pair", "1" * 40, "draft")
-    pair.save_pretrained(tmp_path / "pair", draft="reference")
-    draft = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).draft
-    assert (draft.name, draft.revision, draft.subfolder) == ("org/pair", "1" * 40, "draft")
-
-
 def test_what_goes_wrong_leaves_nothing(pair: DraftTargetPair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Also in place of an earlier pair, which stays as it was."""
     folder = tmp_path / "pair"
     pair.save_pretrained(folder)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = content(folder)
     monkeypatch.setattr(pair.draft, "save_pretrained", lambda *args, **kwargs: 1 / 0)
     for target in (folder, tmp_path / "new"):
         with pytest.raises(ZeroDivisionError):
             pair.save_pretrained(target, overwrite=True)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert content(folder) == before
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_folder_that_cannot_be_put_in_its_place(
@@ -140,7 +133,7 @@ def test_a_link_to_a_folder_stays_one(pair: DraftTargetPair, tmp_path: Path):
         assert not (tmp_path / "folder").is_symlink()
 
 
-def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
+def test_a_pair_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     folder = tmp_path / "pair"
     pair.save_pretrained(folder)
     (folder / "left over.safetensors").touch()
@@ -151,14 +144,28 @@ def test_a_folder_is_replaced_whole(pair: DraftTargetPair, tmp_path: Path):
     assert list(tmp_path.iterdir()) == [folder]
 
 
+@pytest.mark.parametrize("write", [DraftTargetPair.save_pretrained, write_repository])
+def test_nothing_but_a_pair_is_ever_replaced(write: Callable[..., object], pair: DraftTargetPair, tmp_path: Path):
+    """A folder of work, with a pair below it, and a file; an empty folder is as good as none."""
+    work, empty = tmp_path / "work", tmp_path / "empty"
+    pair.save_pretrained(work / "pair")
+    (work / "thesis.txt").write_text("years of it")
+    before = content(work)
+    for place in (work, work / "thesis.txt"):
+        with pytest.raises(ValueError, match="is no pair, as it has no specx_config.json, so nothing in it is replac"):
+            write(pair, place, overwrite=True)
+    assert content(work) == before
+    empty.mkdir()
+    write(pair, empty)
+    with pytest.raises(ValueError, match="is there already; name another folder, or pass overwrite=True"):
+        write(pair, empty)
+    assert OF_A_PAIR == CONFIG_NAME
+
+
 def test_saving_leaves_the_pair_alone(pair: DraftTargetPair, tmp_path: Path):
     before = pair.config.to_text()
     pair.save_pretrained(tmp_path / "pair")
     assert pair.config.to_text() == before
-
-
-def test_fingerprints_are_of_what_was_saved(pair: DraftTargetPair, tmp_path: Path):
-    pair.save_pretrained(tmp_path / "pair")
     config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
     assert config.target.fingerprint == fingerprint(tmp_path / "pair")
     assert config.draft.fingerprint == fingerprint(tmp_path / "pair" / "draft")
@@ -225,10 +232,8 @@ def test_a_tokenizer_that_was_changed(pair: DraftTargetPair, tmp_path: Path):
 
 
 def test_no_tokenizer_any_more(pair: DraftTargetPair, tmp_path: Path):
-    pair.save_pretrained(tmp_path / "pair")
-    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
-    loaded.tokenizer = None
-    loaded.save_pretrained(tmp_path / "without")
+    pair.tokenizer = None
+    pair.save_pretrained(tmp_path / "without")
     again = DraftTargetPair.from_pretrained(tmp_path / "without")
     assert again.tokenizer is None
     assert again.config.tokenizers is None

@@ -143,7 +143,7 @@ def test_the_wheel_carries_the_pair(tmp_path: Path):
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", site, wheel], check=True)
-    assert (site / "hf_specx" / "py.typed").exists()
+    assert all((site / "hf_specx" / name).exists() for name in ("py.typed", "hub/card.md.jinja"))
     code = (
         "import hf_specx, sys; assert hf_specx.__file__.startswith(sys.argv[1]); hf_specx.DraftTargetPair.embedded()"
     )

@@ -1,0 +1,176 @@
+"""Pairs on the Hub: what an upload replaces and leaves alone, and that a process that has just the id runs them.
+
+There is no network: what is uploaded lies where the Hub's client keeps what it has downloaded.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_on_disk import HubOnDisk
+from hub_user import said, users
+from tiny import VOCAB_SIZE, near, tiny
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from hf_specx import DraftTargetPair
+from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+
+
+NAME = "org/pair"
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors")
+
+
+def a_pair(draft: int = 1) -> DraftTargetPair:
+    """One of several pairs, which differ by their draft."""
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w1")), pad_token="w0")
+    config = PairConfig(ModelSource(), ModelSource(subfolder="draft"), num_draft_tokens=3)
+    return DraftTargetPair(tiny(), near(tiny(), 0.1, seed=draft), tokenizer, config)
+
+
+def expected(draft: int) -> list[list[int]]:
+    pair = a_pair(draft)
+    return said(pair.generate, pair.target)
+
+
+@pytest.fixture
+def hub(tmp_path: Path):
+    made = HubOnDisk(tmp_path / "home")
+    with made.published_to():
+        yield made
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory: pytest.TempPathFactory) -> tuple[HubOnDisk, dict[str, Any]]:
+    """A Hub with several pairs, and commits by name."""
+    made, commits = HubOnDisk(tmp_path_factory.mktemp("shelf")), {}
+    with made.published_to():
+        commits["first"] = a_pair(1).push_to_hub(NAME)
+        a_pair(2).push_to_hub(NAME)
+        a_pair(3).push_to_hub(NAME, revision="new/draft")
+        a_pair(1).push_to_hub("owner/pair")
+        pair = a_pair(1)
+        for name, model in {"org/target": pair.target, "org/draft": pair.draft}.items():
+            folder = tmp_path_factory.mktemp("model")
+            model.save_pretrained(folder)
+            pair.tokenizer.save_pretrained(folder)
+            files = {path.name: path.read_bytes() for path in folder.iterdir()}
+            model.name_or_path, model.config._commit_hash = name, made.put(name, files)
+        pair.push_to_hub("org/named", target="reference", draft="reference")
+        made.put("org/draft", {"model.safetensors": b"no weights at all"})
+    return made, commits
+
+
+def test_with_the_package(shelf: tuple[HubOnDisk, dict[str, Any]]):
+    """By two ways; each revision has the draft that it was pushed with, and a reference the commit that it had."""
+    hub, commits = shelf
+    assert len({str(expected(draft)) for draft in (1, 2, 3)}) == 3
+    jobs = {
+        "now": ("by_package", {"name": NAME}, 2),
+        "then": ("by_package", {"name": NAME, "revision": commits["first"]}, 1),
+        "branch": ("by_package", {"name": NAME, "revision": "new/draft"}, 3),
+        "reference": ("by_package", {"name": "org/named"}, 1),
+        "function": ("by_function", {"name": NAME}, 2),
+        "function, then": ("by_function", {"name": NAME, "revision": commits["first"]}, 1),
+    }
+    found = users(hub.home, [(form, given) for form, given, _ in jobs.values()], package=True)
+    for job, said_there in zip(jobs, found, strict=True):
+        assert said_there == expected(jobs[job][2]), job
+
+
+def test_with_nothing_of_ours_installed(shelf: tuple[HubOnDisk, dict[str, Any]]):
+    """Not a line of a repository's code runs before it is trusted."""
+    hub, commits = shelf
+    jobs = {
+        "no package": ("by_package", {"name": NAME}, "ModuleNotFoundError"),
+        "no trust": ("by_string", {"name": NAME, "trust_remote_code": None}, "trust_remote_code=True"),
+        "no code": ("modules_of_repositories", {}, []),
+        "now": ("by_string", {"name": NAME}, 2),
+        "then": ("by_string", {"name": NAME, "revision": commits["first"]}, 1),
+        "of one name": ("by_string", {"name": "owner/pair"}, 1),
+        "now again": ("by_string", {"name": NAME}, 2),
+        "reference": ("by_string", {"name": "org/named", "target": "org/target"}, 1),
+        "override": ("by_override", {"name": NAME}, 2),
+        "override, then": ("by_override", {"name": NAME, "revision": commits["first"]}, 1),
+        "once": ("loaded_once", {"name": NAME}, 2),
+    }
+    found = users(hub.home, [(form, given) for form, given, _ in jobs.values()], package=False)
+    for job, said_there in zip(jobs, found, strict=True):
+        wanted = jobs[job][2]
+        if isinstance(wanted, str):
+            assert wanted in said_there, job
+        else:
+            assert said_there == (expected(wanted) if isinstance(wanted, int) else wanted), job
+
+
+def test_who_uploads_and_who_may_read(hub: HubOnDisk):
+    a_pair().push_to_hub(NAME, token="hf_owner", private=True)
+    assert (hub.tokens, hub.private) == (["hf_owner"], [True])
+
+
+def test_a_push_to_a_branch_leaves_the_main_one(hub: HubOnDisk):
+    a_pair().push_to_hub(NAME)
+    before = hub.files(NAME)
+    a_pair(2).push_to_hub(NAME, revision="new/draft")
+    assert hub.files(NAME) == before
+    assert hub.files(NAME, "new/draft")["draft/model.safetensors"] != before["draft/model.safetensors"]
+
+
+USERS = {"LICENSE": b"ours", "docs/notes.json": b"{}", "images/a.png": b"", "docs/model.safetensors": b""}
+LEFT = {"pytorch_model.bin": b"", "draft/pytorch_model.bin": b"", "model-00001-of-00002.safetensors": b""}
+
+
+@pytest.mark.parametrize("branch", [None, "next"])
+@pytest.mark.parametrize("target", ["reference", "inside"])
+def test_a_push_leaves_nothing_of_an_earlier_pair(hub: HubOnDisk, target: str, branch: str | None):
+    """And what is not of a pair stays."""
+    pair = a_pair()
+    pair.tokenizer.chat_template = {"default": "{{ messages }}", "tools": "{{ tools }}"}
+    pair.push_to_hub(NAME)
+    assert {"chat_template.jinja", "additional_chat_templates/tools.jinja"} <= hub.files(NAME).keys()
+    hub.put(NAME, hub.files(NAME) | USERS | LEFT | {"custom_generate/old.py": b""})
+    pair.tokenizer.chat_template = None
+    if target == "reference":
+        pair.tokenizer, pair.sources["target"] = None, ModelSource("org/target", "0" * 40)
+    pair.push_to_hub(NAME, target=target, revision=branch)
+    kept = {".gitattributes", "README.md", "specx_config.json", *(f"draft/{name}" for name in MODEL_FILES)}
+    if target == "inside":
+        kept |= {*MODEL_FILES, "tokenizer.json", "tokenizer_config.json"}
+    files = hub.files(NAME, branch or "main")
+    assert {path for path in files if not path.startswith("custom_generate/")} == kept | USERS.keys()
+    assert "custom_generate/old.py" not in files
+    assert {path: files[path] for path in USERS} == USERS
+
+
+@pytest.mark.parametrize("branch", [None, "main", "next", "theirs"])
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "train.py", "custom_generate/generate.py"])
+def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str, branch: str | None):
+    """Whichever branch is named, one that is there or one that is to be made."""
+    files = {file: b"mine", "README.md": b"mine"}
+    for name in ("main", "theirs"):
+        hub.put(NAME, files, name)
+    with pytest.raises(ValueError, match=f"org/pair is no pair, and has .'{file}'., which a pair would replace"):
+        a_pair().push_to_hub(NAME, revision=branch)
+    assert hub.files(NAME) == hub.files(NAME, "theirs") == files
+    assert not (hub.place(NAME) / "refs" / "next").exists()
+
+
+def test_a_repository_that_has_nothing_to_replace_is_taken(hub: HubOnDisk):
+    hub.put(NAME, {"README.md": b"mine"})
+    a_pair().push_to_hub(NAME)
+    assert "specx_config.json" in hub.files(NAME)
+
+
+def test_no_network_is_said(hub: HubOnDisk, monkeypatch: pytest.MonkeyPatch):
+    """By the error of the Hub's client, which is told by its name."""
+
+    class TransportError(Exception):
+        pass
+
+    def fail(*given: object, **options: object) -> None:
+        raise TransportError("no route")
+
+    monkeypatch.setattr(hub, "create_repo", fail)
+    with pytest.raises(ConnectionError, match="'org/pair' was not published: the Hub cannot be reached"):
+        a_pair().push_to_hub(NAME)
