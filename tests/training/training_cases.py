@@ -10,10 +10,10 @@ from hf_specx.training.distill import distill
 from hf_specx.training.result import Distilled
 
 
-QUICK = {"loss": "lk", "max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
+QUICK = {"loss": "jsd", "max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
 
 
-def silent(progress: object) -> None:
+def silent(*progress: object) -> None:
     """Shows nothing."""
 
 
