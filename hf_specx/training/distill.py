@@ -29,7 +29,6 @@ from .draft import ModelDraft, draft_to_train
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
 from .held_out import alpha, estimate, measure_alpha
 from .prompts import HELD_OUT_SHARE, GivenPrompts, Split, encode_prompts, split_prompts
-from .reading import Text
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .texts import Writer, fingerprint_of
@@ -157,17 +156,19 @@ def _train(
 ) -> _Made:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     recipe, first = learner.recipe, learner.first
-
-    def judged(draft: PreTrainedModel, texts: Sequence[Text]) -> torch.Tensor:
-        return measure_alpha(target, draft, texts, recipe, recipe.batch_size, learner.logits)
-
     writer = Writer(target, learner.trained, recipe, folder / TEXTS)
-    prompts = {"validation": split.validation, "test": split.test}
     texts = {
-        name: writer.write(name, each, lambda *done: tell("writing held-out texts", *done))
-        for name, each in prompts.items()
+        name: writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
+        for name in ("validation", "test")
     }
-    before, start = judged(first, texts["test"]), alpha(judged(first, texts["validation"]))
+
+    def judged(draft: Any, name: str) -> torch.Tensor:
+        return measure_alpha(target, draft, texts[name], recipe, recipe.batch_size, learner.logits)
+
+    def judge(draft: Any) -> float:
+        return alpha(judged(draft, "validation"))
+
+    before, start = judged(first, "test"), judge(first)
     checkpoint, phases = last_checkpoint(folder), recipe.phases
     if checkpoint is None:
         tell(f"before training, α {start:.3f}", 0, 0)
@@ -178,16 +179,14 @@ def _train(
         if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
             phases = len(known)
     args = training_arguments(recipe, folder, learner.rate, phases, execution_device(first))
-    trainer = DistillationTrainer(
-        target, learner, args, writer, split.training, texts["validation"], start, tell, callbacks
-    )
+    trainer = DistillationTrainer(learner, args, writer, split.training, judge, start, tell, callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
     if steps is None:
         return _Made(first, before, before, alphas, 0)
-    made = trainer.finished()
-    return _Made(made, before, judged(made, texts["test"]), alphas, steps)
+    made = learner.finished(trainer.model)
+    return _Made(made, before, judged(made, "test"), alphas, steps)
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import (
     EarlyStoppingCallback,
-    PreTrainedModel,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -23,8 +22,7 @@ from hf_specx.common.errors import brief
 
 from .draft import ModelDraft
 from .folder import CHECKPOINTS, COMPLETE, write_whole
-from .held_out import alpha, measure_alpha
-from .reading import Text, collate
+from .reading import collate
 from .recipe import TrainingRecipe
 from .remembered import ROOM, Remembered
 from .texts import Phases, Writer
@@ -67,9 +65,7 @@ def training_arguments(
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     Args:
-        recipe: how the draft is trained.
-        folder: of the training.
-        learning_rate: the largest.
+        recipe, folder, learning_rate: of the training.
         phases: as many as the recipe has; of a training that has stopped those that it had, so that none is added.
         device: where the draft is: on a CPU it is trained there, also where there is an accelerator.
 
@@ -125,41 +121,38 @@ class DistillationTrainer(Trainer):
     The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer.
 
     Args:
-        target: in evaluation mode.
-        draft: in the training.
+        draft: what is trained.
         args: of `training_arguments`.
-        writer: of texts, by this draft.
-        prompts: as token ids, to write after.
-        validation: texts after held-out prompts, by which training stops.
-        start: α on these before training.
+        writer: of the texts.
+        prompts: to write after, as token ids.
+        judge: returns α of a model on the held-out prompts by which training stops.
+        start: α before training.
         tell: is told how far the training is.
         callbacks: further ones.
     """
 
     def __init__(
         self,
-        target: PreTrainedModel,
         draft: ModelDraft,
         args: TrainingArguments,
         writer: Writer,
         prompts: Sequence[list[int]],
-        validation: Sequence[Text],
+        judge: Callable[[Any], float],
         start: float,
         tell: Tell,
         callbacks: Sequence[TrainerCallback],
     ):
-        self.recipe = recipe = writer.recipe
-        pays = args.world_size < recipe.passes  # else each process would read more texts, not fewer
-        self.remembered = Remembered(target, recipe.batch_size, ROOM * pays)
+        self.draft, self.judge, self.start, self.tell = draft, judge, start, tell
+        pays = args.world_size < writer.recipe.passes  # else each process would read more texts, not fewer
+        self.remembered = Remembered(writer.target, args.per_device_train_batch_size, ROOM * pays)
         self.phases = Phases(writer, prompts, self.remembered.add)
-        self.target, self.draft, self.validation, self.start, self.tell = target, draft, validation, start, tell
         super().__init__(
             draft.trained,
             args,
             data_collator=self.collate,
             train_dataset=self.phases,
             eval_dataset=self.phases,  # of which nothing is read
-            callbacks=[_EachPhase(self), EarlyStoppingCallback(recipe.patience), *callbacks],
+            callbacks=[_EachPhase(self), EarlyStoppingCallback(writer.recipe.patience), *callbacks],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
@@ -186,27 +179,15 @@ class DistillationTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """α on the held-out prompts by which training stops, 0 if the weights have become infinite.
-
-        Every process takes all of them.
-        """
-        plain = self.accelerator.unwrap_model(self.model).eval()
-        sums = measure_alpha(
-            self.target, plain, self.validation, self.recipe, self.recipe.batch_size, self.draft.logits
-        )
-        found = alpha(sums)
+        """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
+        found = self.judge(self.model.eval())
         metrics = {ALPHA: 0.0 if math.isnan(found) else found}
-        losses = [entry["loss"] for entry in self.state.log_history if "loss" in entry]
-        loss = f", loss {losses[-1]:.3f}" if losses else ""
-        phase = f"phase {round(self.state.epoch or 0)} of {self.recipe.phases}"
+        losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
+        phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"
         self.log(metrics)
-        self.tell(f"{phase}, α {metrics[ALPHA]:.3f}{loss}", 0, 0)
+        self.tell(f"{phase}, α {metrics[ALPHA]:.3f}{''.join(losses[-1:])}", 0, 0)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-    def finished(self) -> PreTrainedModel:
-        """The draft as it is now, without what the Trainer has put around it and its forward."""
-        return self.draft.finished(self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False))
 
 
 class _EachPhase(TrainerCallback):
