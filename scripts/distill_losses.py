@@ -16,7 +16,7 @@ from distill_topics import train
 from rich.console import Console
 
 from hf_specx import DraftTargetPair
-from hf_specx.training.checkpoints import TEXTS
+from hf_specx.training.folder import TEXTS
 from hf_specx.training.held_out import estimate, measure_alpha
 from hf_specx.training.losses import LOSSES
 from hf_specx.training.recipe import TrainingRecipe
@@ -27,7 +27,7 @@ console = Console()
 
 
 def main(
-    folder: Annotated[Path, typer.Option(help="texts, which all losses share, and checkpoints")],
+    folder: Annotated[Path, typer.Option(help="texts and checkpoints")],
     draft: Annotated[str, typer.Option(help="embedded, or layers:N")] = "layers:2",
     loss: Annotated[list[str] | None, typer.Option(help="some of them; all if not given")] = None,
     phases: int = 4,
@@ -35,13 +35,9 @@ def main(
     passes: int = 4,
 ) -> None:
     pair, default = DraftTargetPair.embedded(), TrainingRecipe().loss
-    (folder / TEXTS).mkdir(parents=True, exist_ok=True)
     sums: dict[str, torch.Tensor] = {}
     for name in loss or LOSSES:
         own = folder / f"{draft.replace(':', '-')}-{name}"
-        own.mkdir(exist_ok=True)
-        if not (own / TEXTS).exists():
-            (own / TEXTS).symlink_to((folder / TEXTS).resolve())
         how = {"phases": phases, "texts_per_phase": texts_per_phase, "passes": passes, "patience": phases}
         result = train(pair, draft, own, loss=name, **how)
         console.print(f"{name}: {result}")

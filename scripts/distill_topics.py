@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender
 from hf_specx.measure.timer import Timer, speedups
-from hf_specx.training.checkpoints import TEXTS
 from hf_specx.training.distill import distill
+from hf_specx.training.folder import TEXTS
 from hf_specx.training.held_out import estimate, measure_alpha
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.result import Distilled

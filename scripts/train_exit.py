@@ -25,7 +25,7 @@ from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding
 from hf_specx.measure.contenders import Contender, stock_settings
 from hf_specx.measure.inputs import BenchPair, Inputs, load_bench_pair
 from hf_specx.measure.timer import Timer, speedups
-from hf_specx.training.losses import forward_kl, total_variation
+from hf_specx.training.losses import total_variation
 
 
 WINDOW, ROWS, PEAK, WARM_UP = 128, 4, 2e-3, 20  # tokens of a window, windows of a step, learning rate, steps to it
@@ -44,7 +44,8 @@ def linear_head(target: PreTrainedModel) -> nn.Linear:
 def divergence(target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
     """Total variation (one minus the acceptance) plus a tenth of the forward KL, whose gradient does not vanish."""
     p, log_q = target_logits.float().softmax(-1), draft_logits.float().log_softmax(-1)
-    return (total_variation(p, log_q) + 0.1 * forward_kl(p, log_q)).mean()
+    forward_kl = nn.functional.kl_div(log_q, p, reduction="none").sum(-1)
+    return (total_variation(p, log_q) + 0.1 * forward_kl).mean()
 
 
 def train(target: PreTrainedModel, exit_layer: int, tokens: torch.Tensor, steps: int) -> nn.Linear:

@@ -23,7 +23,6 @@ from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
-from hf_specx.validation.models import check_target
 
 from .draft import ModelDraft, draft_to_train
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
@@ -65,8 +64,7 @@ def distill(
         draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
-        progress: called with what is being done, how much of it is done, and of how much; with 0 and 0 for a line that
-            says what is done. None shows it on stderr.
+        progress: called with what is being done, how much is, and of how much (0 for news); None shows it on stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
         **options: any attribute of `hf_specx.training.recipe.TrainingRecipe`, such as `loss`, `temperature`, `phases`.
 
@@ -80,60 +78,66 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    _check_launch()
     given = {"training": plain_arguments(options["training"])} if "training" in options else {}
     recipe, target = TrainingRecipe.of(options | given), unwrapped(target)
-    check_target(target, 0)
-    told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
-    require(not target.config.is_encoder_decoder, told)
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, tokenizer, draft_tokenizer)
-        split = _split(prompts, held_out, tokenizer, [target, learner.first], recipe.max_new_tokens)
-        training_arguments(recipe, Path(), learner.rate, 1, execution_device(learner.first))  # or it is refused
-        told = "several processes need folder=, one that all of them can read."
-        require(folder is not None or processes().num_processes == 1, told)
-        where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        if processes().is_main_process:
-            prepare_folder(where, _settings(target, learner, split))
-        processes().wait_for_everyone()
+        split = _split(prompts, held_out, tokenizer, (target, learner.first), recipe.max_new_tokens)
+        where = stack.enter_context(_working(target, learner, split, folder))
         tell = progress or stack.enter_context(closing(Bar()))
-        tell = tell if processes().is_main_process else lambda *_: None
-        stack.enter_context(enough_room(where, recipe.batch_size))
         made = _train(target, learner, split, where, tell, callbacks)
+    return _result(made, target, learner, split, tokenizer, command)
+
+
+def _result(
+    made: "_Made",
+    target: PreTrainedModel,
+    learner: ModelDraft,
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase | None,
+    command: str,
+) -> Distilled:
+    """The pair, and α before and after; its card says how the draft came about."""
     config = PairConfig(model_facts(target), replace(model_facts(made.draft), name=None, subfolder="draft"))
     pair = DraftTargetPair(target, made.draft, tokenizer, config)
     figures = estimate(made.before), estimate(made.after), estimate(made.after, made.before)
-    result = Distilled(pair, *figures, made.alphas, made.steps, recipe, split)
+    result = Distilled(pair, *figures, made.alphas, made.steps, learner.recipe, split)
     config.notes = card_notes(result, learner.in_words, command)
     return result
-
-
-def _check_launch() -> None:
-    """Refuse sharding before transformers sees it: without DeepSpeed its arguments leave half a setting behind."""
-    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
-    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
-    require(not sharded, told + "device, so launch without that.")
 
 
 def _split(
     prompts: GivenPrompts,
     held_out: float | GivenPrompts,
     tokenizer: PreTrainedTokenizerBase | None,
-    models: list[PreTrainedModel],
-    new: int,
+    models: Sequence[PreTrainedModel],
+    max_new_tokens: int,
 ) -> Split:
     """The prompts as token ids, and which of them are held out."""
     apart: Any = held_out
     if not isinstance(held_out, float | int):
-        apart = encode_prompts(held_out, tokenizer, models, new, "held_out")
-    return split_prompts(encode_prompts(prompts, tokenizer, models, new), apart)
+        apart = encode_prompts(held_out, tokenizer, models, max_new_tokens, "held_out")
+    return split_prompts(encode_prompts(prompts, tokenizer, models, max_new_tokens), apart)
 
 
-def _settings(target: PreTrainedModel, learner: ModelDraft, split: Split) -> dict[str, Any]:
-    """What a training is made of: with the same it goes on, from where it was."""
-    hashed = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-    models = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first)}
-    return learner.recipe.to_dict() | models | {"prompts": hashed}
+@contextmanager
+def _working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
+    """The folder of a training that can begin, or go on with what it finds there."""
+    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
+    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
+    require(not sharded, told + "device, so launch without that.")  # before transformers sees it, which keeps some
+    training_arguments(learner.recipe, Path(), learner.rate, 1, execution_device(learner.first))  # or it is refused
+    told = "several processes need folder=, one that all of them can read."
+    require(folder is not None or processes().num_processes == 1, told)
+    with ExitStack() as stack:
+        where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(enough_room(where, learner.recipe.batch_size))
+        if processes().is_main_process:
+            prompts = hashlib.sha256(json.dumps(split).encode()).hexdigest()
+            parts = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first), "prompts": prompts}
+            prepare_folder(where, learner.recipe.to_dict() | parts)
+        processes().wait_for_everyone()
+        yield where
 
 
 class _Made(NamedTuple):
@@ -151,10 +155,11 @@ def _train(
     learner: ModelDraft,
     split: Split,
     folder: Path,
-    tell: Tell,
+    progress: Tell,
     callbacks: Sequence[TrainerCallback],
 ) -> _Made:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
+    tell: Tell = progress if processes().is_main_process else lambda *_: None
     recipe, first = learner.recipe, learner.first
     writer = Writer(target, learner.trained, recipe, folder / TEXTS)
     texts = {

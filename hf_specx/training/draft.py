@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.validation.models import check_pair
+from hf_specx.validation.models import check_pair, check_target
 
 from .losses import losses_of
 from .reading import logits_where_written
@@ -79,8 +79,11 @@ def draft_to_train(
     """What is trained, by what the user has named.
 
     Raises:
-        ValueError: that is no model, cannot be used for this target, or has other tokens.
+        ValueError: that is no model, cannot be used for this target, or has other tokens; or the target is no decoder.
     """
+    check_target(target, 0)
+    told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
+    require(not target.config.is_encoder_decoder, told)
     layers = first_layers_wanted(draft)
     if layers is not None:
         return ModelDraft(draft_of_first_layers(target, layers), recipe, layers)

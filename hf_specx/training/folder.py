@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_specx.common.errors import brief, require
 
 
-SETTINGS, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
+SETTINGS_FILE, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
 COMPLETE = "complete"  # an empty file in a checkpoint that was written to its end
 PART = ".part"  # of a file that is being written
 DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
@@ -30,15 +30,15 @@ def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
     Raises:
         ValueError: the folder has a checkpoint of another training, or files but no training. Nothing is changed then.
     """
-    path, now = folder / SETTINGS, json.loads(json.dumps(settings, default=str))
+    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
     names = {file.name for file in folder.iterdir() if file.suffix != PART} if folder.exists() else set()
     told = f"{folder} has no training to go on with, but other files ({brief(sorted(names))}); name another folder."
-    require(SETTINGS in names or not names, told)
-    if SETTINGS in names and last_checkpoint(folder) is not None:
+    require(SETTINGS_FILE in names or not names, told)
+    if SETTINGS_FILE in names and last_checkpoint(folder) is not None:
         then = json.loads(path.read_text())
         changed = ", ".join(name for name in now if then.get(name) != now[name])
-        told = f"{folder} has a training with another {changed} (see its {SETTINGS}); give the same to go on with it, "
-        require(not changed, told + "name another folder, or delete it.")
+        told = f"{folder} has a training with another {changed} (see its {SETTINGS_FILE}); give the same to go on "
+        require(not changed, told + "with it, name another folder, or delete it.")
     write_whole(path, json.dumps(now, indent=1))
     (folder / CHECKPOINTS).mkdir(exist_ok=True)
 

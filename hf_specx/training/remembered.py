@@ -11,7 +11,7 @@ from hf_specx.common.devices import last_device
 from .reading import Text, collate, last_logits, logits_where_written
 
 
-ROOM = 4 << 30  # bytes of host memory
+REMEMBERED_BYTES = 4 << 30  # bytes of host memory
 
 
 class Remembered:
@@ -30,7 +30,7 @@ class Remembered:
         states: of each text so far [N, H], None where it is read each time.
     """
 
-    def __init__(self, target: PreTrainedModel, rows: int, room: int = ROOM):
+    def __init__(self, target: PreTrainedModel, rows: int, room: int = REMEMBERED_BYTES):
         self.target, self.rows = target, rows
         self.head: Any = target.get_output_embeddings()
         self.room = 0 if self.head is None else room

@@ -22,7 +22,7 @@ from .recipe import TrainingRecipe
 from .trainer import Tell
 
 
-RUNS = 3  # of plain and of speculative generation at each batch size
+PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 @dataclass
@@ -72,11 +72,11 @@ class Distilled:
         """
         check_runs(batches)
         options = self.recipe.generate_options
-        study = Study(batches=batches, options=options, repeats=RUNS, seed=self.recipe.seed, command=command)
+        study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
         own, trained = self.pair.models
         target, draft = Loaded(own, self.pair.tokenizer, model_facts(own)), LoadedDraft(trained)
-        inputs = {rows: [self._inputs(rows, run) for run in range(RUNS)] for rows in batches}
-        done, total = itertools.count(1), study.learning + 2 * (RUNS + 1) * len(batches)
+        inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
+        done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
 
         def advance() -> None:
             progress("the new pair, in turns with plain generate", next(done), total)

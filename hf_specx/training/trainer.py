@@ -24,24 +24,24 @@ from .draft import ModelDraft
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .reading import collate
 from .recipe import TrainingRecipe
-from .remembered import ROOM, Remembered
+from .remembered import REMEMBERED_BYTES, Remembered
 from .texts import Phases, Writer
 
 
 ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
-Tell = Callable[[str, int, int], object]  # what is being done, how much of it is, and of how much; 0 for what is done
+Tell = Callable[[str, int, int], object]  # what is being done, how much is, and of how much; 0 for news, such as α
 
 
 class Bar:
-    """Shows on stderr how far a training is: a bar for what is being done, a line for what is done."""
+    """Shows on stderr how far a training is: a bar for what is being done, a line for each of the news."""
 
     def __init__(self) -> None:
         self.bar: Any = None
         self.doing = ""
 
     def __call__(self, doing: str, done: int, total: int) -> None:
-        """Show that so much of it is done."""
+        """Show what is being done, or news where `total` is 0."""
         if self.bar is None or self.doing != doing:
             self.close()
         if not total:
@@ -144,7 +144,7 @@ class DistillationTrainer(Trainer):
     ):
         self.draft, self.judge, self.start, self.tell = draft, judge, start, tell
         pays = args.world_size < writer.recipe.passes  # else each process would read more texts, not fewer
-        self.remembered = Remembered(writer.target, args.per_device_train_batch_size, ROOM * pays)
+        self.remembered = Remembered(writer.target, args.per_device_train_batch_size, REMEMBERED_BYTES * pays)
         self.phases = Phases(writer, prompts, self.remembered.add)
         super().__init__(
             draft.trained,
@@ -180,7 +180,8 @@ class DistillationTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
-        found = self.judge(self.model.eval())
+        self.draft.trained.eval()
+        found = self.judge(self.draft.trained)
         metrics = {ALPHA: 0.0 if math.isnan(found) else found}
         losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
         phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"

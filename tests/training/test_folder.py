@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from tiny import near, tiny
 from training_cases import Stop, same, some_prompts, trained, weights
 
-from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS
+from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -125,7 +125,7 @@ def test_another_training_does_not_go_on_in_the_same_folder(tmp_path):
 
 def test_settings_may_change_before_the_first_checkpoint(tmp_path):
     """As after an error that said what to lower: the texts are there already."""
-    (tmp_path / SETTINGS).with_suffix(".part").write_text("{")  # of a process that was killed at once
+    (tmp_path / SETTINGS_FILE).with_suffix(".part").write_text("{")  # of a process that was killed at once
     with pytest.raises(KeyboardInterrupt):
         trained(folder=tmp_path, callbacks=[Stop(2)])
     doing = []
