@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -27,11 +27,11 @@ from hf_specx.pairs.shares import processes
 from .draft import ModelDraft, draft_to_train
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
 from .held_out import alpha, estimate, measure_alpha
-from .prompts import HELD_OUT_SHARE, GivenPrompts, Split, encode_prompts, split_prompts
+from .prompts import HELD_OUT_SHARE, GivenPrompts, Split, split_prompts
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .texts import Writer, fingerprint_of
-from .trainer import Bar, DistillationTrainer, Tell, alphas_of, plain_arguments, training_arguments
+from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
@@ -78,46 +78,14 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    given = {"training": plain_arguments(options["training"])} if "training" in options else {}
-    recipe, target = TrainingRecipe.of(options | given), unwrapped(target)
+    recipe, target = TrainingRecipe.of(with_plain_arguments(options)), unwrapped(target)
     with random_state_kept(), ExitStack() as stack:
-        learner = draft_to_train(target, draft, recipe, tokenizer, draft_tokenizer)
-        split = _split(prompts, held_out, tokenizer, (target, learner.first), recipe.max_new_tokens)
+        learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
+        split = split_prompts(prompts, held_out, tokenizer, (target, learner.first), recipe.max_new_tokens)
         where = stack.enter_context(_working(target, learner, split, folder))
-        tell = progress or stack.enter_context(closing(Bar()))
-        made = _train(target, learner, split, where, tell, callbacks)
-    return _result(made, target, learner, split, tokenizer, command)
-
-
-def _result(
-    made: "_Made",
-    target: PreTrainedModel,
-    learner: ModelDraft,
-    split: Split,
-    tokenizer: PreTrainedTokenizerBase | None,
-    command: str,
-) -> Distilled:
-    """The pair, and α before and after; its card says how the draft came about."""
-    config = PairConfig(model_facts(target), replace(model_facts(made.draft), name=None, subfolder="draft"))
-    pair = DraftTargetPair(target, made.draft, tokenizer, config)
-    figures = estimate(made.before), estimate(made.after), estimate(made.after, made.before)
-    result = Distilled(pair, *figures, made.alphas, made.steps, learner.recipe, split)
-    config.notes = card_notes(result, learner.in_words, command)
+        result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
+    result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
-
-
-def _split(
-    prompts: GivenPrompts,
-    held_out: float | GivenPrompts,
-    tokenizer: PreTrainedTokenizerBase | None,
-    models: Sequence[PreTrainedModel],
-    max_new_tokens: int,
-) -> Split:
-    """The prompts as token ids, and which of them are held out."""
-    apart: Any = held_out
-    if not isinstance(held_out, float | int):
-        apart = encode_prompts(held_out, tokenizer, models, max_new_tokens, "held_out")
-    return split_prompts(encode_prompts(prompts, tokenizer, models, max_new_tokens), apart)
 
 
 @contextmanager
@@ -140,16 +108,6 @@ def _working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder:
         yield where
 
 
-class _Made(NamedTuple):
-    """A trained draft, α of each text before and after, and how it came about; see `Distilled`."""
-
-    draft: PreTrainedModel
-    before: torch.Tensor
-    after: torch.Tensor
-    alphas: list[float]
-    steps: int
-
-
 def _train(
     target: PreTrainedModel,
     learner: ModelDraft,
@@ -157,11 +115,11 @@ def _train(
     folder: Path,
     progress: Tell,
     callbacks: Sequence[TrainerCallback],
-) -> _Made:
+) -> Distilled:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     tell: Tell = progress if processes().is_main_process else lambda *_: None
     recipe, first = learner.recipe, learner.first
-    writer = Writer(target, learner.trained, recipe, folder / TEXTS)
+    writer = Writer(target, learner.trained, recipe, folder / TEXTS, learner.tokenizers)
     texts = {
         name: writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
         for name in ("validation", "test")
@@ -188,10 +146,14 @@ def _train(
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
-    if steps is None:
-        return _Made(first, before, before, alphas, 0)
-    made = learner.finished(trainer.model)
-    return _Made(made, before, judged(made, "test"), alphas, steps)
+    made, after = first, before
+    if steps is not None:
+        made = learner.finished(trainer.model)
+        after = judged(made, "test")
+    config = PairConfig(model_facts(target), replace(model_facts(made), name=None, subfolder="draft"))
+    pair = DraftTargetPair(target, made, learner.tokenizers[0], config, learner.tokenizers[1])
+    figures = estimate(before), estimate(after), estimate(after, before)
+    return Distilled(pair, *figures, alphas, steps or 0, recipe, split)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import copy
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
@@ -14,6 +14,7 @@ from hf_specx.validation.models import check_pair, check_target
 from .losses import losses_of
 from .reading import logits_where_written
 from .recipe import LAYERS_PREFIX, TrainingRecipe, first_layers_wanted
+from .texts import Tokenizers
 
 
 PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
@@ -28,6 +29,7 @@ class ModelDraft:
     Args:
         first: as it was before; it stays so.
         recipe: how it is trained.
+        tokenizers: of the target and of the draft, None where they are not known.
         layers: as how many of the target's first layers it starts; None for a model that was given.
 
     Attributes:
@@ -36,8 +38,14 @@ class ModelDraft:
         rate: the largest learning rate.
     """
 
-    def __init__(self, first: PreTrainedModel, recipe: TrainingRecipe, layers: int | None = None):
-        self.first, self.recipe = first, recipe
+    def __init__(
+        self,
+        first: PreTrainedModel,
+        recipe: TrainingRecipe,
+        tokenizers: Tokenizers = (None, None),
+        layers: int | None = None,
+    ):
+        self.first, self.recipe, self.tokenizers = first, recipe, tokenizers
         named = f"`{first.name_or_path}`" if first.name_or_path else "a draft that was made here"
         self.in_words = named if layers is None else f"the first {layers} layers of the target, with its head"
         width = getattr(first.config.get_text_config(decoder=True), "hidden_size", 1024)
@@ -69,13 +77,7 @@ class ModelDraft:
         return made.eval()
 
 
-def draft_to_train(
-    target: PreTrainedModel,
-    draft: Any,
-    recipe: TrainingRecipe,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-) -> ModelDraft:
+def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> ModelDraft:
     """What is trained, by what the user has named.
 
     Raises:
@@ -86,11 +88,11 @@ def draft_to_train(
     require(not target.config.is_encoder_decoder, told)
     layers = first_layers_wanted(draft)
     if layers is not None:
-        return ModelDraft(draft_of_first_layers(target, layers), recipe, layers)
+        return ModelDraft(draft_of_first_layers(target, layers), recipe, (tokenizers[0], tokenizers[0]), layers)
     told = f"draft={brief(draft)} is no model; load one (adapters of peft merged into it), or give 'layers:N'."
     require(isinstance(unwrapped(draft), PreTrainedModel), told)
-    check_pair(target, unwrapped(draft), tokenizer, draft_tokenizer)
-    return ModelDraft(unwrapped(draft), recipe)
+    check_pair(target, unwrapped(draft), *tokenizers)
+    return ModelDraft(unwrapped(draft), recipe, tokenizers)
 
 
 @torch.no_grad()

@@ -71,29 +71,36 @@ def _check_prompt(ids: list[int], model: PreTrainedModel, max_new_tokens: int, w
     require(max(ids) < vocabulary(model), f"{told}it is of another tokenizer.")
 
 
-def split_prompts(prompts: list[list[int]], held_out: float | list[list[int]]) -> Split:
-    """Hold some prompts out; none of them is among those that are trained on.
+def split_prompts(
+    prompts: GivenPrompts,
+    held_out: float | GivenPrompts,
+    tokenizer: PreTrainedTokenizerBase | None,
+    models: Sequence[PreTrainedModel],
+    max_new_tokens: int,
+) -> Split:
+    """Read the prompts and hold some out; none of these is among those that are trained on.
 
     Args:
-        prompts: all of them.
+        prompts, tokenizer, models, max_new_tokens: as in `encode_prompts`.
         held_out: a share of the prompts, of which `MOST_HELD_OUT` at most are taken, evenly spaced; or other prompts.
 
     Raises:
-        ValueError: too few are left on either side.
+        ValueError: a prompt cannot be used, or too few are left on either side.
     """
-    if isinstance(held_out, list):
-        apart = held_out
-    else:
+    every = encode_prompts(prompts, tokenizer, models, max_new_tokens)
+    if isinstance(held_out, float | int):
         told = f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or some prompts."
         require(0 < held_out < 1, told)
-        count = min(round(held_out * len(prompts)), MOST_HELD_OUT)
-        apart = [prompts[number * len(prompts) // count] for number in range(count)]
-    unseen = {tuple(ids) for ids in apart}
-    training = [ids for ids in prompts if tuple(ids) not in unseen]
+        count = min(round(held_out * len(every)), MOST_HELD_OUT)
+        apart = [every[number * len(every) // count] for number in range(count)]
+    else:
+        apart = encode_prompts(held_out, tokenizer, models, max_new_tokens, "held_out")
+    unseen = list(dict.fromkeys(map(tuple, apart)))
+    held = set(unseen)
+    training = [ids for ids in every if tuple(ids) not in held]
     told = (
         f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
         "train on; give more, so that at least 4 are held out, half of them to stop by and half to report on."
     )
     require(len(unseen) >= 4 and bool(training), told)
-    once = [list(ids) for ids in dict.fromkeys(map(tuple, apart))]
-    return Split(training, once[::2], once[1::2])
+    return Split(training, list(map(list, unseen[::2])), list(map(list, unseen[1::2])))

@@ -74,7 +74,10 @@ class Distilled:
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
         own, trained = self.pair.models
-        target, draft = Loaded(own, self.pair.tokenizer, model_facts(own)), LoadedDraft(trained)
+        target, draft = (
+            Loaded(own, self.pair.tokenizer, model_facts(own)),
+            LoadedDraft(trained, self.pair.draft_tokenizer, model_facts(trained)),
+        )
         inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
         done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.engine.requests import Request
 from hf_specx.pairs.shares import gathered, processes
@@ -19,6 +19,7 @@ from .recipe import TrainingRecipe
 
 
 ROWS = 16  # texts that are written at once
+Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
 SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
 
 
@@ -34,12 +35,21 @@ class Writer:
         recipe: how text is sampled.
         folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
             same target, prompts, sampling and seed.
+        tokenizers: of both, needed where one has more pads behind the same tokens.
     """
 
-    def __init__(self, target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, folder: Path):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: Any,
+        recipe: TrainingRecipe,
+        folder: Path,
+        tokenizers: Tokenizers = (None, None),
+    ):
         self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
         self.of_target = fingerprint_of(target)
-        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None)
+        how: dict[str, Any] = {"tokenizer": tokenizers[0], "draft_tokenizer": tokenizers[1]}
+        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None, **how)
 
     def write(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None

@@ -107,12 +107,13 @@ def training_arguments(
     return args
 
 
-def plain_arguments(training: Any) -> Any:
-    """`TrainingArguments` as a dict of those that are not as by default, their folder aside; others as they are."""
+def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `distill` with a `TrainingArguments` as a dict of what is not as by default, but for its folder."""
+    training = options.get("training")
     if not isinstance(training, TrainingArguments):
-        return training
+        return options
     default = TrainingArguments(output_dir=training.output_dir).to_dict()
-    return {name: value for name, value in training.to_dict().items() if value != default[name]}
+    return options | {"training": {name: x for name, x in training.to_dict().items() if x != default[name]}}
 
 
 class DistillationTrainer(Trainer):

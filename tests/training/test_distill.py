@@ -145,6 +145,17 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
 
 
+def test_vocabularies_of_other_sizes():
+    """As those of Qwen: the same tokens, and more or fewer pads behind them."""
+    target, draft = tiny(vocab_size=280, initializer_range=0.2), tiny(vocab_size=288, initializer_range=0.2, seed=1)
+    tokenizers = {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer()}
+    texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
+    result = trained(target=target, draft=draft, prompts=texts, phases=1, **tokenizers)
+    result.measure((1,))
+    assert result.gain.low > 0
+    assert result.pair.draft.config.vocab_size == 288
+
+
 WRONG = {
     "prompts has no prompts": {"prompts": []},
     "prompt 2 of prompts is empty": {"prompts": [[1, 2], []]},

@@ -74,15 +74,19 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, undisturb
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("kind", ["dropout", "lora"])
+@pytest.mark.parametrize("kind", ["dropout", "lora", "patience"])
 def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
-    """The state of random numbers, and adapters."""
+    """The state of random numbers, adapters, and for how long α has not risen."""
     if kind == "lora":
         pytest.importorskip("peft")
     drops = tiny("gpt2", initializer_range=0.2)
-    given = {"lora": 4, "learning_rate": 2e-2} if kind == "lora" else {"target": drops, "draft": near(drops, 0.8)}
+    given = {
+        "dropout": {"target": drops, "draft": near(drops, 0.8)},
+        "lora": {"lora": 4, "learning_rate": 2e-2},
+        "patience": {"learning_rate": 5.0, "phases": 9, "patience": 2},
+    }[kind]
     undisturbed = trained(**given)
-    assert undisturbed.steps > 4
+    assert len(undisturbed.alphas) == (3 if kind == "patience" else 4)
     with pytest.raises(KeyboardInterrupt):
         trained(folder=tmp_path, callbacks=[Stop(6)], **given)
     again = trained(folder=tmp_path, **given)
