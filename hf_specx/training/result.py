@@ -16,7 +16,6 @@ from hf_specx.pair_files.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate
-from .losses import LOSSES
 from .prompts import Split
 from .recipe import TrainingRecipe
 from .trainer import Tell
@@ -74,10 +73,8 @@ class Distilled:
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
         own, trained = self.pair.models
-        target, draft = (
-            Loaded(own, self.pair.tokenizer, model_facts(own)),
-            LoadedDraft(trained, self.pair.draft_tokenizer, model_facts(trained)),
-        )
+        target = Loaded(own, self.pair.tokenizer, model_facts(own))
+        draft = LoadedDraft(trained, self.pair.draft_tokenizer, model_facts(trained))
         inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
         done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
 
@@ -108,20 +105,12 @@ def card_notes(result: Distilled, start: str, command: str) -> str:
         start: what the draft was before, in words.
         command: what was typed.
     """
-    recipe, split, phases = result.recipe, result.split, len(result.alphas) - 1
-    options = {"temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": recipe.top_k}
-    drawn = ", ".join(f"{name} {value}" for name, value in options.items()) if recipe.do_sample else "no sampling"
-    adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
-    inside = ", and on what it says inside these prompts," if recipe.learn_from_prompts else ""
-    loss = (LOSSES[recipe.loss].__doc__ or "").splitlines()[0].removesuffix(": [N].")
-    taken = f"The weights are those after {result.steps:,} steps."
-    training = f"\nFurther arguments of the Trainer: `{json.dumps(recipe.training, default=str)}`\n"
+    split, alphas = result.split, ", ".join(f"{value:.3f}" for value in result.alphas)
+    best = f"The weights are those after {result.steps:,} steps" if result.steps else "No phase was better than that"
     return f"""## How the draft was made
 
-It started as {start}. It was trained{adapters} on texts that the target wrote after {len(split.training):,} \
-prompts{inside} ({drawn}), {recipe.texts_per_phase} of at most {recipe.max_new_tokens} tokens in each of {phases} \
-phases, each used {recipe.passes} times on average, with the loss `{recipe.loss}`: {loss}. \
-{taken if result.steps else "No phase was better than that."}
+It started as {start}. It was trained by `hf_specx.distill` on texts that the target wrote after \
+{len(split.training):,} prompts, in phases. {best}.
 
 | α on held-out prompts | mean, 95% interval |
 | --- | --- |
@@ -131,8 +120,14 @@ phases, each used {recipe.passes} times on average, with the loss `{recipe.loss}
 
 α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that had no part \
 in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others decided when to stop: \
-on them α was {", ".join(f"{value:.3f}" for value in result.alphas)} before training and after each phase.
-{training if recipe.training else ""}
+on them α was {alphas} before training and after each phase.
+
 ```bash
 {command}
+```
+
+All of its settings:
+
+```json
+{json.dumps(result.recipe.to_dict(), indent=1, default=str)}
 ```"""

@@ -55,7 +55,7 @@ def test_speed_is_measured(folders, tmp_path):
     assert "batch 8: " in result.stdout
     config = DraftTargetPair.from_pretrained(tmp_path / "pair").config
     assert [m.batch for m in config.measurements] == [1, 8]
-    assert "inside these prompts" in config.notes
+    assert '"learn_from_prompts": true' in config.notes
 
 
 def test_the_pair_is_saved_where_it_cannot_be_timed(folders, tmp_path, monkeypatch):

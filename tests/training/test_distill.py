@@ -66,13 +66,6 @@ def test_reported_alpha_is_that_of_generating():
     assert strategy.report.alpha > result.before.high
 
 
-def test_learning_from_prompts():
-    """As the draft in the package did."""
-    result = trained(learn_from_prompts=True)
-    assert result.gain.low > 0
-    assert "inside these prompts" in result.pair.config.notes
-
-
 @pytest.mark.parametrize("learning_rate", [5.0, 1e30], ids=["far off", "infinite"])
 def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
     """A learning rate that destroys the draft: two phases are enough to see that, and the first draft is returned."""
@@ -133,14 +126,8 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     assert same(weights(loaded.draft), weights(result.pair.draft))
     assert loaded.config.prompts == []
     card = render(loaded.config, "pair")
-    for shown in (
-        "How the draft was made",
-        str(result.before),
-        str(result.after),
-        str(result.gain),
-        "`jsd`",
-        "24 prompts",
-    ):
+    figures = map(str, (result.before, result.after, result.gain))
+    for shown in ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts"):
         assert shown in card
     assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
 

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny import tiny
-from torch.nn.parallel import DistributedDataParallel
 
-from hf_specx.training.reading import Text, collate, last_logits, logits_where_written
+from hf_specx.training.reading import Text, collate, logits_where_written
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["a head that can read less", "one that cannot"])
@@ -24,23 +22,3 @@ def test_only_what_the_target_wrote_counts(keeps: bool):
         assert widths == [4 if keeps else 5]  # not the first prompt's first token, which has no label next
         alone = [model(torch.tensor([row])).logits[0] for row in ([5, 6, 7, 8, 9], [1, 2, 3, 4, 5])]
     torch.testing.assert_close(found, torch.cat([alone[0][1:4], alone[1][3:4]]))
-
-
-@pytest.fixture
-def one_process():
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_the_head_is_asked_only_where_there_is_something_to_learn():
-    """Also inside what the Trainer puts around a draft where there are several processes."""
-    model, widths = tiny(), []
-    model.lm_head.register_forward_pre_hook(lambda _, given: widths.append(given[0].shape[1]))
-    batch = collate([Text([1, 2, 3, 4, 5, 6], [7, 8])])
-    plain, _ = last_logits(model, batch)
-    around, _ = last_logits(DistributedDataParallel(model), batch)
-    assert torch.equal(around, plain)
-    assert widths == [3, 3]
