@@ -78,19 +78,22 @@ def test_it_stops_when_alpha_no_longer_rises(learning_rate: float):
     assert "No phase was better" in result.pair.config.notes
 
 
-def test_the_best_phase_is_taken(monkeypatch):
-    """Of three phases the second: what is returned has its α on the texts that decide."""
+def test_the_best_phase_is_taken(monkeypatch, tmp_path):
+    """Of three phases the second: what is returned has its α on the texts that decide; also from a moved folder."""
     found, taken = [0.4, 0.5, 0.7, 0.6], []
-    alphas = iter(found)
+    alphas = iter([*found, found[0]])
     monkeypatch.setattr("hf_specx.training.distill.alpha", lambda sums: next(alphas))
 
     class Note(TrainerCallback):
         def on_evaluate(self, args, state, control, model=None, **kwargs):
             taken.append(weights(model))
 
-    result = trained(callbacks=[Note()])
+    result = trained(callbacks=[Note()], folder=tmp_path / "here")
     assert result.alphas == found
     assert same(weights(result.pair.draft), taken[1])
+    again = trained(folder=(tmp_path / "here").rename(tmp_path / "there"))
+    assert again.alphas == found
+    assert same(weights(again.pair.draft), taken[1])
 
 
 def test_accumulated_batches_are_one_batch():
