@@ -2,19 +2,18 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hf_specx.hub.folders import check_folder, check_writable
 from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe, first_layers_wanted
 
-from .console import Output, errors_in_one_line, imports, lines_now_and_then, progress
+from .console import Output, errors_in_one_line, imports, lines_now_and_then
 from .options import (
     LARGEST_SEED,
     AsJson,
@@ -43,8 +42,8 @@ from .prompts import check_messages
 
 
 if TYPE_CHECKING:  # torch is imported after the options were checked
-    from hf_specx.training.progress import Tell
     from hf_specx.training.result import Distilled
+    from hf_specx.training.trainer import Tell
 
 
 DEFAULTS = TrainingRecipe()
@@ -157,7 +156,7 @@ def train(
         loaded, own = load(*target, study, study.device_map), None
         if first_layers_wanted(draft[0]) is None:
             own = load(*draft, study, {"": last_device(loaded.model)})
-    with shown_progress() if processes().is_main_process else nullcontext(lambda now: None) as tell:
+    with shown_progress() if processes().is_main_process else nullcontext(lambda *_: None) as tell:
         result = train_draft(
             loaded.model,
             draft[0] if own is None else own.model,
@@ -184,12 +183,13 @@ def keep_pair(
 
     console, source = Output(stderr=as_json), result.pair.sources["target"]
     console.print(Text(str(result)), soft_wrap=True)
-    if measured:
-        try:
-            time_pair(result)
-        except RuntimeError as error:  # memory, most likely; what was trained is saved all the same
-            first = str(error).partition("\n")[0]
-            console.print(Text(f"the pair is saved without all figures, as timing failed: {first}", "yellow"))
+    try:
+        if measured:
+            with shown_progress() as tell:
+                result.measure((1, 8), typed(), tell)
+    except RuntimeError as error:  # memory, most likely; what was trained is saved all the same
+        first = str(error).partition("\n")[0]
+        console.print(Text(f"the pair is saved without all figures, as timing failed: {first}", "yellow"))
     assert source is not None
     result.pair.save_pretrained(out, target=saved_as(source, inside), draft=INSIDE, overwrite=overwrite)
     for m in result.pair.config.measurements:
@@ -199,39 +199,18 @@ def keep_pair(
         typer.echo(json.dumps(result.to_dict()))
 
 
-def time_pair(result: "Distilled") -> None:
-    """Time the pair, and show how far that is."""
-    with ExitStack() as stack:
-        shown: list[Callable[[], object]] = []
-
-        def advance(total: int) -> None:
-            if not shown:
-                shown.append(stack.enter_context(progress("the new pair, in turns with plain generate", total)))
-            shown[0]()
-
-        result.measure((1, 8), typed(), advance)
-
-
 @contextmanager
 def shown_progress() -> "Iterator[Tell]":
-    """A line on stderr for each phase; between them a bar if that is a terminal, else lines now and then."""
-    from hf_specx.training import progress as training_progress
+    """On stderr a line for each new α; between them a bar if that is a terminal, else lines now and then."""
+    from hf_specx.training.trainer import Bar
 
-    console = Output(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
     doing = ["preparing"]
-    with ExitStack() as stack:
-        bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        stack.enter_context(bars if console.is_terminal else lines_now_and_then(lambda: doing[0]))
-        task = bars.add_task("", total=None)
+    lines = nullcontext() if sys.stderr.isatty() else lines_now_and_then(lambda: doing[0])
+    with closing(Bar()) as bar, lines:
 
-        def tell(now: training_progress.TrainingProgress) -> None:
-            if now.doing == training_progress.EVALUATED:
-                with suppress(OSError):  # nobody reads it
-                    print(now, file=sys.stderr)
-                return
-            what = f"phase {now.phase}, {now.doing}" if now.phase else now.doing
-            doing[0] = f"{what}: {now.done} of {now.total}" if now.total else what
-            bars.update(task, description=what, completed=now.done, total=now.total or None)
+        def tell(what: str, done: int, total: int) -> None:
+            doing[0] = f"{what}: {done} of {total}" if total else what
+            with suppress(OSError):  # nobody reads it
+                bar(what, done, total)
 
         yield tell

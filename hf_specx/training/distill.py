@@ -5,42 +5,33 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
 from accelerate.utils import parse_flag_from_env
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
+from hf_specx.common.wrappers import unwrapped
 from hf_specx.pair_files.facts import model_facts
 from hf_specx.pair_files.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
 
-from .checkpoints import (
-    TEXTS,
-    check_same_training,
-    check_space,
-    discard_broken,
-    enough_room,
-    last_checkpoint,
-    state_of,
-)
-from .first_draft import merged, trainable_copy
+from .draft import ModelDraft, draft_to_train
+from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
 from .held_out import alpha, estimate, measure_alpha
-from .progress import EVALUATED, Bar, Tell
-from .prompts import HELD_OUT_SHARE, GivenPrompts
-from .reading import Reader
+from .prompts import HELD_OUT_SHARE, GivenPrompts, Split, split_prompts
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
-from .run import TrainingRun
-from .start import TrainingStart, check_start
-from .texts import Phases, Writer, fingerprint_of
+from .texts import Writer, fingerprint_of
+from .trainer import Bar, DistillationTrainer, Tell, alphas_of, training_arguments, with_plain_arguments
 
 
 SHARDED_BY_LAUNCH = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")  # set by `accelerate launch`
@@ -70,10 +61,10 @@ def distill(
         draft: a smaller model, trained where it is, or "layers:N" to start from the target's first N layers.
         prompts: what the target will be used for: texts, or lists of token ids.
         tokenizer: of the target; needed for texts, and saved with the pair.
-        draft_tokenizer: the draft's own; without it only sizes are compared. The tokens that both have are proposed.
+        draft_tokenizer: the draft's own, which must have the same tokens; without it only sizes are compared.
         held_out: a share of the prompts, or others; half decide when to stop, and α is reported on the other half.
         folder: of texts and checkpoints: the same call goes on with an interrupted training. None keeps nothing.
-        progress: called with a `TrainingProgress` as work is done; None shows a bar on stderr.
+        progress: called with what is being done, how much is, and of how much (0 for news); None shows it on stderr.
         callbacks, command: further ones of the Trainer; what the card says that the draft was made by.
         **options: any attribute of `hf_specx.training.recipe.TrainingRecipe`, such as `loss`, `temperature`, `phases`.
 
@@ -87,116 +78,82 @@ def distill(
         >>> prompts = [f"def name_{number}(" for number in range(40)]
         >>> result = distill(model, "layers:2", prompts, tokenizer=tokenizer, phases=1, texts_per_phase=8)
     """
-    from .trainer import check_training  # takes a second to import
-
-    recipe = TrainingRecipe.of(options)
-    _check_launch()
-    with random_state_kept():  # also while a draft of first layers is made
-        start = check_start(target, draft, prompts, held_out, (tokenizer, draft_tokenizer), recipe)
-        check_training(recipe, execution_device(start.draft))
-        with _working(start, recipe, folder, progress) as (run, where):
-            return _result(_train(run, start, where, list(callbacks)), run, start, command)
-
-
-def _check_launch() -> None:
-    """Refuse sharding before transformers sees it: without DeepSpeed its arguments leave half a setting behind."""
-    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
-    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
-    require(not sharded, told + "device, so launch without that.")
+    recipe, target = TrainingRecipe.of(with_plain_arguments(options)), unwrapped(target)
+    with random_state_kept(), ExitStack() as stack:
+        learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
+        split = split_prompts(prompts, held_out, tokenizer, (target, learner.first), recipe.max_new_tokens)
+        where = stack.enter_context(_working(target, learner, split, folder))
+        result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
+    result.pair.config.notes = card_notes(result, learner.in_words, command)
+    return result
 
 
 @contextmanager
-def _working(
-    start: TrainingStart, recipe: TrainingRecipe, folder: str | Path | None, progress: Tell | None
-) -> Iterator[tuple[TrainingRun, Path]]:
-    """A training that can begin, and its folder."""
+def _working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
+    """The folder of a training that can begin, or go on with what it finds there."""
+    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
+    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
+    require(not sharded, told + "device, so launch without that.")  # before transformers sees it, which keeps some
+    training_arguments(learner.recipe, Path(), learner.rate, 1, execution_device(learner.first))  # or it is refused
     told = "several processes need folder=, one that all of them can read."
     require(folder is not None or processes().num_processes == 1, told)
     with ExitStack() as stack:
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(enough_room(where, recipe.batch_size))
-        prepare_folder(where, recipe, start)
-        shown = progress if progress is not None else stack.enter_context(Bar())
-        tell = shown if processes().is_main_process else lambda _: None
-        reader = Reader(start.vocabularies, recipe.learn_from_prompts)
-        yield TrainingRun(start.target, recipe, tell, reader, start.layers is not None), where
+        stack.enter_context(enough_room(where, learner.recipe.batch_size))
+        if processes().is_main_process:
+            prompts = hashlib.sha256(json.dumps(split).encode()).hexdigest()
+            parts = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first), "prompts": prompts}
+            prepare_folder(where, learner.recipe.to_dict() | parts)
+        processes().wait_for_everyone()
+        yield where
 
 
-class _Made(NamedTuple):
-    """A trained draft, α of each text before and after, and how it came about; see `Distilled`."""
-
-    draft: PreTrainedModel
-    before: torch.Tensor
-    after: torch.Tensor
-    alphas: list[float]
-    steps: int
-
-
-def _train(run: TrainingRun, start: TrainingStart, folder: Path, callbacks: list[TrainerCallback]) -> _Made:
+def _train(
+    target: PreTrainedModel,
+    learner: ModelDraft,
+    split: Split,
+    folder: Path,
+    progress: Tell,
+    callbacks: Sequence[TrainerCallback],
+) -> Distilled:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
-    from .trainer import DistillationTrainer, alphas_of, training_arguments
+    tell: Tell = progress if processes().is_main_process else lambda *_: None
+    recipe, first = learner.recipe, learner.first
+    writer = Writer(target, learner.trained, recipe, folder / TEXTS, learner.tokenizers)
+    texts = {
+        name: writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
+        for name in ("validation", "test")
+    }
 
-    recipe, rows, first, split = run.recipe, run.recipe.batch_size, start.draft, start.split
-    trained = trainable_copy(first, recipe.lora, recipe.seed)
-    writer = Writer(run.target, trained, recipe, folder / TEXTS, start.tokenizers)
-    run.costs = writer.costs(split.training[0])
-    run.validation = writer.write("validation", split.validation, run.writing)
-    test = writer.write("test", split.test, run.writing)
-    before = measure_alpha(run.target, first, test, recipe, rows, run.reader)
-    run.start = alpha(measure_alpha(run.target, first, run.validation, recipe, rows, run.reader))
-    checkpoint = last_checkpoint(folder)
-    alphas = [] if checkpoint is None else alphas_of(state_of(checkpoint))
-    for value in (run.start, *alphas):
-        run.note(value)
-    run.progress.phase = len(alphas)
-    run.tell(EVALUATED)
-    phases = len(alphas) if run.has_stopped(alphas) else recipe.phases
-    rate = recipe.rate(hidden_size(first), run.from_layers)
-    args = training_arguments(recipe, folder, rate, phases, execution_device(first))
-    trainer = DistillationTrainer(trained, run, args, Phases(writer, split.training), callbacks)
+    def judged(draft: Any, name: str) -> torch.Tensor:
+        return measure_alpha(target, draft, texts[name], recipe, recipe.batch_size, learner.logits)
+
+    def judge(draft: Any) -> float:
+        return alpha(judged(draft, "validation"))
+
+    before, start = judged(first, "test"), judge(first)
+    checkpoint, phases = last_checkpoint(folder), recipe.phases
+    if checkpoint is None:
+        tell(f"before training, α {start:.3f}", 0, 0)
+    else:
+        state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        known = alphas_of(state)
+        tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
+        if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
+            phases = len(known)
+    args = training_arguments(recipe, folder, learner.rate, phases, execution_device(first))
+    trainer = DistillationTrainer(learner, args, writer, split.training, judge, start, tell, callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
-    alphas = alphas_of(trainer.state)
-    if max(alphas) <= run.start:
-        return _Made(first, before, before, [run.start, *alphas], 0)
-    made = merged(trainer.plain_draft(), first)
-    after = measure_alpha(run.target, made, test, recipe, rows, run.reader)
-    return _Made(made, before, after, [run.start, *alphas], int(trainer.state.best_global_step or 0))
-
-
-def _result(made: _Made, run: TrainingRun, start: TrainingStart, command: str) -> Distilled:
-    """The pair, and α before and after; the card says how it came about."""
-    config = PairConfig(model_facts(start.target), replace(model_facts(made.draft), name=None, subfolder="draft"))
-    pair = DraftTargetPair(start.target, made.draft, start.tokenizers[0], config, start.tokenizers[1])
-    figures = estimate(made.before), estimate(made.after), estimate(made.after, made.before)
-    result = Distilled(pair, *figures, made.alphas, made.steps, run.recipe, start.split)
-    config.notes = card_notes(result, start.in_words, command)
-    return result
-
-
-def prepare_folder(folder: Path, recipe: TrainingRecipe, start: TrainingStart) -> None:
-    """Check that a folder has room, and nothing but what an interrupted training of this kind has left."""
-    if processes().is_main_process:
-        weights = start.draft.num_parameters()
-        trained = 0 if recipe.lora else weights  # adapters take next to nothing
-        discard_broken(folder)
-        check_space(folder, trained, weights * start.draft.dtype.itemsize)
-        parts = {"target": fingerprint_of(start.target), "draft": fingerprint_of(start.draft)}
-        parts["prompts"] = hashed(start.split)
-        if start.vocabularies is not None:
-            parts["draft's tokenizer"] = hashed(start.vocabularies.to_target)
-        check_same_training(folder, recipe.to_dict(), parts)
-    processes().wait_for_everyone()
-
-
-def hashed(values: Any) -> str:
-    """A hash of plain values."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
-
-
-def hidden_size(model: PreTrainedModel) -> int:
-    """The width of a model, by which the learning rate is chosen."""
-    return int(getattr(model.config.get_text_config(decoder=True), "hidden_size", 1024))
+    alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
+    made, after = first, before
+    if steps is not None:
+        made = learner.finished(trainer.model)
+        after = judged(made, "test")
+    config = PairConfig(model_facts(target), replace(model_facts(made), name=None, subfolder="draft"))
+    pair = DraftTargetPair(target, made, learner.tokenizers[0], config, learner.tokenizers[1])
+    figures = estimate(before), estimate(after), estimate(after, before)
+    return Distilled(pair, *figures, alphas, steps or 0, recipe, split)
 
 
 @contextmanager

@@ -1,19 +1,14 @@
 """How well a draft agrees with the target on texts that were not trained on, and how sure that is."""
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_specx.common.devices import execution_device
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS, expected_tokens
-
-from .distributions import overlap
-from .reading import Reader, logits_where_written
+from .losses import overlap
+from .reading import Text, collate, logits_where_written
 from .recipe import TrainingRecipe
-from .texts import Text
 
 
 RESAMPLES = 2000
@@ -34,11 +29,11 @@ class Estimate(NamedTuple):
 @torch.no_grad()
 def measure_alpha(
     target: PreTrainedModel,
-    draft: PreTrainedModel,
+    draft: Any,
     texts: Sequence[Text],
     recipe: TrainingRecipe,
     rows: int,
-    reader: Reader | None = None,
+    logits: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor] = logits_where_written,
 ) -> torch.Tensor:
     """α of each text: [T, 2] float64, the sum of Σₓ min(p, q) over its new tokens, and their number.
 
@@ -47,15 +42,15 @@ def measure_alpha(
         texts: written by the target.
         recipe: how text is sampled.
         rows: texts in a forward.
-        reader: of the draft; None if it has the target's tokens.
+        logits: of the draft [N, V], for each label of a batch of `collate`.
     """
-    found, reader = [], reader or Reader()
+    found = []
     for start in range(0, len(texts), rows):
         part = texts[start : start + rows]
-        batch = reader.collate(part, everywhere=True)
-        of_target = logits_where_written(target, execution_device(target), batch)
-        of_draft = reader.draft_logits(draft, execution_device(draft), batch, rows)
-        shares = overlap(recipe, of_target.to(of_draft.device), of_draft).double().cpu()
+        batch = collate(part)
+        of_draft = logits(draft, batch)
+        of_target = logits_where_written(target, batch).to(of_draft.device)
+        shares = overlap(recipe, of_target, of_draft).double().cpu()
         found += [(float(each.sum()), len(each)) for each in shares.split([len(text.new) for text in part])]
     return torch.tensor(found, dtype=torch.float64)
 
@@ -83,9 +78,3 @@ def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate
         value, values = value - alpha(before), values - resampled(before)
     low, high = torch.quantile(values, torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=values.dtype)).tolist()
     return Estimate(value, low, high)
-
-
-def predicted_speedup(costs: Costs, of_alpha: float) -> float:
-    """The best speed-up at batch size 1 that this α allows, by the times of the forwards."""
-    numbers: Iterable[int] = range(1, MAX_DRAFT_TOKENS + 1)
-    return max(costs.forward_limited_speedup(1, expected_tokens(of_alpha, number), number) for number in numbers)

@@ -1,41 +1,30 @@
-"""What a draft is trained to make small: how far its distribution q is from the target's p, at one position.
+"""How far a draft's distribution q is from the target's p: both as text will be drawn from them later.
 
-Each function takes p [N, V] and log q [N, V] in float32 or float64 and returns [N]. p may have zeros, as after top-p;
-log q is finite. Gradients flow into log q alone.
+A loss takes p [N, V] and log q [N, V] in float32 or float64 and returns [N]. p may have zeros, as after top-p; log q
+is finite. Gradients flow into log q alone.
 """
 
 from collections.abc import Callable
 
 import torch
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from hf_specx.sampling.warping import HeadWarper, in_runs
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-ETA = 3.0  # the best of arXiv 2602.23881, table of schedules
-
-
-def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """α = Σₓ min(p, q), the chance that a candidate is accepted (Leviathan et al. 2022, Theorem 3.5): [N]."""
-    return torch.minimum(p, q).sum(-1)
-
-
-def forward_kl(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(p‖q) = Σ p log(p / q), the usual loss of distillation (Hinton et al. 2015): [N]."""
-    return (torch.xlogy(p, p) - p * log_q).sum(-1)
-
-
-def reverse_kl(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL(q‖p) = Σ q log(q / p), as in MiniLLM (arXiv 2306.08543): [N].
-
-    Infinite where p is 0; a p that underflows counts as the smallest normal number of its dtype.
-    """
-    return (log_q.exp() * (log_q - _log(p))).sum(-1)
+from .recipe import TrainingRecipe
 
 
 def jsd(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     """Jensen-Shannon divergence, ½ KL(p‖m) + ½ KL(q‖m) with m = ½ (p + q), as in GKD (arXiv 2306.13649): [N]."""
     q = log_q.exp()
     middle = (p + q) / 2
-    return ((torch.xlogy(p, p) + q * log_q) / 2 - middle * _log(middle)).sum(-1)
+    log_middle = middle.clamp_min(torch.finfo(p.dtype).tiny).log()
+    return ((torch.xlogy(p, p) + q * log_q) / 2 - middle * log_middle).sum(-1)
 
 
 def total_variation(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
@@ -43,31 +32,52 @@ def total_variation(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return 1 - acceptance_of(p, log_q.exp())
 
 
-def log_acceptance(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """-log α, with the gradient of total variation over α (LK^α of arXiv 2602.23881): [N]."""
-    return -_log(acceptance_of(p, log_q.exp()))
-
-
-def lk(p: torch.Tensor, log_q: torch.Tensor, eta: float = ETA) -> torch.Tensor:
-    """λ KL(p‖q) + (1 - λ) TV(p, q) with λ = exp(-η α), a constant to the gradient (LK^λ of arXiv 2602.23881): [N].
-
-    Where the draft is far off, total variation has hardly a gradient, and the forward KL leads; where it is near,
-    total variation, which is what counts. λ is each position's own.
-    """
-    variation = total_variation(p, log_q)
-    weight = torch.exp(-eta * (1 - variation.detach()))
-    return weight * forward_kl(p, log_q) + (1 - weight) * variation
-
-
-LOSSES: dict[str, Loss] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "jsd": jsd,
     "total_variation": total_variation,
-    "log_acceptance": log_acceptance,
-    "lk": lk,
 }
 
 
-def _log(x: torch.Tensor) -> torch.Tensor:
-    return x.clamp_min(torch.finfo(x.dtype).tiny).log()
+def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """α = Σₓ min(p, q), the chance that a candidate is accepted (Leviathan et al. 2022, Theorem 3.5): [N]."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
+    """The distribution [N, V] that a token is drawn from, of logits [N, V]; one-hot if text is greedy."""
+    if not recipe.do_sample:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    unread = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
+    for warper in in_runs(_warpers(recipe)):
+        logits = warper(logits) if isinstance(warper, HeadWarper) else warper(unread, logits)
+    return logits.softmax(-1)
+
+
+def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """The loss at each position, [N], of logits [N, V].
+
+    The draft has the temperature alone here: tokens that top-p and top-k would drop have to learn as well. Logits
+    beyond the width of the other model are padding.
+    """
+    width = min(target_logits.shape[-1], draft_logits.shape[-1])
+    log_q = (draft_logits / recipe.temperature).log_softmax(-1)
+    return LOSSES[recipe.loss](token_probs(recipe, target_logits)[:, :width], log_q[:, :width])
+
+
+def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """α at each position, [N], of logits [N, V]; for greedy text, whether both have the same argmax."""
+    width = min(target_logits.shape[-1], draft_logits.shape[-1])
+    p, q = (token_probs(recipe, logits)[:, :width] for logits in (target_logits, draft_logits))
+    return acceptance_of(p, q)
+
+
+def _warpers(recipe: TrainingRecipe) -> list[LogitsProcessor]:
+    """Those of `generate`, in its order."""
+    warpers: list[LogitsProcessor] = []
+    if recipe.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(float(recipe.temperature)))
+    if recipe.top_k:
+        warpers.append(TopKLogitsWarper(recipe.top_k))
+    if recipe.top_p < 1:
+        warpers.append(TopPLogitsWarper(recipe.top_p))
+    return warpers

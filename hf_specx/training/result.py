@@ -1,20 +1,27 @@
-"""What came of a training, and what the card of its pair says about it."""
+"""What came of a training, how fast the new pair is, and what its card says."""
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hf_specx.bench.checks import check_runs
-from hf_specx.common.tokenizers import same_tokens
-from hf_specx.hub.markdown import fence, row
+from hf_specx.bench.inputs import Inputs
+from hf_specx.bench.study import Study
+from hf_specx.bench.tune import Loaded, LoadedDraft, measure_draft
+from hf_specx.common.devices import execution_device
+from hf_specx.common.padding import padded_rows
+from hf_specx.pair_files.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate
-from .losses import LOSSES
 from .prompts import Split
 from .recipe import TrainingRecipe
-from .speed import measure_pair
+from .trainer import Tell
+
+
+PAIR_RUNS = 3  # of plain and of speculative generation at each batch size
 
 
 @dataclass
@@ -50,20 +57,39 @@ class Distilled:
         self,
         batches: Sequence[int] = (1, 8),
         command: str = "hf_specx.distill(...)",
-        advance: Callable[[int], object] = lambda total: None,
+        progress: Tell = lambda *_: None,
     ) -> None:
         """Time the pair on the held-out prompts, in turns with plain `generate`, and put the figures into its config.
 
         Args:
             batches: their sizes.
             command: what the card says that the figures were made by.
-            advance: called after each generation with how many there are in all.
+            progress: called after each generation, as that of `distill`.
 
         Raises:
             ValueError: for sizes below 1, or one given twice.
         """
         check_runs(batches)
-        measure_pair(self.pair, self.split.test, batches, self.recipe, command, advance)
+        options = self.recipe.generate_options
+        study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
+        own, trained = self.pair.models
+        target = Loaded(own, self.pair.tokenizer, model_facts(own))
+        draft = LoadedDraft(trained, self.pair.draft_tokenizer, model_facts(trained))
+        inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
+        done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
+
+        def advance() -> None:
+            progress("the new pair, in turns with plain generate", next(done), total)
+
+        measure_draft(target, draft, inputs, study, self.pair.config, advance)
+        self.pair.strategy = self.pair._strategy()
+
+    def _inputs(self, rows: int, run: int) -> Inputs:
+        """Held-out prompts for a run, repeated where they are not enough, and padded on the left."""
+        prompts = self.split.test
+        taken = [prompts[(run * rows + row) % len(prompts)] for row in range(rows)]
+        padded = padded_rows(taken, "left", self.pair.tokenizer)
+        return {name: tensor.to(execution_device(self.pair.target)) for name, tensor in padded.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -79,39 +105,29 @@ def card_notes(result: Distilled, start: str, command: str) -> str:
         start: what the draft was before, in words.
         command: what was typed.
     """
-    phases, split = len(result.alphas) - 1, result.split
-    alphas = [("before", result.before), ("after", result.after), ("gain, text by text", result.gain)]
-    table = [row(("α on held-out prompts", "mean, 95% interval")), row(("---", "---"))]
-    table += [row(map(str, each)) for each in alphas]
-    lines = [
-        "## How the draft was made",
-        f"It started as {start}. {_training(result, len(split.training), phases)}",
-        "\n".join(table),
-        f"α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that "
-        f"had no part in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others "
-        f"decided when to stop: on them α was {', '.join(f'{value:.3f}' for value in result.alphas)} before training "
-        "and after each phase.",
-        fence(command, "bash"),
-    ]
-    if result.recipe.training:
-        lines.append("Further arguments of the Trainer:\n\n" + fence(json.dumps(result.recipe.training), "json"))
-    return "\n\n".join(lines)
+    split, alphas = result.split, ", ".join(f"{value:.3f}" for value in result.alphas)
+    best = f"The weights are those after {result.steps:,} steps" if result.steps else "No phase was better than that"
+    return f"""## How the draft was made
 
+It started as {start}. It was trained by `hf_specx.distill` on texts that the target wrote after \
+{len(split.training):,} prompts, in phases. {best}.
 
-def _training(result: Distilled, prompts: int, phases: int) -> str:
-    recipe = result.recipe
-    options = {"temperature": recipe.temperature, "top_p": recipe.top_p, "top_k": recipe.top_k}
-    drawn = ", ".join(f"{name} {value}" for name, value in options.items()) if recipe.do_sample else "no sampling"
-    adapters = "" if recipe.lora is None else f" by LoRA of rank {recipe.lora}, merged into it"
-    doc = (LOSSES[recipe.loss].__doc__ or "").splitlines()[0].removesuffix(": [N].")
-    same = same_tokens(result.pair.tokenizer, result.pair.draft_tokenizer)
-    learned = "" if same else " It has another tokenizer, and learned to propose the tokens that both have."
-    inside = ", and on what it says inside these prompts," if recipe.learn_from_prompts else ""
-    taken = (
-        f"The weights are those after {result.steps:,} steps." if result.steps else "No phase was better than that."
-    )
-    return (
-        f"It was trained{adapters} on texts that the target wrote after {prompts:,} prompts{inside} ({drawn}), "
-        f"{recipe.texts_per_phase} of at most {recipe.max_new_tokens} tokens in each of {phases} phases, each used "
-        f"{recipe.passes} times on average, with the loss `{recipe.loss}`: {doc}.{learned} {taken}"
-    )
+| α on held-out prompts | mean, 95% interval |
+| --- | --- |
+| before | {result.before} |
+| after | {result.after} |
+| gain, text by text | {result.gain} |
+
+α is the mean of Σ min(p, q) over the texts that the target writes after {len(split.test)} prompts that had no part \
+in the training; the interval is a bootstrap over these prompts. {len(split.validation)} others decided when to stop: \
+on them α was {alphas} before training and after each phase.
+
+```bash
+{command}
+```
+
+All of its settings:
+
+```json
+{json.dumps(result.recipe.to_dict(), indent=1, default=str)}
+```"""

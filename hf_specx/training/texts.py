@@ -2,35 +2,25 @@
 
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_specx.common.devices import execution_device
 from hf_specx.engine.requests import Request
 from hf_specx.pairs.shares import gathered, processes
-from hf_specx.scheduling.costs import Costs
 from hf_specx.strategy import SpeculativeDecoding
 
+from .folder import write_whole
+from .reading import Text
 from .recipe import TrainingRecipe
 
 
 ROWS = 16  # texts that are written at once
 Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
-PART = ".part"  # of a file that is being written
 SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
-
-
-class Text(NamedTuple):
-    """A prompt and what the target wrote after it, as token ids."""
-
-    prompt: list[int]
-    new: list[int]
 
 
 class Writer:
@@ -41,20 +31,17 @@ class Writer:
 
     Args:
         target: in evaluation mode.
-        draft: of the moment; the same object while it is trained.
+        draft: of the moment; the same object while it is trained, left in evaluation mode.
         recipe: how text is sampled.
         folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
             same target, prompts, sampling and seed.
-        tokenizers: of the target and of the draft, as `SpeculativeDecoding` takes them.
-
-    Attributes:
-        speed: new tokens a second of the last `write`; None if its texts were there already.
+        tokenizers: of both, needed where one has more pads behind the same tokens.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: PreTrainedModel,
+        draft: Any,
         recipe: TrainingRecipe,
         folder: Path,
         tokenizers: Tokenizers = (None, None),
@@ -63,12 +50,6 @@ class Writer:
         self.of_target = fingerprint_of(target)
         how: dict[str, Any] = {"tokenizer": tokenizers[0], "draft_tokenizer": tokenizers[1]}
         self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None, **how)
-        self.speed: float | None = None
-
-    def costs(self, prompt: list[int]) -> Costs:
-        """Times of the forwards of both models."""
-        self.strategy.calibrate(self.target, torch.tensor([prompt], device=execution_device(self.target)))
-        return self.strategy.costs
 
     def write(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
@@ -78,10 +59,9 @@ class Writer:
         Args:
             name: of this set of texts: their seeds follow from it, their file is called so.
             prompts: token ids.
-            advance: called after each text with how many are written, and how many will be.
+            advance: called after each text of this process with how many are written, and how many will be.
         """
-        options = self.recipe.generate_options
-        file, self.speed = self.folder / f"{name}.json", None
+        options, file = self.recipe.generate_options, self.folder / f"{name}.json"
         made_of = hashlib.sha256(json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()).hexdigest()
         if file.exists() and (known := json.loads(file.read_text()))["made_of"] == made_of:
             return [Text(*each) for each in known["texts"]]
@@ -100,28 +80,66 @@ class Writer:
                 advance(len(found), len(mine))
             return found
 
-        started, trains = time.perf_counter(), self.draft.training
         self.draft.eval()
-        try:
-            new = dict(gathered(share))
-        finally:
-            self.draft.train(trains)
+        new = dict(gathered(share))
         texts = [Text(ids, new[number]) for number, ids in enumerate(prompts)]
-        self.speed = sum(len(text.new) for text in texts) / (time.perf_counter() - started)
         if processes().is_main_process:
             write_whole(file, json.dumps({"made_of": made_of, "texts": texts}))
         return texts
 
 
-def write_whole(file: Path, content: str) -> None:
-    """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(PART)
-    with part.open("w", encoding="utf-8") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    part.replace(file)
+class Phases(torch.utils.data.Dataset[int]):
+    """The texts of one phase, by their numbers: the new ones once, and others drawn from all so far.
+
+    Args:
+        writer: writes the new ones.
+        prompts: token ids; each is used once before any is used again.
+        written: called with the new texts of each phase, in order.
+
+    Attributes:
+        texts: all so far, as they are learned from; their places are their numbers.
+        order: numbers of the texts of this phase.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        prompts: Sequence[list[int]],
+        written: Callable[[list[Text]], object] = lambda texts: None,
+    ):
+        self.writer, self.prompts, self.recipe, self.written = writer, prompts, writer.recipe, written
+        self.texts: list[Text] = []
+        self.order: list[int] = []
+
+    def __len__(self) -> int:
+        return self.recipe.texts_per_phase * self.recipe.passes
+
+    def __getitem__(self, place: int) -> int:
+        return self.order[place]
+
+    def begin(self, phase: int, advance: Callable[[int, int], object]) -> None:
+        """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
+        new = self.recipe.texts_per_phase
+        while len(self.texts) < new * (phase + 1):
+            number = len(self.texts) // new
+            texts = self.writer.write(f"phase-{number:03d}", self._prompts(number), advance)
+            if self.recipe.learn_from_prompts:  # as if the target had written all but the first token
+                texts = [Text(prompt[:1], prompt[1:] + more) for prompt, more in texts]
+            self.texts += texts
+            self.written(texts)
+        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))
+        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator).tolist()
+        numbers = [*range(new * phase, new * (phase + 1)), *drawn]
+        self.order = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
+
+    def _prompts(self, phase: int) -> list[list[int]]:
+        count = self.recipe.texts_per_phase
+        found = []
+        for place in range(phase * count, (phase + 1) * count):
+            again, number = divmod(place, len(self.prompts))
+            generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
+            found.append(self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])])
+        return found
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
@@ -145,60 +163,3 @@ def fingerprint_of(model: PreTrainedModel) -> str:
 def seed_of(seed: int, name: str, number: int) -> int:
     """A seed below 2**56 of its own for each text of each set."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name} {number}".encode()).digest()[:7], "big")
-
-
-class Phases(torch.utils.data.Dataset[int]):
-    """The texts of one phase, by their numbers: the new ones once, and others drawn from all so far.
-
-    Args:
-        writer: writes the new ones.
-        prompts: token ids; each is used once before any is used again.
-
-    Attributes:
-        written: the texts of each phase; they are numbered through all phases.
-        order: numbers of the texts of this phase.
-        longest: tokens of a text at most.
-    """
-
-    def __init__(self, writer: Writer, prompts: Sequence[list[int]]):
-        self.writer, self.prompts, self.recipe = writer, prompts, writer.recipe
-        self.written: list[list[Text]] = []
-        self.order: list[int] = []
-        self.longest = max(map(len, prompts)) + self.recipe.max_new_tokens
-
-    def __len__(self) -> int:
-        return self.recipe.texts_per_phase * self.recipe.passes
-
-    def __getitem__(self, place: int) -> int:
-        return self.order[place]
-
-    def text(self, number: int) -> Text:
-        """The text of this number."""
-        phase, place = divmod(number, self.recipe.texts_per_phase)
-        return self.written[phase][place]
-
-    def neighbours(self, number: int) -> tuple[int, list[Text]]:
-        """As many texts as a batch has, with this one, and the number of the first; the same for each of them."""
-        phase, place = divmod(number, self.recipe.texts_per_phase)
-        first = place - place % self.recipe.batch_size
-        return number - place + first, self.written[phase][first : first + self.recipe.batch_size]
-
-    def begin(self, phase: int, advance: Callable[[int, int], object]) -> None:
-        """Have the texts of a phase, counted from 0, and of those before it that are not here yet."""
-        while len(self.written) <= phase:
-            number = len(self.written)
-            self.written.append(self.writer.write(f"phase-{number:03d}", self._prompts(number), advance))
-        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "order", phase))
-        new = self.recipe.texts_per_phase
-        drawn = torch.randint(new * (phase + 1), (len(self) - new,), generator=generator).tolist()
-        numbers = [*range(new * phase, new * (phase + 1)), *drawn]
-        self.order = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
-
-    def _prompts(self, phase: int) -> list[list[int]]:
-        count = self.recipe.texts_per_phase
-        found = []
-        for place in range(phase * count, (phase + 1) * count):
-            again, number = divmod(place, len(self.prompts))
-            generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
-            found.append(self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])])
-        return found

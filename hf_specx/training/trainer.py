@@ -1,11 +1,15 @@
-"""transformers' `Trainer` with the loss, the texts and the α of a draft that is trained for a target."""
+"""transformers' `Trainer` with the texts, the loss and the α of a draft that is trained for a target."""
 
 import math
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import (
+    EarlyStoppingCallback,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -16,18 +20,43 @@ from transformers import (
 
 from hf_specx.common.errors import brief
 
-from .checkpoints import mark_complete
-from .distributions import losses_of
-from .held_out import alpha, measure_alpha
-from .progress import EVALUATED
+from .draft import ModelDraft
+from .folder import CHECKPOINTS, COMPLETE, write_whole
+from .reading import collate
 from .recipe import TrainingRecipe
 from .remembered import REMEMBERED_BYTES, Remembered
-from .run import TrainingRun
-from .texts import Phases
+from .texts import Phases, Writer
 
 
 ALPHA = "eval_alpha"
 WARM_UP_SHARE = 0.05  # of all steps
+Tell = Callable[[str, int, int], object]  # what is being done, how much is, and of how much; 0 for news, such as α
+
+
+class Bar:
+    """Shows on stderr how far a training is: a bar for what is being done, a line for each of the news."""
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.doing = ""
+
+    def __call__(self, doing: str, done: int, total: int) -> None:
+        """Show what is being done, or news where `total` is 0."""
+        if self.bar is None or self.doing != doing:
+            self.close()
+        if not total:
+            print(doing, file=sys.stderr)
+            return
+        if self.bar is None:
+            self.doing = doing
+            self.bar = tqdm(total=total, desc=doing, leave=False, disable=None)  # on a terminal alone
+        self.bar.update(done - self.bar.n)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self.bar is not None:
+            self.bar.close()
+        self.bar = None
 
 
 def training_arguments(
@@ -36,15 +65,16 @@ def training_arguments(
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     Args:
-        recipe: how the draft is trained.
-        folder: of the checkpoints.
-        learning_rate: the largest.
+        recipe, folder, learning_rate: of the training.
         phases: as many as the recipe has; of a training that has stopped those that it had, so that none is added.
         device: where the draft is: on a CPU it is trained there, also where there is an accelerator.
+
+    Raises:
+        ValueError: transformers does not know the recipe's further arguments, or cannot do what they ask for.
     """
     accelerated = device.type == "cuda"
     own: dict[str, Any] = {
-        "output_dir": str(folder),
+        "output_dir": str(folder / CHECKPOINTS),
         "num_train_epochs": phases,
         "per_device_train_batch_size": recipe.batch_size,
         "learning_rate": learning_rate,
@@ -53,10 +83,9 @@ def training_arguments(
         "save_strategy": "epoch",
         "load_best_model_at_end": True,
         "metric_for_best_model": ALPHA,
+        "restore_callback_states_from_checkpoint": True,
+        "train_sampling_strategy": "sequential",  # texts come in an order that follows from the seed
         "remove_unused_columns": False,
-        "eval_on_start": False,
-        "eval_delay": 0,
-        "dataloader_persistent_workers": False,  # they would keep the texts of the first phase
     }
     given: dict[str, Any] = {
         "warmup_steps": WARM_UP_SHARE,
@@ -69,22 +98,22 @@ def training_arguments(
         "dataloader_pin_memory": accelerated,
         "ddp_find_unused_parameters": False,
     }
-    args = TrainingArguments(**given | recipe.training | own)
+    try:
+        args = TrainingArguments(**given | recipe.training | own)
+    except (TypeError, ValueError, ImportError) as error:
+        told = str(error).removeprefix("TrainingArguments.__init__() ")
+        raise ValueError(f"training={brief(recipe.training)} is refused by TrainingArguments: {told}") from error
     args._n_gpu = min(args.n_gpu, 1)  # one device a process: more are used by torchrun
     return args
 
 
-def check_training(recipe: TrainingRecipe, device: torch.device) -> None:
-    """Check the arguments that go to transformers; nothing is written.
-
-    Raises:
-        ValueError: transformers does not know them, or cannot do what they ask for.
-    """
-    try:
-        training_arguments(recipe, Path(), 1.0, 1, device)
-    except (TypeError, ValueError, ImportError) as error:
-        told = str(error).removeprefix("TrainingArguments.__init__() ")
-        raise ValueError(f"training={brief(recipe.training)} is refused by TrainingArguments: {told}") from error
+def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `distill` with a `TrainingArguments` as a dict of what is not as by default, but for its folder."""
+    training = options.get("training")
+    if not isinstance(training, TrainingArguments):
+        return options
+    default = TrainingArguments(output_dir=training.output_dir).to_dict()
+    return options | {"training": {name: x for name, x in training.to_dict().items() if x != default[name]}}
 
 
 class DistillationTrainer(Trainer):
@@ -93,33 +122,45 @@ class DistillationTrainer(Trainer):
     The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer.
 
     Args:
-        draft: in float32, or with adapters.
-        run: all that stays the same from phase to phase.
+        draft: what is trained.
         args: of `training_arguments`.
-        phases: the texts.
+        writer: of the texts.
+        prompts: to write after, as token ids.
+        judge: returns α of a model on the held-out prompts by which training stops.
+        start: α before training.
+        tell: is told how far the training is.
         callbacks: further ones.
     """
 
     def __init__(
-        self, draft: Any, run: TrainingRun, args: TrainingArguments, phases: Phases, callbacks: list[TrainerCallback]
+        self,
+        draft: ModelDraft,
+        args: TrainingArguments,
+        writer: Writer,
+        prompts: Sequence[list[int]],
+        judge: Callable[[Any], float],
+        start: float,
+        tell: Tell,
+        callbacks: Sequence[TrainerCallback],
     ):
-        every = [_EachPhase(self), *callbacks]
+        self.draft, self.judge, self.start, self.tell = draft, judge, start, tell
+        pays = args.world_size < writer.recipe.passes  # else each process would read more texts, not fewer
+        self.remembered = Remembered(writer.target, args.per_device_train_batch_size, REMEMBERED_BYTES * pays)
+        self.phases = Phases(writer, prompts, self.remembered.add)
         super().__init__(
-            draft, args, data_collator=self.collate, train_dataset=phases, eval_dataset=phases, callbacks=every
+            draft.trained,
+            args,
+            data_collator=self.collate,
+            train_dataset=self.phases,
+            eval_dataset=self.phases,  # of which nothing is read
+            callbacks=[_EachPhase(self), EarlyStoppingCallback(writer.recipe.patience), *callbacks],
         )
-        self.remove_callback(PrinterCallback)  # progress is told by `run`
-        self.run, self.target, self.recipe = run, run.target, run.recipe
-        pays = args.world_size < self.recipe.passes  # else each process would read more texts, not fewer
-        self.phases, self.remembered = phases, Remembered(run.target, phases, run.reader, REMEMBERED_BYTES * pays)
+        self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
 
     def collate(self, numbers: list[int]) -> dict[str, torch.Tensor]:
         """The texts of these numbers as a batch."""
-        batch = self.run.reader.collate([self.phases.text(number) for number in numbers])
-        return batch | {"numbers": torch.tensor(numbers)}
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
-        return torch.utils.data.SequentialSampler(self.phases)  # they come in an order that follows from the seed
+        return collate([self.phases.texts[number] for number in numbers]) | {"numbers": torch.tensor(numbers)}
 
     def compute_loss(
         self,
@@ -129,9 +170,9 @@ class DistillationTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
-        of_target = self.remembered.logits(inputs)
-        of_draft = self.run.reader.draft_logits(model, inputs["input_ids"].device, inputs)
-        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft, self.run.reader.common)
+        numbers = inputs.pop("numbers").tolist()
+        of_target = self.remembered.logits([self.phases.texts[number] for number in numbers], numbers)
+        losses = self.draft.losses(model, inputs, of_target)
         count = len(losses) if num_items_in_batch is None else num_items_in_batch
         loss = losses.sum() / count
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
@@ -139,64 +180,42 @@ class DistillationTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """α on the held-out prompts by which training stops, 0 if the weights have become infinite.
-
-        Every process takes all of them.
-        """
-        draft = self.accelerator.unwrap_model(self.model)
-        trains = draft.training
-        draft.eval()
-        rows, reader = self.recipe.batch_size, self.run.reader
-        found = alpha(measure_alpha(self.target, draft, self.run.validation, self.recipe, rows, reader))
-        draft.train(trains)
+        """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
+        self.draft.trained.eval()
+        found = self.judge(self.draft.trained)
         metrics = {ALPHA: 0.0 if math.isnan(found) else found}
+        losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
+        phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"
         self.log(metrics)
+        self.tell(f"{phase}, α {metrics[ALPHA]:.3f}{''.join(losses[-1:])}", 0, 0)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
-    def plain_draft(self) -> Any:
-        """The trained draft without what the Trainer has put around it and its forward."""
-        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False)
-
 
 class _EachPhase(TrainerCallback):
-    """Has the texts of each phase written before it, tells how far the training is, and ends it."""
+    """Has the texts of each phase written before it, and tells how far the training is."""
 
     def __init__(self, trainer: DistillationTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.best_metric is None:
+            state.best_metric = self.trainer.start  # weights that are not better are not taken
         best = Path(str(args.output_dir)) / f"checkpoint-{state.best_global_step}"
         if best.is_dir():
             state.best_model_checkpoint = str(best)  # the folder may have been moved
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        run, phase = self.trainer.run, round(state.epoch or 0)
-        run.progress.phase = phase + 1
-        self.trainer.phases.begin(phase, run.writing)
-        run.progress.speed = self.trainer.phases.writer.speed
+        phase = round(state.epoch or 0)
+        self.trainer.phases.begin(phase, lambda *done: self.trainer.tell(f"phase {phase + 1}, writing", *done))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        steps = max(1, state.max_steps // int(args.num_train_epochs))
-        self.trainer.run.tell("training", (state.global_step - 1) % steps + 1, steps)
-
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any
-    ) -> None:
-        if "loss" in (logs or {}):
-            self.trainer.run.progress.loss = logs["loss"]
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
-    ) -> None:
-        run = self.trainer.run
-        run.note(metrics[ALPHA])
-        run.tell(EVALUATED)
-        control.should_training_stop |= run.has_stopped(alphas_of(state))
+        phase, step = divmod(state.global_step - 1, state.max_steps // int(args.num_train_epochs))
+        self.trainer.tell(f"phase {phase + 1}, training", step + 1, state.max_steps // int(args.num_train_epochs))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            mark_complete(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}")
+            write_whole(Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / COMPLETE, "")
 
 
 def alphas_of(state: TrainerState) -> list[float]:

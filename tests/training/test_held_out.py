@@ -4,10 +4,9 @@ import pytest
 import torch
 from training_cases import models, some_prompts
 
-from hf_specx.scheduling.costs import Costs
-from hf_specx.training.held_out import alpha, estimate, measure_alpha, predicted_speedup
+from hf_specx.training.held_out import alpha, estimate, measure_alpha
+from hf_specx.training.reading import Text
 from hf_specx.training.recipe import TrainingRecipe
-from hf_specx.training.texts import Text
 
 
 def test_alpha_is_the_mean_overlap_where_the_target_wrote():
@@ -51,10 +50,3 @@ def test_the_gain_is_paired():
     assert gain.high - gain.low < 1e-9
     assert estimate(after).high - estimate(after).low > 0.05
     assert estimate(after) == estimate(after)
-
-
-def test_prediction():
-    """Free drafts and a target whose forwards take the same at any length: the tokens of the longest round."""
-    costs = Costs(table={1: {"target": {1: 1.0, 9: 1.0}, "draft": 1e-9}})
-    assert predicted_speedup(costs, 0.5) == pytest.approx((1 - 0.5**9) / 0.5, rel=1e-6)
-    assert predicted_speedup(Costs(table={1: {"target": {1: 1.0, 9: 9.0}, "draft": 0.5}}), 0.1) < 1

@@ -1,41 +1,20 @@
-"""Losses: their definitions, their gradients, and distributions with zeros."""
+"""Losses and α: their definitions, and the distributions that text is drawn from."""
 
 import pytest
 import torch
+from tiny import tiny
 
-from hf_specx.training.losses import LOSSES, acceptance_of, forward_kl, lk, log_acceptance, total_variation
-from hf_specx.training.recipe import LOSS_NAMES
-
-
-def distributions(rows: int = 6, vocab_size: int = 9, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """p and the draft's logits in float64, some rows close to each other and some far apart."""
-    generator = torch.Generator().manual_seed(seed)
-    p = torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)
-    moved = torch.linspace(0.1, 3, rows, dtype=torch.float64)[:, None]
-    logits = p + moved * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)
-    return p.softmax(-1), logits.requires_grad_()
+from hf_specx.training.losses import LOSSES, losses_of, overlap, token_probs
+from hf_specx.training.recipe import LOSS_NAMES, TrainingRecipe
 
 
 def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.distributions.kl_divergence(torch.distributions.Categorical(a), torch.distributions.Categorical(b))
 
 
-def variation(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return 0.5 * (p - q).abs().sum(-1)
-
-
-def mixture(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    weight = torch.exp(-3 * (1 - variation(p, q))).detach()
-    return weight * kl(p, q) + (1 - weight) * variation(p, q)
-
-
 DEFINITIONS = {
-    "forward_kl": kl,
-    "reverse_kl": lambda p, q: kl(q, p),
     "jsd": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
-    "total_variation": variation,
-    "log_acceptance": lambda p, q: -(1 - variation(p, q)).log(),
-    "lk": mixture,
+    "total_variation": lambda p, q: 0.5 * (p - q).abs().sum(-1),
 }
 
 
@@ -45,23 +24,21 @@ def test_every_loss_has_a_definition():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradient_are_those_of_the_definition(name: str):
-    p, logits = distributions()
-    found = LOSSES[name](p, logits.log_softmax(-1))
-    (gradient,) = torch.autograd.grad(found.sum(), logits)
-    wanted = DEFINITIONS[name](p, logits.softmax(-1))
-    (wanted_gradient,) = torch.autograd.grad(wanted.sum(), logits)
+    """Where both are close to each other, and where they are far apart; nothing is lost where they agree."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    moved = torch.linspace(0.1, 3, 6, dtype=torch.float64)[:, None]
+    logits = (p + moved * torch.randn(6, 9, generator=generator, dtype=torch.float64)).requires_grad_()
+    p = p.softmax(-1)
+    found, wanted = LOSSES[name](p, logits.log_softmax(-1)), DEFINITIONS[name](p, logits.softmax(-1))
+    gradients = [torch.autograd.grad(each.sum(), logits)[0] for each in (found, wanted)]
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(gradient, wanted_gradient)
-    assert gradient.abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_nothing_is_lost_where_both_agree(name: str):
-    p, _ = distributions()
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 1e-3
     torch.testing.assert_close(LOSSES[name](p, p.log()), torch.zeros(len(p), dtype=p.dtype))
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"reverse_kl"}))
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zeros_in_p_and_a_draft_that_underflows(name: str, dtype: torch.dtype):
     """As after top-p, and where the draft's softmax is 0 in float32: loss and gradient are finite."""
@@ -74,19 +51,49 @@ def test_zeros_in_p_and_a_draft_that_underflows(name: str, dtype: torch.dtype):
     assert logits.grad.isfinite().all()
 
 
-def test_log_acceptance_has_the_gradient_of_total_variation_over_alpha():
-    """Equation of LK^α: where candidates are hardly ever accepted, it is the larger one."""
-    p, logits = distributions()
-    alpha = acceptance_of(p, logits.softmax(-1)).detach()
-    gradients = [
-        torch.autograd.grad(loss(p, logits.log_softmax(-1)).sum(), logits)[0]
-        for loss in (log_acceptance, total_variation)
-    ]
-    torch.testing.assert_close(gradients[0], gradients[1] / alpha[:, None])
+SAMPLED = ({}, {"temperature": 0.6}, {"top_p": 0.7}, {"top_k": 5}, {"temperature": 1.4, "top_p": 0.8, "top_k": 12})
 
 
-def test_lk_lies_between_its_two_parts():
-    p, logits = distributions()
-    log_q = logits.log_softmax(-1)
-    torch.testing.assert_close(lk(p, log_q, eta=0.0), forward_kl(p, log_q))
-    torch.testing.assert_close(lk(p, log_q, eta=1e6), total_variation(p, log_q))
+@pytest.mark.parametrize("options", SAMPLED, ids=str)
+def test_the_target_has_the_distribution_that_generate_draws_from(options):
+    model = tiny()
+    recipe = TrainingRecipe(max_new_tokens=4, **options)
+    ids = torch.tensor([[3, 9, 27, 1]])
+    torch.manual_seed(0)
+    out = model.generate(ids, **recipe.generate_options, return_dict_in_generate=True, output_scores=True)
+    with torch.no_grad():
+        logits = model(out.sequences).logits[0, 3:-1]
+    torch.testing.assert_close(token_probs(recipe, logits), torch.cat(out.scores).softmax(-1))
+
+
+def test_greedy_text_has_one_token_each():
+    logits = torch.tensor([[0.1, 2.0, 1.0], [4.0, 0.0, 1.0]])
+    recipe = TrainingRecipe(do_sample=False)
+    assert token_probs(recipe, logits).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert overlap(recipe, logits, logits[[1, 0]]).tolist() == [0, 0]
+    assert overlap(recipe, logits, 3 * logits).tolist() == [1, 1]
+
+
+def test_overlap_is_of_both_distributions_after_the_warpers():
+    """Candidates are drawn after top-k too; here both models then have one token left, and the same one."""
+    target, draft = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.9, 0.9]])
+    assert overlap(TrainingRecipe(top_k=1), target, draft).tolist() == [1.0]
+    assert overlap(TrainingRecipe(), target, draft).item() < 0.8
+
+
+@pytest.mark.parametrize("wider", ["target", "draft"])
+def test_padded_vocabularies(wider: str):
+    """Logits beyond the width of the other model count as tokens that it never has."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (torch.randn(3, 6, generator=generator) for _ in range(2))
+    padding = torch.full((3, 2), -30.0)
+    padded = {"target": (torch.cat([target, padding], -1), draft), "draft": (target, torch.cat([draft, padding], -1))}
+    recipe = TrainingRecipe(loss="total_variation")
+    torch.testing.assert_close(overlap(recipe, *padded[wider]), overlap(recipe, target, draft))
+    torch.testing.assert_close(losses_of(recipe, *padded[wider]), losses_of(recipe, target, draft))
+
+
+def test_losses_are_at_the_temperature_of_later():
+    target, draft = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0))
+    hot = losses_of(TrainingRecipe(temperature=2.0), target, draft)
+    torch.testing.assert_close(hot, losses_of(TrainingRecipe(), target / 2, draft / 2))

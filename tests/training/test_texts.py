@@ -45,21 +45,13 @@ def test_texts_do_not_depend_on_the_draft(tmp_path):
     assert len(few) < len(many)
 
 
-def test_a_draft_in_training_mode_stays_in_it(tmp_path):
-    given = writer(tmp_path)
-    given.draft.train()
-    given.write("some", some_prompts(2))
-    assert given.draft.training
-
-
 def test_kept_texts_are_taken_only_for_what_they_were_made_of(tmp_path):
     first = writer(tmp_path)
     texts = first.write("some", some_prompts(3))
-    assert first.speed > 0
     again = writer(tmp_path)
     with counting(again.target) as forwards:
         assert again.write("some", some_prompts(3)) == texts
-    assert (again.speed, forwards) == (None, [])
+    assert forwards == []
     for other in (writer(tmp_path, max_new_tokens=8), writer(tmp_path, seed=1), writer(tmp_path, temperature=0.5)):
         assert other.write("some", some_prompts(3)) != texts
     assert first.write("some", some_prompts(4))[:3] == texts
@@ -84,30 +76,44 @@ def test_a_file_that_is_half_written_is_not_read(tmp_path):
     assert json.loads((tmp_path / "some.json").read_text())["texts"]
 
 
+def nothing(*progress: object) -> None:
+    """Shows nothing."""
+
+
 def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
-    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), some_prompts(7))
-    phases.begin(0, lambda done, total: None)
+    told = []
+    phases = Phases(writer(tmp_path, max_new_tokens=3, passes=3), some_prompts(7), told.append)
+    phases.begin(0, nothing)
     assert len(phases.order) == len(phases) == 9
-    assert {str(phases.text(number)) for number in phases.order} == {str(text) for text in phases.written[0]}
-    phases.begin(1, lambda done, total: None)
-    every = {str(text) for texts in phases.written for text in texts}
-    taken = {str(phases.text(number)) for number in phases.order}
-    assert {str(text) for text in phases.written[1]} <= taken <= every
+    assert set(phases.order) == {0, 1, 2}
+    phases.begin(1, nothing)
+    assert {3, 4, 5} <= set(phases.order) <= set(range(6))
+    assert told == [phases.texts[:3], phases.texts[3:]]
+
+
+def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(tmp_path):
+    given = {"max_new_tokens": 3, "texts_per_phase": 2}
+    plain, whole = (
+        Phases(writer(tmp_path, learn_from_prompts=said, **given), some_prompts(7)) for said in (False, True)
+    )
+    for phases in (plain, whole):
+        phases.begin(0, nothing)
+    assert whole.texts == [(text.prompt[:1], text.prompt[1:] + text.new) for text in plain.texts]
 
 
 def test_a_phase_can_be_begun_anew(tmp_path):
     """As where an interrupted training goes on."""
     first, again = (Phases(writer(tmp_path, max_new_tokens=3), some_prompts(7)) for _ in range(2))
     for phase in range(3):
-        first.begin(phase, lambda done, total: None)
-    again.begin(2, lambda done, total: None)
-    assert (again.order, again.written) == (first.order, first.written)
+        first.begin(phase, nothing)
+    again.begin(2, nothing)
+    assert (again.order, again.texts) == (first.order, first.texts)
 
 
 def test_each_prompt_is_used_once_before_any_is_used_again(tmp_path):
     prompts = some_prompts(6)
     phases = Phases(writer(tmp_path, max_new_tokens=1), prompts)
-    phases.begin(3, lambda done, total: None)
-    used = [text.prompt for texts in phases.written for text in texts]
+    phases.begin(3, nothing)
+    used = [text.prompt for text in phases.texts]
     assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
     assert used[:6] != used[6:]

@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 from tiny import near, tiny
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from hf_specx.training.distill import distill
 from hf_specx.training.result import Distilled
 
 
-QUICK = {"loss": "lk", "max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
+QUICK = {"loss": "jsd", "max_new_tokens": 12, "texts_per_phase": 16, "phases": 3, "passes": 2, "learning_rate": 5e-3}
 
 
-def silent(progress: object) -> None:
+def silent(*progress: object) -> None:
     """Shows nothing."""
 
 
@@ -46,3 +46,14 @@ def weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether all weights are equal, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Stop(TrainerCallback):
+    """Ends a training in a step: as Ctrl-C does, or by another error."""
+
+    def __init__(self, step: int, error: BaseException | None = None):
+        self.step, self.error = step, error or KeyboardInterrupt()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise self.error

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from tiny import near, tiny
+from tiny import tiny
 from training_cases import QUICK, models, same, silent, some_prompts, weights
 from transformers import LlamaForCausalLM
 
 from hf_specx import DraftTargetPair, EarlyExitDraft
 from hf_specx.training.distill import distill
-from hf_specx.training.first_draft import draft_of_first_layers, merged, trainable_copy
-from hf_specx.training.recipe import first_layers_wanted
+from hf_specx.training.draft import ModelDraft, draft_of_first_layers
+from hf_specx.training.recipe import TrainingRecipe
 
 
 TYPES = ("llama", "gpt2", "qwen2", "gemma2", "gpt_neox", "smollm3")
@@ -44,39 +44,25 @@ def test_first_layers_in_bfloat16(tmp_path, moved: bool):
     draft = draft_of_first_layers(target, 1)
     wanted = EarlyExitDraft(1).first_layers(target)(ids).logits
     torch.testing.assert_close(draft(ids).logits, wanted, atol=0, rtol=0)
-    back = merged(trainable_copy(draft, None, 0), draft)
+    learner = ModelDraft(draft, TrainingRecipe())
+    back = learner.finished(learner.trained)
     torch.testing.assert_close(back(ids).logits, wanted, atol=0, rtol=0)
-
-
-def test_what_names_layers():
-    assert [first_layers_wanted(x) for x in ("layers:2", "layers", "org/model", None)] == [2, None, None, None]
-    for wrong in ("layers:", "layers:two", "layers:0", "layers:-1"):
-        with pytest.raises(ValueError, match=f"{wrong!r} names no layers; write it like 'layers:2'"):
-            first_layers_wanted(wrong)
-
-
-def test_more_layers_than_there_are():
-    with pytest.raises(
-        ValueError, match="^layers=2 leaves out no layer of LlamaForCausalLM, which has 2; give 1 to 1"
-    ):
-        draft_of_first_layers(tiny(), 2)
 
 
 def test_a_copy_is_trained_in_float32():
     draft = tiny().to(torch.bfloat16)
-    made = trainable_copy(draft, None, 0)
-    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
-    assert all(weight.requires_grad for weight in made.parameters())
-    assert draft.dtype == torch.bfloat16
-    assert merged(made, draft).dtype == torch.bfloat16
+    learner = ModelDraft(draft, TrainingRecipe())
+    assert {weight.dtype for weight in learner.trained.parameters()} == {torch.float32}
+    assert all(weight.requires_grad for weight in learner.trained.parameters())
+    assert draft.dtype == learner.finished(learner.trained).dtype == torch.bfloat16
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
 def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
     pytest.importorskip("peft")
     target, draft = models()
-    made = trainable_copy(draft, 4, 0)
-    names = [name for name, weight in made.named_parameters() if weight.requires_grad]
+    made = ModelDraft(draft, TrainingRecipe(lora=4))
+    names = [name for name, weight in made.trained.named_parameters() if weight.requires_grad]
     assert names
     assert all("lora_" in name for name in names)
     result = distill(target, draft, some_prompts(), lora=4, progress=silent, **QUICK | {"learning_rate": 2e-2})
@@ -89,11 +75,3 @@ def test_lora_trains_adapters_and_leaves_a_plain_model(tmp_path):
     result.pair.save_pretrained(tmp_path / "pair")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
     torch.testing.assert_close(loaded.draft(IDS).logits, result.pair.draft(IDS).logits)
-
-
-def test_from_nothing():
-    """A target whose layers are random, so that its first ones alone say little."""
-    target = near(tiny(num_hidden_layers=4, initializer_range=0.2), 0.1)
-    result = distill(target, "layers:2", some_prompts(), progress=silent, **QUICK | {"phases": 6})
-    assert result.pair.draft.config.num_hidden_layers == 2
-    assert result.gain.low > 0

@@ -1,0 +1,85 @@
+"""The folder of a training: what it is made of, its texts, and checkpoints from which an interrupted one goes on."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_specx.common.errors import brief, require
+
+
+SETTINGS_FILE, TEXTS, CHECKPOINTS = "specx_distill.json", "texts", "checkpoints"  # all that is written into it
+COMPLETE = "complete"  # an empty file in a checkpoint that was written to its end
+PART = ".part"  # of a file that is being written
+DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
+
+
+def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Note the settings of a training in its folder, which is made; as long as it has no checkpoint, they may change.
+
+    Args:
+        folder: of this training alone; checkpoints in it that were not written to their end are deleted.
+        settings: what it is made of.
+
+    Raises:
+        ValueError: the folder has a checkpoint of another training, or files but no training. Nothing is changed then.
+    """
+    path, now = folder / SETTINGS_FILE, json.loads(json.dumps(settings, default=str))
+    names = {file.name for file in folder.iterdir() if file.suffix != PART} if folder.exists() else set()
+    told = f"{folder} has no training to go on with, but other files ({brief(sorted(names))}); name another folder."
+    require(SETTINGS_FILE in names or not names, told)
+    if SETTINGS_FILE in names and last_checkpoint(folder) is not None:
+        then = json.loads(path.read_text())
+        changed = ", ".join(name for name in now if then.get(name) != now[name])
+        told = f"{folder} has a training with another {changed} (see its {SETTINGS_FILE}); give the same to go on "
+        require(not changed, told + "with it, name another folder, or delete it.")
+    write_whole(path, json.dumps(now, indent=1))
+    (folder / CHECKPOINTS).mkdir(exist_ok=True)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end; newer ones, which were not, are deleted."""
+    inside = folder / CHECKPOINTS
+    while inside.is_dir() and (found := get_last_checkpoint(inside)) is not None:
+        if (Path(found) / COMPLETE).exists():
+            return Path(found)
+        shutil.rmtree(found)
+    return None
+
+
+def write_whole(file: Path, content: str) -> None:
+    """Write a file as a whole or not at all, also where the process is killed meanwhile; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(PART)
+    with part.open("w", encoding="utf-8") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    part.replace(file)
+
+
+@contextmanager
+def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
+    """Say what to do where memory or the disk is full.
+
+    Raises:
+        ValueError: in place of the error that torch, safetensors or the system raised.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+            told = f"memory is not enough with batch_size={batch_size}; lower it, lower max_new_tokens, or use lora. "
+            told += f"A training with a checkpoint keeps its settings: name another folder. torch said: {text}"
+        elif any(sign in text for sign in DISK_FULL):
+            told = f"the disk of {folder} is full; make room and start again: it goes on from the last checkpoint."
+        else:
+            raise
+        raise ValueError(told) from error

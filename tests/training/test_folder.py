@@ -1,0 +1,157 @@
+"""The folder of a training: how an interrupted one goes on in it, and that nothing of others is touched."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from tiny import near, tiny
+from training_cases import Stop, same, some_prompts, trained, weights
+
+from hf_specx.training.folder import CHECKPOINTS, COMPLETE, SETTINGS_FILE
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    """The text of each file, by its path."""
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["checkpoint-5/model.safetensors"],
+        ["settings.json"],
+        ["settings.json", "checkpoint-5/model.safetensors"],
+        ["settings.json", "checkpoint-best/model.safetensors", "thesis.tex"],
+        ["texts/validation.json"],
+    ],
+    ids=str,
+)
+def test_the_folder_of_somebody_else_is_refused_and_left_as_it_is(tmp_path, names: list[str]):
+    """As that of the target's own fine-tuning: no file is deleted, written over or added."""
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"mine": true}')
+    before = files_of(tmp_path)
+    with pytest.raises(ValueError, match="has no training to go on with, but other files"):
+        trained(folder=tmp_path)
+    assert files_of(tmp_path) == before
+
+
+def test_checkpoints_of_others_beside_a_training_are_left_alone(tmp_path):
+    trained(folder=tmp_path, phases=1)
+    other = tmp_path / "checkpoint-5" / "model.safetensors"
+    other.parent.mkdir()
+    other.write_text("mine")
+    trained(folder=tmp_path, phases=1)
+    assert other.read_text() == "mine"
+
+
+def test_a_copy_of_a_checkpoint_under_another_name(tmp_path):
+    first = trained(folder=tmp_path, phases=1)
+    (last,) = tmp_path.rglob("checkpoint-*")
+    shutil.copytree(last, last.with_name("checkpoint-best"))
+    assert trained(folder=tmp_path, phases=1).alphas == first.alphas
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return trained(phases=4)
+
+
+@pytest.mark.parametrize("steps", [[2], [6], [7, 14], [16]])
+def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path, undisturbed, steps: list[int]):
+    """In the first phase, after it, twice, and in the last step; also without the texts, which are written again."""
+    for step in steps:
+        with pytest.raises(KeyboardInterrupt):
+            trained(phases=4, folder=tmp_path, callbacks=[Stop(step)])
+        shutil.rmtree(tmp_path / "texts")
+    again = trained(phases=4, folder=tmp_path)
+    assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
+    assert again.alphas == undisturbed.alphas
+    assert again.after == undisturbed.after
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("kind", ["dropout", "lora", "patience"])
+def test_what_else_an_interrupted_training_needs(tmp_path, kind: str):
+    """The state of random numbers, adapters, and for how long α has not risen."""
+    if kind == "lora":
+        pytest.importorskip("peft")
+    drops = tiny("gpt2", initializer_range=0.2)
+    given = {
+        "dropout": {"target": drops, "draft": near(drops, 0.8)},
+        "lora": {"lora": 4, "learning_rate": 2e-2},
+        "patience": {"learning_rate": 5.0, "phases": 9, "patience": 2},
+    }[kind]
+    undisturbed = trained(**given)
+    assert len(undisturbed.alphas) == (3 if kind == "patience" else 4)
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Stop(6)], **given)
+    again = trained(folder=tmp_path, **given)
+    assert again.alphas == undisturbed.alphas
+    assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
+
+
+def test_a_checkpoint_that_is_half_written_does_not_count(tmp_path, undisturbed):
+    with pytest.raises(KeyboardInterrupt):
+        trained(phases=4, folder=tmp_path, callbacks=[Stop(14)])
+    last = max((tmp_path / CHECKPOINTS).iterdir(), key=lambda path: int(path.name[11:]))
+    (last / COMPLETE).unlink()
+    (last / "trainer_state.json").write_text("{")
+    again = trained(phases=4, folder=tmp_path)
+    assert same(weights(again.pair.draft), weights(undisturbed.pair.draft))
+
+
+@pytest.mark.parametrize("given", [{}, {"learning_rate": 5.0, "phases": 9, "patience": 2}], ids=["all", "stopped"])
+def test_a_finished_training_is_not_trained_further(tmp_path, given):
+    """After all of its phases, or as α no longer rose."""
+    first = trained(folder=tmp_path, **given)
+    told = []
+    again = trained(folder=tmp_path, progress=lambda *now: told.append(now), **given)
+    assert [now for now in told if "writing" in now[0] or "training" in now[0]] == []
+    assert told == [(f"phase {len(first.alphas) - 1} of {given.get('phases', 3)}, α {first.alphas[-1]:.3f}", 0, 0)]
+    assert same(weights(again.pair.draft), weights(first.pair.draft))
+    assert (again.alphas, again.steps) == (first.alphas, first.steps)
+
+
+def test_another_training_does_not_go_on_in_the_same_folder(tmp_path):
+    trained(folder=tmp_path, phases=1)
+    ends_otherwise = tiny(initializer_range=0.2)
+    ends_otherwise.generation_config.eos_token_id = 7
+    others = {"loss": "total_variation", "prompts": some_prompts(seed=1), "target": ends_otherwise}
+    for name, value in others.items():
+        with pytest.raises(ValueError, match=f"has a training with another {name} .* give the same to go on with it"):
+            trained(folder=tmp_path, phases=1, **{name: value})
+
+
+def test_settings_may_change_before_the_first_checkpoint(tmp_path):
+    """As after an error that said what to lower: the texts are there already."""
+    (tmp_path / SETTINGS_FILE).with_suffix(".part").write_text("{")  # of a process that was killed at once
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder=tmp_path, callbacks=[Stop(2)])
+    doing = []
+    result = trained(folder=tmp_path, batch_size=4, progress=lambda what, *_: doing.append(what))
+    assert "phase 1, writing" not in doing
+    assert same(weights(result.pair.draft), weights(trained(batch_size=4).pair.draft))
+
+
+ERRORS = {
+    "memory is not enough with batch_size=8; lower it": torch.OutOfMemoryError("CUDA out of memory. Tried"),
+    "memory is not enough.*torch said": RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    "is full; make room and start again: it goes on": OSError(28, "No space left on device"),
+    "the disk of .* is full": SafetensorError("Error while serializing: I/O error: No space left on device"),
+    "is full; make room": RuntimeError("[enforce fail] PytorchStreamWriter failed writing file data/3"),
+}
+
+
+@pytest.mark.parametrize("told", ERRORS)
+def test_memory_or_disk_that_runs_out(told: str):
+    with pytest.raises(ValueError, match=told):
+        trained(callbacks=[Stop(2, ERRORS[told])])
+
+
+def test_other_errors_pass():
+    with pytest.raises(OSError, match="another"):
+        trained(callbacks=[Stop(2, OSError("another"))])
