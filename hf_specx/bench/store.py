@@ -82,28 +82,6 @@ def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
     return found["cells"]
 
 
-class StepCounter:
-    """Counts steps, so that a progress bar moves by all of them also where some were not needed.
-
-    Args:
-        total: steps.
-        advance: called for each of them, and for no more.
-    """
-
-    def __init__(self, total: int, advance: Callable[[], object]):
-        self.left, self.advance = total, advance
-
-    def __call__(self) -> None:
-        if self.left > 0:
-            self.left -= 1
-            self.advance()
-
-    def finish(self) -> None:
-        """Make the steps that are left."""
-        while self.left > 0:
-            self()
-
-
 def provenance(where: PreTrainedModel) -> dict[str, Any]:
     """Where a number was made: versions, device, and the precision of a model."""
     device = execution_device(where)

@@ -116,9 +116,7 @@ def tune(
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
-            from .loading import save_best
-
-            Output(stderr=as_json).print(Text(save_best(found[0], out, inside, overwrite)), soft_wrap=True)
+            save(found[0], out, inside, overwrite, Output(stderr=as_json))
 
 
 def try_all(
@@ -139,6 +137,13 @@ def try_all(
     names = tuning.drafts_to_try(target, drafts, study, revision)
     with progress("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
         return tuning.tune(target, names, study, revision, draft_revisions, advance)
+
+
+def save(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
+    """Save the pair with the best draft, and say where."""
+    from .loading import save_best
+
+    console.print(Text(save_best(best, out, inside, overwrite)), soft_wrap=True)
 
 
 def check_models(target: str, drafts: list[str]) -> None:
