@@ -28,7 +28,7 @@ def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
     """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
     with_model = WITH_MODEL if draft_model(pair) else ()
     several = ("several-auto",) if isinstance(pair.draft, list) else ()
-    own = early_exit(pair)
+    own = exit_of(pair)
     exits = () if own is None else (f"stock:{own.exit_layer}", f"exit:{own.exit_layer}-auto")
     return (PLAIN_NAME, *with_model, *several, *exits, *WITHOUT_MODEL)
 
@@ -38,7 +38,7 @@ def draft_model(pair: DraftTargetPair) -> PreTrainedModel | None:
     return next(iter(pair.models[1:]), None)
 
 
-def early_exit(pair: DraftTargetPair) -> EarlyExitDraft | None:
+def exit_of(pair: DraftTargetPair) -> EarlyExitDraft | None:
     """The first layers that draft, where they do."""
     drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
     return next((draft for draft in drafts if isinstance(draft, EarlyExitDraft)), None)
@@ -63,7 +63,7 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
     own: Any = None if draft is None or same_tokens(*both) else both
 
     def make(name: str) -> Contender:
-        contender = Contender(name, pair.target, draft, tokenizers=own, early_exit=early_exit(pair))
+        contender = Contender(name, pair.target, draft, tokenizers=own, early_exit=exit_of(pair))
         contender.prepare(inputs)
         return contender
 

@@ -116,7 +116,7 @@ def tune(
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
         if out is not None:
-            save(found[0], out, inside, overwrite, Output(stderr=as_json))
+            save_tuned(found[0], out, inside, overwrite, Output(stderr=as_json))
 
 
 def try_all(
@@ -139,7 +139,7 @@ def try_all(
         return tuning.tune(target, names, study, revision, draft_revisions, advance)
 
 
-def save(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
+def save_tuned(best: "DraftTrial", out: Path, inside: bool, overwrite: bool, console: Console) -> None:
     """Save the pair with the best draft, and say where."""
     from .loading import save_best
 

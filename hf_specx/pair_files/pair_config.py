@@ -10,7 +10,7 @@ from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.scheduling.costs import Costs
 
 from .model_files import FULL_COMMIT
-from .schema import MAX_CONFIG_BYTES, check_values, read, read_text
+from .schema import MAX_CONFIG_BYTES, check_fields, read, read_text
 
 
 CONFIG_NAME = "specx_config.json"
@@ -206,7 +206,7 @@ class PairConfig:
             ValueError: it is not JSON of this schema.
         """
         config: PairConfig = read(cls, read_text(text, SCHEMA, where), where)
-        check_values(config, where)
+        check_fields(config, where)
         return config
 
     @classmethod

@@ -117,7 +117,7 @@ def _check_type(value: Any, options: tuple[Any, ...], where: str) -> None:
     require(control is None, told)
 
 
-def check_values(config: Any, where: str) -> None:
+def check_fields(config: Any, where: str) -> None:
     """Whether a `PairConfig` says what can be done, and names nothing outside the pair's folder and the Hub."""
     for role in ("target", "draft"):
         _check_source(getattr(config, role), f"{where}: {role}")
