@@ -110,8 +110,7 @@ def tune(
         study |= {"hub": hub_options(None, token), "trust_remote_code": trust_remote_code}
         study |= strategy_options(None, verification)
         found = try_all(target, drafts, revision, draft_revision or [], device, study)
-        show_drafts(target, found, console := Output(quiet=as_json))
-        recommend(found[0], console)
+        show_drafts(target, found, Output(quiet=as_json))
         if as_json:
             typer.echo(json.dumps({"target": target, "drafts": [trial.to_dict() for trial in found]}))
         require(found[0].error is None, f"no draft can be used; of {found[0].name}: {found[0].error}")
@@ -178,7 +177,7 @@ def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: boo
 
 
 def show_drafts(target: str, trials: "list[DraftTrial]", console: Console) -> None:
-    """Print each draft compared with the target, then the measurements of all drafts."""
+    """Print each draft compared with the target, the measurements of all drafts, and which one is recommended."""
     for trial in trials:
         if trial.findings:
             console.print(Text(f"\n{target} with {trial.name}", "bold"), soft_wrap=True)
@@ -188,6 +187,7 @@ def show_drafts(target: str, trials: "list[DraftTrial]", console: Console) -> No
     if any(trial.speedup for trial in trials):
         show_measured(trials, console)
         console.print(Text("\n".join(f"{head}: {said}" for head, said in TUNE_COLUMNS.items()), "dim"), soft_wrap=True)
+    recommend(trials[0], console)
 
 
 def findings_table(findings: "list[Finding]") -> Table:
