@@ -100,8 +100,7 @@ def tune(
         check_dtype(dtype)
         check_models(target, drafts := drafts or [])
         check_runs(batch or (1, 8), repeats)
-        one = len(drafts) == 1 and drafts != [SEVERAL_EXITS]
-        check_saved(out, overwrite, inside, told_apart=one or not no_measure)
+        check_saved(out, overwrite, inside, told_apart=not no_measure or names_one(drafts))
         ways = "with --file, on standard input, or use --no-measure"
         prompts = [] if no_measure else texts_only(read_prompts([], file, ways))
         options = sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
@@ -164,6 +163,11 @@ def texts_only(prompts: list[str | Messages]) -> list[str]:
     told = "specx tune takes texts, and a prompt is a list of messages; write its text as the model reads it."
     require(len(texts) == len(prompts), told)
     return texts
+
+
+def names_one(drafts: list[str]) -> bool:
+    """Whether drafts are one by name, and not several numbers of layers."""
+    return len(drafts) == 1 and drafts != [SEVERAL_EXITS]
 
 
 def check_saved(out: Path | None, overwrite: bool, inside: bool, told_apart: bool) -> None:
