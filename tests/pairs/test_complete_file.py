@@ -204,6 +204,26 @@ def test_a_prompt_that_cannot_be_completed_does_not_keep_others(
     assert "more than there is room for: max_batch_tokens=200" in refused[1]["error"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_new_token": 3}, "max_new_token"),
+        ({"verification": "nucleus"}, "'nucleus' is unknown"),
+        ({"stop_strings": [1]}, "stop_strings"),
+    ],
+)
+def test_an_error_in_the_options_is_no_fault_of_the_prompts(
+    pair: DraftTargetPair, tmp_path: Path, options: dict[str, Any], message: str
+):
+    out = tmp_path / "done.jsonl"
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, out=out, **SAMPLED | options)
+    assert not out.exists()
+    with pytest.raises(ValueError, match=message):
+        pair.complete(TEXTS, **SAMPLED | options)
+
+
 class Banning(LogitsProcessor):
     """Looks at the text alone, but may keep state for all that is known of it."""
 

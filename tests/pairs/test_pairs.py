@@ -30,6 +30,14 @@ def test_embedded_is_small_and_speaks_python(pair: DraftTargetPair):
     assert loss < 4
 
 
+def test_embedded_pair_is_worth_its_draft(pair: DraftTargetPair):
+    inputs = pair.tokenizer(pair.prompts[:8], return_tensors="pt", padding=True)
+    torch.manual_seed(0)
+    pair.generate(**inputs, do_sample=True, top_k=0, max_new_tokens=48, num_draft_tokens=4)
+    assert pair.report.alpha > 0.6
+    assert pair.report.mean_acceptance_length > 2
+
+
 def test_coupled_equals_stock_on_real_text(pair: DraftTargetPair):
     inputs = pair.tokenizer(pair.prompts[:4], return_tensors="pt", padding=True)
     settings = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 40}
@@ -114,6 +122,14 @@ def test_a_pair_goes_on_where_it_left_off():
         assert firsts[0] == 2
         assert firsts == sorted(set(firsts))
         assert pair.strategy is strategy
+
+
+def test_an_option_of_one_call_leaves_the_others_as_they_are():
+    target = tiny()
+    pair = DraftTargetPair(target, near(target, 0))
+    pair.strategy = SpeculativeDecoding(pair.draft, verification="coupled", layout="padded")
+    pair.generate(**prompts(2), do_sample=True, max_new_tokens=4, num_draft_tokens=2)
+    assert (pair.report.verification, pair.report.layout, pair.report.num_draft_tokens) == ("coupled", "padded", 2)
 
 
 @pytest.mark.usefixtures("timed_first")
