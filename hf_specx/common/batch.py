@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from .devices import sent
 from .round import Draft, Judgement, Round
 
 
@@ -69,9 +70,8 @@ class Batch:
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
-        self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
-        counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
-        self.ends = self.width + counts
+        self.index = sent(rows, self.ids.device, torch.int64)
+        self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
         self._note_together()
 
     def _note_together(self) -> None:
@@ -182,7 +182,7 @@ class Batch:
 
     def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
         """Emit the first `kept` [R] of tokens [R, n]."""
-        numbers = kept[0] if len(set(kept)) == 1 else self.index.new_tensor(kept)
+        numbers = kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device)
         if min(kept) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
             beyond = index >= (numbers if isinstance(numbers, int) else numbers[:, None])
@@ -256,7 +256,7 @@ class Batch:
             return None
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
-        return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
+        return sent(stay, self.ids.device, torch.int64)
 
     @property
     def is_over(self) -> list[bool]:

@@ -15,6 +15,8 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
+from hf_specx.common.devices import sent
+
 from .prefixes import Prefixes
 from .watermarks import synthid, watermark
 
@@ -237,7 +239,7 @@ def length_penalty(
         factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
     except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
         return None
-    ends, factor = ends.to(scores.device), torch.tensor(factors, dtype=torch.float64, device=scores.device)
+    ends, factor = ends.to(scores.device), sent(factors, scores.device, torch.float64)
     found = scores[..., ends]
     added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
     return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))

@@ -1,4 +1,4 @@
-"""An accelerator that is none: tensors that say they are on cuda:0 and compute on the CPU, and a count of what would cost.
+"""An accelerator that is none: tensors that say they are on cuda:0 compute on the CPU, and what would cost is counted.
 
 `Accelerator` is a context in which tensors can be made on "cuda". As with CUDA, an operation whose tensors are on both
 devices is refused, except for numbers (tensors without dimensions) and indices; so is a generator of the other device.
@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,14 +20,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 DENSE = torch.contiguous_format
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.bincount}
-UNLAUNCHED = {aten._local_scalar_dense, aten.lift_fresh, aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty}
+UNLAUNCHED = {
+    aten._local_scalar_dense,
+    aten.lift_fresh,
+    aten._unsafe_view,
+    aten.empty,
+    aten.empty_like,
+    aten.new_empty,
+}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
 PlainGenerator = torch.Generator
@@ -129,21 +136,22 @@ class Accelerator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One operation, on the tensors that those on the device stand for."""
         kwargs = kwargs or {}
-        flat, spec = tree_flatten((args, kwargs))
-        tensors, device = [x for x in flat if isinstance(x, torch.Tensor)], kwargs.get("device")
-        given = any(isinstance(x, OnDevice) for x in tensors)
+        tensors: list[torch.Tensor] = []
+        plain_args = each(args, partial(plain, tensors))
+        plain_kwargs = {name: each(value, partial(plain, tensors)) for name, value in kwargs.items()}
+        given, device = any(isinstance(x, OnDevice) for x in tensors), kwargs.get("device")
         here = given if device is None else torch.device(device).type == "cuda"
         if not given and not here:
             return func(*args, **kwargs)
         self._check(func, args, tensors, here)
         self._count(func, args, kwargs, here)
-        plain = [CPU if isinstance(x, torch.device) else inner(x) for x in flat]
-        args, kwargs = tree_unflatten(plain, spec)
-        found = func(*args, **kwargs)
-        if not here or (func.overloadpacket is aten.copy_ and not isinstance(flat[0], OnDevice)):
-            return flat[0] if func.overloadpacket is aten.copy_ else found
+        found = func(*plain_args, **plain_kwargs)
+        if func.overloadpacket is aten.copy_:
+            return args[0]
+        if not here:
+            return found
         known = {id(x.inner): x for x in tensors if isinstance(x, OnDevice)}  # an operation in place returns its own
-        return tree_map(lambda x: known[id(x)] if id(x) in known else outer(x), found)
+        return each(found, lambda x: known[id(x)] if id(x) in known else outer(x))
 
     def _check(self, func: Any, args: Any, tensors: list[torch.Tensor], here: bool) -> None:
         packet = func.overloadpacket
@@ -169,11 +177,11 @@ class Accelerator(TorchDispatchMode):
         elif packet in WAITING:
             self.wait()
         elif packet in INDEXING:
-            self.note_index(args[1])
+            self.note_index(tuple(args[1]))
 
     def note_index(self, index: Any) -> None:
         """Count what an index costs: each part that is not on the device is sent to it."""
-        for part in index if isinstance(index, list | tuple) else (index,):
+        for part in index if isinstance(index, tuple) else (index,):
             if isinstance(part, OnDevice):
                 if part.dtype is torch.bool or not part.dim():
                     self.wait()
@@ -195,6 +203,21 @@ def caller() -> str:
         frame = frame.f_back
     path = Path(frame.f_code.co_filename)
     return f"{path.parent.name}/{path.name}:{frame.f_lineno}"
+
+
+def each(value: Any, change: Callable) -> Any:
+    """Arguments or results of an operation, with each of them changed."""
+    if isinstance(value, list | tuple):
+        return type(value)(each(one, change) for one in value)
+    return change(value)
+
+
+def plain(tensors: list[torch.Tensor], value: Any) -> Any:
+    """An argument of an operation as it is on the CPU; `tensors` collects those that are given."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return inner(value)
+    return CPU if isinstance(value, torch.device) else value
 
 
 def inner(value: Any) -> Any:
@@ -238,7 +261,7 @@ def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
         raise RuntimeError("indices should be on the device of the indexed tensor, which is cpu")
     Accelerator.current.note_index(index)
     Accelerator.current.launches += is_gather(index)
-    return OnDevice(tensor.inner[tree_map(inner, index)])
+    return OnDevice(tensor.inner[each(index, inner)])
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
@@ -250,7 +273,7 @@ def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
         if is_gather(index):
             raise RuntimeError("the values are not on the device of the tensor that they are put into")
         Accelerator.current.send()
-    tensor.inner[tree_map(inner, index)] = inner(value)
+    tensor.inner[each(index, inner)] = inner(value)
 
 
 def is_gather(index: Any) -> bool:
@@ -264,7 +287,7 @@ def new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any =
 
 def nonzero(tensor: OnDevice, as_tuple: bool = False) -> Any:
     Accelerator.current.wait()
-    return tree_map(outer, torch.nonzero(tensor.inner, as_tuple=as_tuple))
+    return each(torch.nonzero(tensor.inner, as_tuple=as_tuple), outer)
 
 
 def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
