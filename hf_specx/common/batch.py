@@ -30,6 +30,7 @@ class Batch:
 
     Attributes:
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
+        writes: how often tokens were put into them.
         width: L, the columns of the left-padded prompts.
         starts: [B] int64, the first column of each row that holds a token.
         counts: [B], tokens emitted so far.
@@ -55,7 +56,7 @@ class Batch:
             attention_mask: [B, L], 0 at the pads; None where there are none.
             pad_token_id: what stands after the end of a row.
         """
-        self.ids = input_ids.to(torch.int64, copy=True)
+        self.ids, self.writes = input_ids.to(torch.int64, copy=True), 0
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
         rows, device = input_ids.shape[0], input_ids.device
         if attention_mask is None:
@@ -89,6 +90,7 @@ class Batch:
     def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
+        self.writes += 1
         if self.together is not None:
             first = self.width + self.together + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
