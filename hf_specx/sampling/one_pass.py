@@ -148,21 +148,16 @@ def sequence_bias(
     return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
 
 
-def min_length(
-    processor: logits_process.MinLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
-    """No end token in a prefix that is too short."""
-    return _without_ends(processor, processor.min_length, prefixes, scores)
+def min_length(one: Any, *given: Any) -> torch.Tensor:
+    return _without_ends(one, one.min_length, *given)
 
 
-def min_new_tokens(
-    processor: logits_process.MinNewTokensLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
-    """No end token after too few new ones."""
-    return _without_ends(processor, processor.prompt_length_to_skip + processor.min_new_tokens, prefixes, scores)
+def min_new_tokens(one: Any, *given: Any) -> torch.Tensor:
+    return _without_ends(one, one.prompt_length_to_skip + one.min_new_tokens, *given)
 
 
 def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """No end token in a prefix of fewer than `least` columns."""
     if prefixes.shortest >= least:
         return scores
     return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
@@ -195,21 +190,16 @@ def _without(
     return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
 
 
-def forced_bos(
-    processor: logits_process.ForcedBOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """One token only after a prefix of one."""
-    return _forced(processor, 1, processor.bos_token_id, prefixes, scores)
+def forced_bos(one: Any, *given: Any) -> torch.Tensor | None:
+    return _forced(one, 1, one.bos_token_id, *given)
 
 
-def forced_eos(
-    processor: logits_process.ForcedEOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """End tokens only at the last position."""
-    return _forced(processor, processor.max_length - 1, processor.eos_token_id, prefixes, scores)
+def forced_eos(one: Any, *given: Any) -> torch.Tensor | None:
+    return _forced(one, one.max_length - 1, one.eos_token_id, *given)
 
 
 def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """Only these tokens after a prefix of this length."""
     if not prefixes.any_of_length(length):
         return scores
     if not _inside(torch.as_tensor(tokens), scores.shape[-1]):

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
@@ -246,9 +247,8 @@ def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int |
     return counts, tokens
 
 
-IN_USE: set[int] = set()  # ids of the rewindable processors of users that calls are using
+TAKEN: dict[int, weakref.ref[Any]] = {}  # by id, processors of users that a call uses, or has left in mid-text
 LOCK = threading.Lock()  # for it: calls may be in several threads
-USED: dict[int, weakref.ref[Any]] = {}  # by id: those that earlier calls have left in the middle of a text
 
 
 @contextmanager
@@ -259,37 +259,29 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
-    for masks in given:
-        known = USED.get(id(masks.processor))
-        told = f"{masks.name} was used by an earlier call and is in the middle of its text; make one for each call."
-        require(known is None or known() is not masks.processor, told)
-        told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its slots."
-        require(type(masks.processor).__weakrefoffset__ != 0, told)
-    ids = {id(one.processor) for one in given}
     with LOCK:
-        busy = next((one.name for one in given if id(one.processor) in IN_USE), None)
-        require(busy is None, f"{busy} is used by another call, which has not ended; make one for each call.")
-        IN_USE.update(ids)
+        for masks in given:
+            told = f"{masks.name} is used by another call, or was used by an earlier one and is in the middle of its "
+            require(id(masks.processor) not in TAKEN, f"{told}text; make one for each call.")
+            told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its "
+            require(type(masks.processor).__weakrefoffset__ != 0, f"{told}slots.")
+        for masks in given:
+            forget = partial(_forget, id(masks.processor))
+            TAKEN[id(masks.processor)] = weakref.ref(masks.processor, forget)
     try:
         for one in processors:
             if isinstance(one, TokenMasks):
                 one.begin(len(batch.rows))
         yield
     finally:
-        IN_USE.difference_update(ids)
         try:
             for masks in given:
                 masks.finish(batch)
         finally:
             for masks in given:
-                if masks.shown:
-                    _note_used(masks.processor)
+                if not masks.shown:
+                    _forget(id(masks.processor))
 
 
-def _note_used(processor: object) -> None:
-    number = id(processor)
-
-    def forget(_: object) -> None:
-        USED.pop(number, None)
-
-    USED[number] = weakref.ref(processor, forget)
+def _forget(number: int, gone: object = None) -> None:
+    TAKEN.pop(number, None)

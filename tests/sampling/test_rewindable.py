@@ -259,7 +259,6 @@ def test_a_processor_is_left_where_the_text_is(target, draft, rounds):
     except KeyboardInterrupt:
         assert rounds
     assert [processor.texts[row] for row in range(3)] == [text[:-1] for text in texts]
-    assert not rewindable.IN_USE
 
 
 def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
@@ -304,7 +303,7 @@ def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.Monk
         except ValueError:
             ends.append("refused")
 
-    class Busy(set):
+    class Busy(dict):
         """While the first call looks whether a processor is in use, the second begins."""
 
         def __contains__(self, number: object) -> bool:
@@ -314,7 +313,7 @@ def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.Monk
             return super().__contains__(number)
 
     other = Thread(target=call)
-    monkeypatch.setattr(rewindable, "IN_USE", Busy())
+    monkeypatch.setattr(rewindable, "TAKEN", Busy())
     with in_use(masks, batch):
         other.join()
     assert ends == ["refused"]
@@ -404,7 +403,10 @@ def test_a_processor_that_was_used_is_refused(target, draft):
     processor, strategy = Automaton(VOCAB_SIZE, 11), SpeculativeDecoding(draft, num_draft_tokens=3)
     call = {"logits_processor": [processor], "max_new_tokens": 6, "custom_generate": strategy}
     target.generate(**prompts(2), **call)
-    with Forwards(target) as forwards, pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+    with (
+        Forwards(target) as forwards,
+        pytest.raises(ValueError, match="Automaton is used by another call, or was used"),
+    ):
         target.generate(**prompts(2), **call)
     assert not forwards.ids
 
@@ -442,7 +444,7 @@ def test_a_processor_that_was_refused_is_as_new(target, draft):
         target.generate(**prompts(2), logits_processor=[beside, refused], **call)
     target.generate(**prompts(1), logits_processor=[refused], **call)
     target.generate(**prompts(2), logits_processor=[beside], **call)
-    with pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+    with pytest.raises(ValueError, match="Automaton is used by another call, or was used"):
         target.generate(**prompts(2), logits_processor=[beside], **call)
 
 
