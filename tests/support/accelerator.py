@@ -26,14 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 DENSE = torch.contiguous_format
 aten = torch.ops.aten
 WAITING = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal, aten._unique2, aten.bincount}
-UNLAUNCHED = {
-    aten._local_scalar_dense,
-    aten.lift_fresh,
-    aten._unsafe_view,
-    aten.empty,
-    aten.empty_like,
-    aten.new_empty,
-}
+FREE = {aten.empty, aten.empty_like, aten.new_empty, aten.lift_fresh, aten._unsafe_view, aten._local_scalar_dense}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
 SKIPPED = (str(Path(torch.__file__).parent), __file__)
 PlainGenerator = torch.Generator
@@ -159,13 +152,12 @@ class Accelerator(TorchDispatchMode):
             return
         if packet in INDEXING:
             tensors = [args[0], *args[2:3]] if isinstance(args[0], OnDevice) else [*tensors, args[0]]
-        elsewhere = [x for x in tensors if not isinstance(x, OnDevice) and (x.dim() or not here)]
-        if elsewhere:
+        if any(not isinstance(x, OnDevice) and (x.dim() or not here) for x in tensors):
             raise RuntimeError(f"Expected all tensors to be on the same device, but found both in {func}")
 
     def _count(self, func: Any, args: Any, kwargs: Any, here: bool) -> None:
         packet = func.overloadpacket
-        self.launches += not (func.is_view or packet in UNLAUNCHED)
+        self.launches += not (func.is_view or packet in FREE)
         if packet in (aten._to_copy, aten.copy_):
             source = args[1] if packet is aten.copy_ else args[0]
             blocking = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -179,14 +171,17 @@ class Accelerator(TorchDispatchMode):
         elif packet in INDEXING:
             self.note_index(tuple(args[1]))
 
-    def note_index(self, index: Any) -> None:
-        """Count what an index costs: each part that is not on the device is sent to it."""
-        for part in index if isinstance(index, tuple) else (index,):
-            if isinstance(part, OnDevice):
-                if part.dtype is torch.bool or not part.dim():
-                    self.wait()
-            elif isinstance(part, list) or (isinstance(part, torch.Tensor) and part.dim()):
+    def note_index(self, index: Any) -> bool:
+        """Count what an index costs, of which each part has to be on the device; returns whether it is no view."""
+        parts = index if isinstance(index, tuple) else (index,)
+        arrays = [x for x in parts if isinstance(x, list) or (isinstance(x, torch.Tensor) and x.dim())]
+        for part in parts:
+            if isinstance(part, OnDevice) and (part.dtype is torch.bool or not part.dim()):
+                self.wait()
+        for part in arrays:
+            if not isinstance(part, OnDevice):
                 self.send()
+        return bool(arrays)
 
 
 @contextmanager
@@ -230,8 +225,7 @@ def outer(value: Any) -> Any:
 
 def on_device(model: nn.Module) -> nn.Module:
     """A copy of a model with its weights and buffers on the device."""
-    moved = copy.deepcopy(model)
-    shared: dict[int, OnDevice] = {}  # tied weights stay tied
+    moved, shared = copy.deepcopy(model), dict[int, OnDevice]()  # tied weights stay tied
     for module in moved.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
@@ -246,48 +240,38 @@ def as_parameter(tensor: torch.Tensor) -> OnDevice:
     return made
 
 
-def to_list(tensor: OnDevice) -> Any:
-    Accelerator.current.wait()
-    return tensor.inner.tolist()
+def waiting(name: str) -> Callable:
+    """A method that waits for the device."""
 
+    def call(tensor: OnDevice, *args: Any, **kwargs: Any) -> Any:
+        Accelerator.current.wait()
+        return each(getattr(tensor.inner, name)(*args, **kwargs), outer)
 
-def item(tensor: OnDevice) -> Any:
-    Accelerator.current.wait()
-    return tensor.inner.item()
+    return call
 
 
 def get_item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     if not isinstance(tensor, OnDevice):
         raise RuntimeError("indices should be on the device of the indexed tensor, which is cpu")
-    Accelerator.current.note_index(index)
-    Accelerator.current.launches += is_gather(index)
+    Accelerator.current.launches += Accelerator.current.note_index(index)
     return OnDevice(tensor.inner[each(index, inner)])
 
 
 def set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     if not isinstance(tensor, OnDevice):
         return tensor.__setitem__(index, value)
-    Accelerator.current.note_index(index)
-    Accelerator.current.launches += 1
+    device = Accelerator.current
+    device.launches += 1
+    gathers = device.note_index(index)
     if isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) and value.dim():
-        if is_gather(index):
+        if gathers:
             raise RuntimeError("the values are not on the device of the tensor that they are put into")
-        Accelerator.current.send()
+        device.send()
     tensor.inner[each(index, inner)] = inner(value)
 
 
-def is_gather(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, list) or (isinstance(part, torch.Tensor) and part.dim() > 0) for part in parts)
-
-
-def new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    return torch.tensor(data, dtype=dtype or None, device=device or tensor.device)
-
-
-def nonzero(tensor: OnDevice, as_tuple: bool = False) -> Any:
-    Accelerator.current.wait()
-    return each(torch.nonzero(tensor.inner, as_tuple=as_tuple), outer)
+def new_tensor(tensor: torch.Tensor, data: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
+    return torch.tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device)
 
 
 def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -301,10 +285,12 @@ def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 BINDINGS: dict[Any, Callable] = {
-    torch.Tensor.tolist: to_list,
-    torch.Tensor.__int__: item,
-    torch.Tensor.__index__: item,
-    torch.Tensor.__float__: item,
+    torch.Tensor.tolist: waiting("tolist"),
+    torch.Tensor.nonzero: waiting("nonzero"),
+    torch.nonzero: waiting("nonzero"),
+    torch.Tensor.__int__: waiting("__int__"),
+    torch.Tensor.__index__: waiting("__index__"),
+    torch.Tensor.__float__: waiting("__float__"),
     torch.Tensor.__invert__: torch.bitwise_not,
     torch.Tensor.contiguous: lambda tensor: tensor if tensor.is_contiguous() else tensor.clone(memory_format=DENSE),
     torch.Tensor.__getitem__: get_item,
@@ -312,7 +298,5 @@ BINDINGS: dict[Any, Callable] = {
     torch.Tensor.__deepcopy__: lambda tensor, memo: tensor.clone(),
     torch.Tensor.copy_: aten.copy_,
     torch.Tensor.new_tensor: new_tensor,
-    torch.Tensor.nonzero: nonzero,
-    torch.nonzero: nonzero,
     nn.functional.scaled_dot_product_attention: attention,
 }
