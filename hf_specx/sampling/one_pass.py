@@ -77,13 +77,7 @@ def no_repeat_ngram(
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
     alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     alike &= columns[size - 1 :] < prefixes.lengths[..., None]
-    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
-        return scores
-    vocab_size = scores.shape[-1]
-    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
-    # others, and ids outside of the vocabulary, go to a column of their own
-    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
-    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
+    return _without_last(ngrams, alike, scores)
 
 
 def encoder_no_repeat_ngram(
@@ -93,18 +87,30 @@ def encoder_no_repeat_ngram(
     size, texts = processor.ngram_size, processor.generated_ngrams
     if prefixes.rows % len(texts):
         return None
-    copies = prefixes.rows // len(texts)
-    found: list[tuple[int, int, int]] = []
-    lengths, starts = prefixes.lengths.tolist(), prefixes.last(size - 1).tolist()
-    for i, row in enumerate(prefixes.batch.rows):
-        ngrams = texts[row // copies]
-        for j, (length, start) in enumerate(zip(lengths[i], starts[i], strict=True)):
-            if length >= size - 1:
-                found += [(i, j, token) for token in ngrams.get(tuple(start), [])]
-    if not found:
+
+    def make() -> tuple[torch.Tensor, bool]:
+        """[T, N, n], and whether the last of each is in the vocabulary."""
+        every = [[(*start, token) for start, tokens in known.items() for token in tokens] for known in texts]
+        found = torch.tensor(every, dtype=torch.int64, device=scores.device).view(len(texts), len(every[0]), size)
+        return found, _inside(found[..., -1], scores.shape[-1])
+
+    known, inside = prefixes.kept((processor, scores.shape[-1]), make)
+    if not inside:
+        return None
+    ngrams = known[prefixes.index // (prefixes.rows // len(texts))][:, None]  # [R, 1, N, n]
+    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, N]
+    return _without_last(ngrams, alike & (prefixes.lengths[..., None] >= size - 1), scores)
+
+
+def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [R, P, V] without the last tokens of n-grams [R, 1, N, n] where [R, P, N] says so."""
+    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
         return scores
-    index = torch.tensor(found, device=scores.device).unbind(-1)
-    return scores.index_put(index, scores.new_tensor(-torch.inf)) if _inside(index[-1], scores.shape[-1]) else None
+    vocab_size = scores.shape[-1]
+    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
+    # others, and ids outside of the vocabulary, go to a column of their own
+    banned.scatter_(-1, torch.where(where, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
 
 
 def sequence_bias(
