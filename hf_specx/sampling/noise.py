@@ -12,7 +12,8 @@ from hf_specx.common.batch import Batch
 
 
 MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
-RECENT, EVERY = 256, 16  # a state has about 5 kB: they are kept of so many last columns, and of one in so many before
+LATEST_STATES = 256  # columns whose generator state is kept, of about 5 kB; before them only those of
+STATE_EVERY = 16  # one column in so many
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -75,7 +76,7 @@ class StockNoise:
             self.coming += 1
             if self.coming > next(reversed(self.states)):
                 self.states[self.coming] = self.generator.get_state()
-                if (old := self.coming - RECENT) % EVERY:
+                if (old := self.coming - LATEST_STATES) % STATE_EVERY:
                     self.states.pop(old, None)
         return drawn
 

@@ -248,7 +248,7 @@ def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int |
 
 
 TAKEN: dict[int, weakref.ref[Any]] = {}  # by id, processors of users that a call uses, or has left in mid-text
-LOCK = threading.Lock()  # for it: calls may be in several threads
+TAKING = threading.Lock()  # for it: calls may be in several threads
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
-    with LOCK:
+    with TAKING:
         for masks in given:
             told = f"{masks.name} is used by another call, or was used by an earlier one and is in the middle of its "
             require(id(masks.processor) not in TAKEN, f"{told}text; make one for each call.")

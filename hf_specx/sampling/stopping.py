@@ -141,6 +141,8 @@ class Stopping:
         for row, number in zip(batch.rows, new, strict=True):
             passed[row] = range(batch.counts[row] - number + 1, batch.counts[row] + 1)
         counts = sorted({n for lengths in passed.values() for n in lengths})
+        if not counts:
+            return
         # read back together, since each reading waits for the device
         stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts]).tolist()
         for emitted, stopped in zip(counts, stops, strict=True):

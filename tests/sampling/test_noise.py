@@ -39,8 +39,8 @@ def test_stock_noise_in_any_order_and_from_saved_states():
 
 
 def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "RECENT", 8)
-    monkeypatch.setattr(module, "EVERY", 4)
+    monkeypatch.setattr(module, "LATEST_STATES", 8)
+    monkeypatch.setattr(module, "STATE_EVERY", 4)
     like = torch.empty(2, 1, 7)
     torch.manual_seed(0)
     expected = [torch.empty(2, 7).exponential_() for _ in range(40)]
