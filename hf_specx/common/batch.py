@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from .devices import sent
 from .round import Draft, Judgement, Round
 
 
@@ -29,6 +30,7 @@ class Batch:
 
     Attributes:
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
+        writes: how often tokens were put into them.
         width: L, the columns of the left-padded prompts.
         starts: [B] int64, the first column of each row that holds a token.
         counts: [B], tokens emitted so far.
@@ -54,7 +56,7 @@ class Batch:
             attention_mask: [B, L], 0 at the pads; None where there are none.
             pad_token_id: what stands after the end of a row.
         """
-        self.ids = input_ids.to(torch.int64, copy=True)
+        self.ids, self.writes = input_ids.to(torch.int64, copy=True), 0
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
         rows, device = input_ids.shape[0], input_ids.device
         if attention_mask is None:
@@ -69,9 +71,8 @@ class Batch:
 
     def _select(self, rows: list[int]) -> None:
         self.rows = rows
-        self.index = torch.tensor(rows, dtype=torch.int64, device=self.ids.device)
-        counts = torch.tensor([self.counts[r] for r in rows], dtype=torch.int64, device=self.ids.device)
-        self.ends = self.width + counts
+        self.index = sent(rows, self.ids.device, torch.int64)
+        self.ends = sent([self.width + self.counts[row] for row in rows], self.ids.device, torch.int64)
         self._note_together()
 
     def _note_together(self) -> None:
@@ -89,6 +90,7 @@ class Batch:
     def put(self, tokens: torch.Tensor, ahead: int = 0) -> None:
         """Write tokens [R, n] from `ahead` columns after each row's end on, without counting them as emitted."""
         self.reserve(ahead + tokens.shape[1])
+        self.writes += 1
         if self.together is not None:
             first = self.width + self.together + ahead
             self.ids[:, first : first + tokens.shape[1]] = tokens
@@ -182,7 +184,7 @@ class Batch:
 
     def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
         """Emit the first `kept` [R] of tokens [R, n]."""
-        numbers = kept[0] if len(set(kept)) == 1 else self.index.new_tensor(kept)
+        numbers = kept[0] if len(set(kept)) == 1 else sent(kept, tokens.device)
         if min(kept) < tokens.shape[1]:
             index = torch.arange(tokens.shape[1], device=tokens.device)
             beyond = index >= (numbers if isinstance(numbers, int) else numbers[:, None])
@@ -256,7 +258,7 @@ class Batch:
             return None
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
-        return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
+        return sent(stay, self.ids.device, torch.int64)
 
     @property
     def is_over(self) -> list[bool]:

@@ -37,6 +37,11 @@ def hardware(device: torch.device) -> str:
     return device.type if named is None else named(device)
 
 
+def sent(numbers: object, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Numbers as a tensor on a device; this does not wait until the device has done what it has to do."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until a device has finished all work that was queued."""
     if device.type == "mps":  # there is one, and torch's function takes no argument

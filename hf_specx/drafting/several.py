@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
@@ -209,16 +210,16 @@ def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> 
     if not most:
         return Draft(batch.index.new_zeros(len(lengths), 0), lengths)
     every = [torch.nn.functional.pad(draft.tokens.to(batch.ids), (0, most))[:, :most] for draft in drafts]
-    tokens = torch.stack(every, 1)[torch.arange(len(taken)), taken]
+    chosen = sent(taken, batch.index.device)
+    tokens = torch.stack(every, 1)[torch.arange(len(taken), device=chosen.device), chosen]
     free = [number != model and (length > 0 or not ran) for number, length in zip(taken, lengths, strict=True)]
     if ran and not any(free):
         return drafts[model]._replace(source=sources)
     probs = drafts[model].probs if ran else None
     if probs is not None:
-        short, given = most - probs.shape[1], [row for row, is_free in enumerate(free) if is_free]
-        probs = torch.nn.functional.pad(probs, (0, 0, 0, short)) if short > 0 else probs[:, :most].clone()
-        probs[given] = 0
-        probs[torch.tensor(given)[:, None], torch.arange(most), tokens[given]] = 1
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, most - probs.shape[1]))  # cut, if that is negative
+        certain = torch.zeros_like(probs).scatter_(-1, tokens[..., None], 1)
+        probs = torch.where(sent(free, probs.device)[:, None, None], certain, probs)
     flags = [drafts[number].forced for number in taken]
     forced = [known[row] if known is not None else [False] * lengths[row] for row, known in enumerate(flags)]
     return Draft(tokens, lengths, probs, sources, forced if any(flags) else None, free=free)

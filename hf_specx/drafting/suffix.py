@@ -4,10 +4,10 @@ from array import array
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.rules import RejectionRule
@@ -106,7 +106,7 @@ class SuffixDraft(Drafter):
         width = max(len(one.tokens) for one in found)
         if not width:
             return no_candidates(batch)
-        tokens = torch.tensor([one.tokens + [0] * (width - len(one.tokens)) for one in found]).to(batch.ids)
+        tokens = sent([one.tokens + [0] * (width - len(one.tokens)) for one in found], batch.ids.device)
         lengths, chances = [len(one.tokens) for one in found], [one.chances for one in found]
         return Draft(tokens, lengths, None, "suffix", estimate=chances)
 

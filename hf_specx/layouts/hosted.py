@@ -1,11 +1,15 @@
 """What the padded and the lockstep layout share: the model is fed as `generate` feeds it, under a 2D mask."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache
 
+from hf_specx.cache.slots import self_attention
 from hf_specx.common.batch import Batch
 
 from .attention import grouped_queries
@@ -48,7 +52,8 @@ class HostedDecoder(Decoder):
         if "logits_to_keep" in self.parameters:
             inputs["logits_to_keep"] = keep
         first = [self.width + number for number in held]
-        with self.tables.at(first, self.last_column), grouped_queries():
+        masked = with_pads(self.cache) if self.mask_name in given else contextlib.nullcontext()
+        with self.tables.at(first, self.last_column), grouped_queries(), masked:
             output = self.model(**inputs, return_dict=True)
         self.length = total
         self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
@@ -91,3 +96,19 @@ class HostedDecoder(Decoder):
         decoder = self.model.get_decoder()
         taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
         return not self.tables.forwards and "position_ids" in taken and "kwargs" in self.parameters
+
+
+@contextlib.contextmanager
+def with_pads(cache: Cache) -> Iterator[None]:
+    """A forward under a mask that has zeros: transformers need not wait for a device to ask whether it has any.
+
+    It looks for a mask that can be left out in each step of one token, except where the cache may be compiled.
+    """
+    layers = getattr(self_attention(cache), "layers", [])
+    for layer in layers:
+        layer.is_compileable = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("is_compileable", None)

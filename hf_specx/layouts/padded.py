@@ -5,6 +5,7 @@ import torch
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import SlotCache, self_attention, with_slots
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
 from .hosted import HostedDecoder
 from .prompts import Prompt
@@ -41,8 +42,8 @@ class PaddedDecoder(HostedDecoder):
         else:
             # row r ends at slot length - gone[r]; it moves to the end of the longest row
             cut = max(kept)
-            shift = torch.tensor([self.length - number - cut for number in gone])[:, None]
-            source = (torch.arange(cut) + shift).clamp(min=0).to(self.device)  # [R, n]
+            shift = sent([self.length - number - cut for number in gone], self.device)[:, None]
+            source = (torch.arange(cut, device=self.device) + shift).clamp(min=0)  # [R, n]
             self.text.roll(source)
             self.length = cut
 

@@ -12,6 +12,8 @@ from hf_specx.common.batch import Batch
 
 
 MOST_HELD = 2**30  # bytes of noise that are kept for rows behind others; it is drawn again beyond
+LATEST_STATES = 256  # columns whose generator state is kept, of about 5 kB; before them only those of
+STATE_EVERY = 16  # one column in so many
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -24,8 +26,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 class StockNoise:
     """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in `generate`, [B, V] for each emitted column.
 
-    They are drawn from a copy of the default generator, in the order of columns. Its state after each draw is kept, so
-    that any of them can be repeated, and the default generator left as `generate` leaves it.
+    They are drawn from a copy of the default generator, in the order of columns. Its states between draws are kept, of
+    early ones only some, so that any draw can be repeated, and the default generator left as `generate` leaves it.
 
     Attributes:
         window: a draw is kept for rows that need it within so many columns, or fewer if that is more than `MOST_HELD`;
@@ -36,14 +38,14 @@ class StockNoise:
     def __init__(self, rows: int, device: torch.device, window: int):
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
-        self.states: list[torch.Tensor] = []  # states[t]: before the draw of emitted column t
-        self.drawn = -1  # the column that `generator` drew last
+        self.states: dict[int, torch.Tensor] = {}  # of `generator`, by the emitted column that it draws next
+        self.coming = -1  # the column that it would draw now; -1 if it is in no such state
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
         self.dtype: torch.dtype | None = None
 
     def begin(self) -> None:
         """Start from the default generator as it is now."""
-        self.states.append(default_generator(self.device).get_state())
+        self.states[0] = default_generator(self.device).get_state()
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
@@ -63,14 +65,19 @@ class StockNoise:
         return noise
 
     def _draw(self, column: int, like: torch.Tensor) -> torch.Tensor:
-        for t in range(min(column, len(self.states) - 1), column + 1):
-            if self.drawn != t - 1 or not t:
-                self.generator.set_state(self.states[t])
-            self.drawn = t
+        self.like = like.new_empty(0, like.shape[-1])
+        start = next(t for t in range(column, -1, -1) if t in self.states)
+        if not start <= self.coming <= column:
+            self.generator.set_state(self.states[start])
+            self.coming = start
+        while self.coming <= column:
             drawn = like.new_empty(self.rows, like.shape[-1], dtype=self.dtype)
             drawn.exponential_(generator=self.generator)
-            if t + 1 == len(self.states):
-                self.states.append(self.generator.get_state())
+            self.coming += 1
+            if self.coming > next(reversed(self.states)):
+                self.states[self.coming] = self.generator.get_state()
+                if (old := self.coming - LATEST_STATES) % STATE_EVERY:
+                    self.states.pop(old, None)
         return drawn
 
     @contextmanager
@@ -89,6 +96,9 @@ class StockNoise:
             )
 
     def finish(self, columns: int) -> None:
+        if columns not in self.states:  # rows without an end may be far ahead of the column where all have stopped
+            self._draw(columns - 1, self.like)
+            self.states[columns] = self.generator.get_state()
         default_generator(self.device).set_state(self.states[columns])
 
 

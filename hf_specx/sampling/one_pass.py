@@ -15,6 +15,8 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
+from hf_specx.common.devices import sent
+
 from .prefixes import Prefixes
 from .watermarks import synthid, watermark
 
@@ -75,13 +77,7 @@ def no_repeat_ngram(
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
     alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     alike &= columns[size - 1 :] < prefixes.lengths[..., None]
-    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
-        return scores
-    vocab_size = scores.shape[-1]
-    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
-    # others, and ids outside of the vocabulary, go to a column of their own
-    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
-    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
+    return _without_last(ngrams, alike, scores)
 
 
 def encoder_no_repeat_ngram(
@@ -91,18 +87,30 @@ def encoder_no_repeat_ngram(
     size, texts = processor.ngram_size, processor.generated_ngrams
     if prefixes.rows % len(texts):
         return None
-    copies = prefixes.rows // len(texts)
-    found: list[tuple[int, int, int]] = []
-    lengths, starts = prefixes.lengths.tolist(), prefixes.last(size - 1).tolist()
-    for i, row in enumerate(prefixes.batch.rows):
-        ngrams = texts[row // copies]
-        for j, (length, start) in enumerate(zip(lengths[i], starts[i], strict=True)):
-            if length >= size - 1:
-                found += [(i, j, token) for token in ngrams.get(tuple(start), [])]
-    if not found:
+
+    def make() -> tuple[torch.Tensor, bool]:
+        """[T, N, n], and whether the last of each is in the vocabulary."""
+        every = [[(*start, token) for start, tokens in known.items() for token in tokens] for known in texts]
+        found = torch.tensor(every, dtype=torch.int64, device=scores.device).view(len(texts), len(every[0]), size)
+        return found, _inside(found[..., -1], scores.shape[-1])
+
+    known, inside = prefixes.kept((processor, scores.shape[-1]), make)
+    if not inside:
+        return None
+    ngrams = known[prefixes.index // (prefixes.rows // len(texts))][:, None]  # [R, 1, N, n]
+    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, N]
+    return _without_last(ngrams, alike & (prefixes.lengths[..., None] >= size - 1), scores)
+
+
+def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [R, P, V] without the last tokens of n-grams [R, 1, N, n] where [R, P, N] says so."""
+    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
         return scores
-    index = torch.tensor(found, device=scores.device).unbind(-1)
-    return scores.index_put(index, scores.new_tensor(-torch.inf)) if _inside(index[-1], scores.shape[-1]) else None
+    vocab_size = scores.shape[-1]
+    banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
+    # others, and ids outside of the vocabulary, go to a column of their own
+    banned.scatter_(-1, torch.where(where, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
 
 
 def sequence_bias(
@@ -146,21 +154,16 @@ def sequence_bias(
     return biased.index_copy_(-1, ends, scores[..., ends] + added.view(*scores.shape[:2], -1))
 
 
-def min_length(
-    processor: logits_process.MinLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
-    """No end token in a prefix that is too short."""
-    return _without_ends(processor, processor.min_length, prefixes, scores)
+def min_length(one: Any, *given: Any) -> torch.Tensor:
+    return _without_ends(one, one.min_length, *given)
 
 
-def min_new_tokens(
-    processor: logits_process.MinNewTokensLengthLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
-    """No end token after too few new ones."""
-    return _without_ends(processor, processor.prompt_length_to_skip + processor.min_new_tokens, prefixes, scores)
+def min_new_tokens(one: Any, *given: Any) -> torch.Tensor:
+    return _without_ends(one, one.prompt_length_to_skip + one.min_new_tokens, *given)
 
 
 def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
+    """No end token in a prefix of fewer than `least` columns."""
     if prefixes.shortest >= least:
         return scores
     return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
@@ -193,21 +196,16 @@ def _without(
     return scores.index_copy(-1, ids, scores[..., ids].masked_fill(where[..., None], -torch.inf))
 
 
-def forced_bos(
-    processor: logits_process.ForcedBOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """One token only after a prefix of one."""
-    return _forced(processor, 1, processor.bos_token_id, prefixes, scores)
+def forced_bos(one: Any, *given: Any) -> torch.Tensor | None:
+    return _forced(one, 1, one.bos_token_id, *given)
 
 
-def forced_eos(
-    processor: logits_process.ForcedEOSTokenLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """End tokens only at the last position."""
-    return _forced(processor, processor.max_length - 1, processor.eos_token_id, prefixes, scores)
+def forced_eos(one: Any, *given: Any) -> torch.Tensor | None:
+    return _forced(one, one.max_length - 1, one.eos_token_id, *given)
 
 
 def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """Only these tokens after a prefix of this length."""
     if not prefixes.any_of_length(length):
         return scores
     if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
@@ -237,7 +235,7 @@ def length_penalty(
         factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
     except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
         return None
-    ends, factor = ends.to(scores.device), torch.tensor(factors, dtype=torch.float64, device=scores.device)
+    ends, factor = ends.to(scores.device), sent(factors, scores.device, torch.float64)
     found = scores[..., ends]
     added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
     return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))

@@ -9,7 +9,6 @@ token once: see `in_order`.
 
 import sys
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -52,7 +51,6 @@ STATELESS = frozenset(
         logits_process.EncoderNoRepeatNGramLogitsProcessor,
         logits_process.SequenceBiasLogitsProcessor,
         logits_process.NoBadWordsLogitsProcessor,
-        logits_process.PrefixConstrainedLogitsProcessor,
         logits_process.MinLengthLogitsProcessor,
         logits_process.MinNewTokensLengthLogitsProcessor,
         logits_process.ForcedBOSTokenLogitsProcessor,
@@ -240,35 +238,9 @@ class Processors:
                 continue
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
-            if type(processor) is logits_process.PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
-                result[index, position] = self._constrained(processor, prefix, every, row.tolist(), emitted)
-            else:
-                found = processor(prefix, every)[row]
-                result = result.to(found.dtype)  # later processors get the precision that they get in `generate`
-                result[index, position] = found
-        return result
-
-    def _constrained(
-        self,
-        processor: logits_process.PrefixConstrainedLogitsProcessor,
-        prefix: torch.Tensor,
-        every: torch.Tensor,
-        rows: list[int],
-        emitted: int,
-    ) -> torch.Tensor:
-        """Scores [len(rows), V] of `rows` only: the user's function may know no answer for other texts."""
-        result = torch.full_like(every[rows], -torch.inf)
-        for index, row in enumerate(rows):
-            text = prefix[row : row + 1]
-            try:
-                allowed = processor._prefix_allowed_tokens_fn(row, text[0])
-                if not len(allowed):
-                    told = f"prefix_allowed_tokens_fn allows no token in row {row} after {emitted} new ones"
-                    raise ValueError(f"{told}; it must return one id or more.")
-                alone = logits_process.PrefixConstrainedLogitsProcessor(partial(_answer, allowed), 1)
-                result[index] = alone(text, every[row : row + 1])[0]
-            except Exception as error:  # it counts only if this candidate is accepted
-                self.barred[row, emitted] = error
+            found = processor(prefix, every)[row]
+            result = result.to(found.dtype)  # later processors get the precision that they get in `generate`
+            result[index, position] = found
         return result
 
 
@@ -288,7 +260,3 @@ def warped(processor: Processor, scores: torch.Tensor) -> torch.Tensor | None:
     if type(processor) in WARPERS and not isinstance(processor, RoundProcessor):
         return warp([processor], flat).view_as(scores)
     return None
-
-
-def _answer(allowed: list[int], batch_id: int, input_ids: torch.Tensor) -> list[int]:
-    return allowed

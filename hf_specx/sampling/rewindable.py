@@ -4,11 +4,13 @@ Such a processor says which tokens may come next, as a grammar does. So it also 
 then drawn from the masked distribution; each mask is computed once, and serves the judgement as well.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +20,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
+from .matchers import sent_masks
 from .processors import RoundProcessor
 
 
@@ -93,6 +96,8 @@ class TokenMasks(RoundProcessor):
         self.barred = getattr(processor, "barred", self.barred)
         self.followed: dict[int, Followed] = {}
         self.moving = False  # while the processor is shown tokens, or they are taken back
+        self.read: tuple[int, ...] = ()  # which text `tokens` are the end of, [R, n]
+        self.tokens: list[list[int]] = []
 
     @property
     def name(self) -> str:
@@ -110,8 +115,8 @@ class TokenMasks(RoundProcessor):
         masks = self.after(batch, ahead, wanted)
         every = torch.ones(self.vocab_size, dtype=torch.bool)
         cells = [row[i] if i < len(row) else every for row in masks for i in range(positions)]
-        excluded = torch.stack(cells).logical_not_().view(scores.shape)
-        return scores.masked_fill(excluded.to(scores.device), -torch.inf)
+        allowed = sent_masks(torch.stack(cells), scores.device)
+        return scores.masked_fill(allowed.logical_not_().view(scores.shape), -torch.inf)
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
         return [masks[0] if masks else None for masks in self.after(batch, ahead, [int(x) for x in wanted])]
@@ -150,10 +155,12 @@ class TokenMasks(RoundProcessor):
             own = self.followed.setdefault(row, Followed())
             own.sure = min(own.sure, batch.counts[row])  # a text may have been cut
             new.append(batch.counts[row] - own.sure + last)
-        if max(new) <= 0:
+        most, text = max(new), (batch.writes, last, *batch.rows, *batch.counts)
+        if most <= 0:
             return [[] for _ in new]
-        tokens = batch.last(max(new), last).tolist()
-        return [text[len(text) - count :] for text, count in zip(tokens, new, strict=True)]
+        if text != self.read or most > len(self.tokens[0]):  # the same text is asked for twice in a draft's step
+            self.read, self.tokens = text, batch.last(most, last).tolist()
+        return [tokens[len(tokens) - count :] for tokens, count in zip(self.tokens, new, strict=True)]
 
     def _go(self, row: int, text: list[int], start: int, depth: int, emitted: int) -> bool:
         """Show a row's tokens from `start` to `depth`; False before a candidate that ends it or is not shown."""
@@ -240,8 +247,8 @@ def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int |
     return counts, tokens
 
 
-IN_USE: set[int] = set()  # ids of the rewindable processors of users that calls are using
-USED: dict[int, weakref.ref[Any]] = {}  # by id: those that earlier calls have left in the middle of a text
+TAKEN: dict[int, weakref.ref[Any]] = {}  # by id, processors of users that a call uses, or has left in mid-text
+TAKING = threading.Lock()  # for it: calls may be in several threads
 
 
 @contextmanager
@@ -252,36 +259,29 @@ def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
         ValueError: if another call uses one of them or has used it, or its masks do not fit.
     """
     given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
-    busy = next((one.name for one in given if id(one.processor) in IN_USE), None)
-    require(busy is None, f"{busy} is used by another call, which has not ended; make one for each call.")
-    for masks in given:
-        known = USED.get(id(masks.processor))
-        told = f"{masks.name} was used by an earlier call and is in the middle of its text; make one for each call."
-        require(known is None or known() is not masks.processor, told)
-        told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its slots."
-        require(type(masks.processor).__weakrefoffset__ != 0, told)
-    ids = {id(one.processor) for one in given}
-    IN_USE.update(ids)
+    with TAKING:
+        for masks in given:
+            told = f"{masks.name} is used by another call, or was used by an earlier one and is in the middle of its "
+            require(id(masks.processor) not in TAKEN, f"{told}text; make one for each call.")
+            told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its "
+            require(type(masks.processor).__weakrefoffset__ != 0, f"{told}slots.")
+        for masks in given:
+            forget = partial(_forget, id(masks.processor))
+            TAKEN[id(masks.processor)] = weakref.ref(masks.processor, forget)
     try:
         for one in processors:
             if isinstance(one, TokenMasks):
                 one.begin(len(batch.rows))
         yield
     finally:
-        IN_USE.difference_update(ids)
         try:
             for masks in given:
                 masks.finish(batch)
         finally:
             for masks in given:
-                if masks.shown:
-                    _note_used(masks.processor)
+                if not masks.shown:
+                    _forget(id(masks.processor))
 
 
-def _note_used(processor: object) -> None:
-    number = id(processor)
-
-    def forget(_: object) -> None:
-        USED.pop(number, None)
-
-    USED[number] = weakref.ref(processor, forget)
+def _forget(number: int, gone: object = None) -> None:
+    TAKEN.pop(number, None)

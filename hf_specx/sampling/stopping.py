@@ -140,11 +140,14 @@ class Stopping:
         passed = {}
         for row, number in zip(batch.rows, new, strict=True):
             passed[row] = range(batch.counts[row] - number + 1, batch.counts[row] + 1)
-        for emitted in sorted({n for lengths in passed.values() for n in lengths}):
-            prefix = batch.prefix(emitted)
-            stops = self.criteria(prefix, None).tolist()
+        counts = sorted({n for lengths in passed.values() for n in lengths})
+        if not counts:
+            return
+        # read back together, since each reading waits for the device
+        stops = torch.stack([self.criteria(batch.prefix(emitted), None) for emitted in counts]).tolist()
+        for emitted, stopped in zip(counts, stops, strict=True):
             for row, lengths in passed.items():
-                if emitted in lengths and stops[row]:
+                if emitted in lengths and stopped[row]:
                     self.stopped_at[row] = min(emitted, self.stopped_at.get(row, emitted))
 
     @property

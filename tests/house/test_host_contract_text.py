@@ -29,10 +29,11 @@ KINDS = {
     "stateless": """
         RepetitionPenaltyLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor NoRepeatNGramLogitsProcessor
         EncoderNoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor NoBadWordsLogitsProcessor
-        PrefixConstrainedLogitsProcessor MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor
-        ForcedBOSTokenLogitsProcessor ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty
-        SuppressTokensAtBeginLogitsProcessor WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor
+        MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor ForcedBOSTokenLogitsProcessor
+        ForcedEOSTokenLogitsProcessor ExponentialDecayLengthPenalty SuppressTokensAtBeginLogitsProcessor
+        WatermarkLogitsProcessor WhisperTimeStampLogitsProcessor
     """,
+    "masks": "PrefixConstrainedLogitsProcessor",
     "guidance": "UnbatchedClassifierFreeGuidanceLogitsProcessor",
     "stateful": "SynthIDTextWatermarkLogitsProcessor",
     # put there by generate methods of single models, with meanings of their own

@@ -38,6 +38,24 @@ def test_stock_noise_in_any_order_and_from_saved_states():
         assert torch.equal(torch.empty(3, 7).exponential_(), expected[4])
 
 
+def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LATEST_STATES", 8)
+    monkeypatch.setattr(module, "STATE_EVERY", 4)
+    like = torch.empty(2, 1, 7)
+    torch.manual_seed(0)
+    expected = [torch.empty(2, 7).exponential_() for _ in range(40)]
+    torch.manual_seed(0)
+    noise = StockNoise(2, torch.device("cpu"), window=2)
+    noise.begin()
+    batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
+    for position in (*range(38), 3, 11, 37, 0, 21):
+        assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
+    assert list(noise.states) == [*range(0, 31, 4), *range(31, 39)]
+    for columns in (36, 19):
+        noise.finish(columns)
+        assert torch.equal(torch.empty(2, 7).exponential_(), expected[columns])
+
+
 def test_rows_that_drifted_apart_get_their_own_positions():
     torch.manual_seed(0)
     expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])

@@ -42,6 +42,7 @@ MAKERS = {
     "encoder unigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(1, encoder_ids(rows)),
     "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
     "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
+    "no n-grams of the encoder": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(4, encoder_ids(rows)[:, :2]),
     "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),

@@ -7,10 +7,12 @@ of the right law would fail with probability 1e-4.
 import copy
 import itertools
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
 import zoo
+from accelerator import emulated
 from automaton import Automaton
 from enumerated import NEW_TOKENS, NUM_DRAFT_TOKENS, PROMPT, exact_distribution, models, p_values
 from enumerated import VOCAB_SIZE as FEW
@@ -19,9 +21,11 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.common.batch import Batch
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
-from hf_specx.sampling.rewindable import TokenMasks
+from hf_specx.sampling.matchers import sent_masks
+from hf_specx.sampling.rewindable import TokenMasks, in_use
 from hf_specx.sampling.rules import RejectionRule
 from hf_specx.scheduling.costs import Costs
 
@@ -255,7 +259,6 @@ def test_a_processor_is_left_where_the_text_is(target, draft, rounds):
     except KeyboardInterrupt:
         assert rounds
     assert [processor.texts[row] for row in range(3)] == [text[:-1] for text in texts]
-    assert not rewindable.IN_USE
 
 
 def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
@@ -286,6 +289,44 @@ def test_two_calls_do_not_share_a_processor(target, draft):
     strategy.listeners = (Again(),)
     with pytest.raises(ValueError, match="Automaton is used by another call"):
         target.generate(**prompts(2), logits_processor=[processor], max_new_tokens=4, custom_generate=strategy)
+
+
+def test_of_two_calls_that_begin_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch):
+    inputs, ends = prompts(2), []
+    batch = Batch(inputs["input_ids"], inputs["attention_mask"], 0)
+    masks = [TokenMasks(Automaton(VOCAB_SIZE, 11), VOCAB_SIZE)]
+
+    def call() -> None:
+        try:
+            with in_use(masks, batch):
+                ends.append("begun")
+        except ValueError:
+            ends.append("refused")
+
+    class Busy(dict):
+        """While the first call looks whether a processor is in use, the second begins."""
+
+        def __contains__(self, number: object) -> bool:
+            if not other.ident:
+                other.start()
+                other.join(0.1)  # it waits for the first
+            return super().__contains__(number)
+
+    other = Thread(target=call)
+    monkeypatch.setattr(rewindable, "TAKEN", Busy())
+    with in_use(masks, batch):
+        other.join()
+    assert ends == ["refused"]
+
+
+@pytest.mark.parametrize("size", [1, 8, 9, 1001])
+def test_masks_are_the_same_after_they_were_sent(size: int):
+    with emulated() as device:
+        masks = torch.rand(5, size) < 0.5
+        sent = sent_masks(masks, torch.device("cuda:0"))
+        assert not device.sends
+        assert not device.waits
+        assert torch.equal(sent.cpu(), masks)
 
 
 class Budget(LogitsProcessor):
@@ -362,7 +403,10 @@ def test_a_processor_that_was_used_is_refused(target, draft):
     processor, strategy = Automaton(VOCAB_SIZE, 11), SpeculativeDecoding(draft, num_draft_tokens=3)
     call = {"logits_processor": [processor], "max_new_tokens": 6, "custom_generate": strategy}
     target.generate(**prompts(2), **call)
-    with Forwards(target) as forwards, pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+    with (
+        Forwards(target) as forwards,
+        pytest.raises(ValueError, match="Automaton is used by another call, or was used"),
+    ):
         target.generate(**prompts(2), **call)
     assert not forwards.ids
 
@@ -400,7 +444,7 @@ def test_a_processor_that_was_refused_is_as_new(target, draft):
         target.generate(**prompts(2), logits_processor=[beside, refused], **call)
     target.generate(**prompts(1), logits_processor=[refused], **call)
     target.generate(**prompts(2), logits_processor=[beside], **call)
-    with pytest.raises(ValueError, match="Automaton was used by an earlier call"):
+    with pytest.raises(ValueError, match="Automaton is used by another call, or was used"):
         target.generate(**prompts(2), logits_processor=[beside], **call)
 
 

@@ -1,0 +1,218 @@
+"""Every kind of call on an emulated accelerator: the text of the CPU, and little that a device would have to wait for.
+
+What a call takes for a round is the difference of a long and a short one, so what it takes once does not count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from accelerator import emulated, on_device
+from automaton import Automaton
+from collectors import RowCollector
+from tiny import VOCAB_SIZE, near, prompts, tiny
+from transformers import PreTrainedModel, SynthIDTextWatermarkingConfig, WatermarkingConfig
+
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+
+
+MOST = 1.5  # waits of a round, and as many blocking sends
+SHORT, LONG = 8, 36
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+SAMPLED = {"do_sample": True, "top_k": 20}
+SEEDS = [5, 6, 7]
+
+
+class TooMany(Exception):
+    """Waits or sends."""
+
+
+@dataclass
+class Kind:
+    """A kind of call.
+
+    Attributes:
+        model: the family of both models.
+        draft: what proposes, from the draft model.
+        options: of the strategy, besides 3 candidates; functions are called for what is new in each call.
+        settings: of the call, likewise.
+        many: whether it is a queue of requests.
+    """
+
+    model: str = "llama"
+    draft: Callable[[PreTrainedModel], Any] = lambda model: model
+    options: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=lambda: SAMPLED)
+    many: bool = False
+
+    def __call__(self, target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, tokens: int) -> tuple[list, int]:
+        """The texts of up to `tokens` new tokens, and the rounds that they took."""
+        strategy = SpeculativeDecoding(self.draft(draft), **{"num_draft_tokens": 3} | made(self.options))
+        settings = made(self.settings) | {"max_new_tokens": tokens, "pad_token_id": 0}
+        torch.manual_seed(3)
+        if self.many:
+            ids = [
+                row[mask.bool()].tolist() for row, mask in zip(*map(torch.Tensor.cpu, inputs.values()), strict=True)
+            ]
+            asked = [Request(text, seed=number) for number, text in enumerate(2 * ids)]
+            done = strategy.generate_many(target, asked, batch_size=3, **settings)
+            texts = [one.tokens for one in sorted(done, key=lambda one: one.index)]
+        else:
+            texts = target.generate(**inputs, **settings, custom_generate=strategy).tolist()
+        return texts, strategy.report.rounds + strategy.report.plain_steps
+
+
+def made(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value() if callable(value) else value for name, value in given.items()}
+
+
+@cache
+def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    if name == "t5":
+        target = zoo.build("seq2seq", "t5")
+        return target, near(target, 0.25)
+    changes = {"three layers": {"num_hidden_layers": 3}, "few tokens": {"vocab_size": 12}}
+    target = tiny(**changes.get(name, {}))
+    return target, near(target, 0.05)
+
+
+def holds(kind: Kind) -> None:
+    """The same text as on the CPU, within the bounds."""
+    pair, inputs = models(kind.model), prompts(3)
+    inputs["input_ids"] %= pair[0].config.vocab_size
+    expected, _ = kind(*pair, inputs, LONG)
+    taken = []
+    with emulated():
+        moved, there = [on_device(model) for model in pair], {name: x.to("cuda:0") for name, x in inputs.items()}
+    for tokens in (SHORT, LONG):
+        with emulated() as device:
+            texts, rounds = kind(*moved, there, tokens)
+        taken.append((device, rounds))
+    assert texts == expected
+    (short, fewer), (long, more) = taken
+    assert more - fewer >= 4
+    for what in ("waits", "sends"):
+        lines = getattr(long, what) - getattr(short, what)
+        told = {line: round(number / (more - fewer), 2) for line, number in lines.most_common(5)}
+        each = (getattr(long, what).total() - getattr(short, what).total()) / (more - fewer)
+        if each > MOST:
+            raise TooMany(f"{each:.1f} {what} a round: {told}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("verification", ["greedy", "coupled", "block"])
+def test_layouts(layout: str, verification: str):
+    if verification == "greedy":
+        holds(Kind(options={"layout": layout}, settings={"do_sample": False}))
+    else:
+        holds(Kind(options={"layout": layout, "verification": verification}))
+
+
+class Never:
+    """A criterion of the text that stops no row."""
+
+    stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] < 0
+
+
+GREEDY = {"do_sample": False}
+COUPLED = {"verification": "coupled"}
+MASKS = {"logits_processor": lambda: [Automaton(VOCAB_SIZE, 11, states=2, always=7)]}
+SUFFIX_OR_MODEL = lambda model: [SuffixDraft(), model]  # noqa: E731
+KINDS = {
+    "t5 padded": Kind("t5", options={"layout": "padded"}),
+    "t5 lockstep": Kind("t5", options={"layout": "lockstep"}, settings=GREEDY),
+    "token": Kind(options={"verification": "token"}),
+    "suffix": Kind("few tokens", lambda model: SuffixDraft(), settings=GREEDY),
+    "early exit": Kind("three layers", lambda model: EarlyExitDraft(2)),
+    "list": Kind("few tokens", SUFFIX_OR_MODEL),
+    "list, coupled": Kind("few tokens", SUFFIX_OR_MODEL, COUPLED),
+    "masks": Kind(settings=GREEDY | MASKS),
+    "masks, sampled": Kind(settings=SAMPLED | MASKS),
+    "length penalty": Kind(settings=SAMPLED | {"exponential_decay_length_penalty": (2, 1.01), "eos_token_id": 7}),
+    "processors": Kind(
+        settings=SAMPLED
+        | {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "bad_words_ids": [[3], [4, 5]], "min_new_tokens": 5}
+        | {"suppress_tokens": [6], "eos_token_id": 7, "forced_eos_token_id": 7}
+    ),
+    "n-grams of the prompt": Kind(settings=SAMPLED | {"encoder_no_repeat_ngram_size": 2}),
+    "synthid": Kind(
+        settings=SAMPLED | {"watermarking_config": lambda: SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3)}
+    ),
+    "watermark": Kind(settings=SAMPLED | {"watermarking_config": WatermarkingConfig}),
+    "guidance": Kind(settings=GREEDY | {"guidance_scale": 1.5}),
+    "warpers": Kind(settings={"do_sample": True, "temperature": 1.2, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95}),
+    "criterion": Kind(settings=SAMPLED | {"stopping_criteria": lambda: [Never()]}),
+    "queue": Kind(many=True, settings=SAMPLED | {"eos_token_id": 7}),
+    "queue, greedy": Kind(many=True, settings=GREEDY),
+    "seeds": Kind(settings=SAMPLED | {"seeds": SEEDS}),
+    "seeds, coupled": Kind(settings=SAMPLED | {"seeds": SEEDS}, options=COUPLED),
+    "streamer": Kind(options={"streamer": RowCollector}),
+}
+OVER = {  # kinds that are over the bounds, by how much and why
+    "t5 padded": "5.4 waits: in each forward transformers asks whether the encoder's mask can be left out",
+    "t5 lockstep": "5.1 waits: as above",
+    "masks": "7.3 waits: a grammar follows the text on the host, so each candidate is read back before the next",
+    "masks, sampled": "6.8 waits: as above",
+    "criterion": "2.3 waits: a criterion is asked when the text is known, which takes the round's one transfer",
+    "watermark": "7.4 waits: the last tokens are read back, since transformers draws the list of each on the host",
+    "streamer": "2.3 waits: the tokens are read back once more for it",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds(kind: str, request: pytest.FixtureRequest):
+    if kind in OVER:
+        request.applymarker(pytest.mark.xfail(strict=True, raises=TooMany, reason=OVER[kind]))
+    holds(KINDS[kind])
+
+
+MIXED = {
+    "sum": lambda here, there: here + there,
+    "into the host": lambda here, there: here.add_(there),
+    "index of the host": lambda here, there: here[there.long()],
+    "values of an index": lambda here, there: there.index_copy_(0, there.long(), here),
+    "number of the device": lambda here, there: here + there.sum(),
+    "generator": lambda here, there: there.exponential_(generator=torch.Generator()),
+    "generator of the device": lambda here, there: here.exponential_(generator=torch.Generator("cuda:0")),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_the_device_refuses_what_mixes_devices(mixed: str):
+    with emulated():
+        here = torch.arange(6.0)
+        with pytest.raises(RuntimeError, match="device|generator"):
+            MIXED[mixed](here, here.to("cuda:0"))
+
+
+COUNTED = {  # launches, waits and sends
+    "a view": (lambda here, there: there[1:].view(5, 1), (0, 0, 0)),
+    "a number of the host": (lambda here, there: there + here.sum(), (1, 0, 0)),
+    "an index of the host": (lambda here, there: there[here.long()], (1, 0, 1)),
+    "a list as an index": (lambda here, there: there[[0, 1]], (1, 0, 1)),
+    "where": (lambda here, there: there[there > 2], (2, 1, 0)),
+    "a number": (lambda here, there: there.sum().item(), (1, 1, 0)),
+    "a list": (lambda here, there: there.tolist(), (0, 1, 0)),
+    "a copy to the host": (lambda here, there: there.cpu(), (1, 1, 0)),
+    "a new tensor": (lambda here, there: there.new_tensor([1.0]), (1, 0, 1)),
+    "a send that does not wait": (lambda here, there: here.to("cuda:0", non_blocking=True), (1, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("counted", COUNTED)
+def test_the_device_counts(counted: str):
+    call, expected = COUNTED[counted]
+    with emulated() as device:
+        here = torch.arange(6.0)
+        there = here.to("cuda:0")
+        launches = device.launches
+        device.sends.clear()
+        call(here, there)
+    assert (device.launches - launches, device.waits.total(), device.sends.total()) == expected
