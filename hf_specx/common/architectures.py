@@ -43,12 +43,12 @@ GROUPS = {
         qwen4_exp_text roformer zamba2 zaya
     """,
     "ragged": """
-        fsmt moshi openai-gpt
+        moshi
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: transformers' own cache, cropped
-WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
+WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: there is nothing to roll back
 BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps
 # Their config has a number of positions, and their positions are computed, or they have none: texts may be longer
 ANY_POSITION = """

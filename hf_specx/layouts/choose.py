@@ -9,7 +9,6 @@ from hf_specx.common.errors import refusal
 from .compiled import CompiledDecoder
 from .decoder import Decoder
 from .lockstep import LockstepDecoder
-from .no_cache import WholeDecoder
 from .packed import PackedDecoder
 from .padded import PaddedDecoder
 from .prompts import Prompt
@@ -24,7 +23,6 @@ DECODERS: dict[str, type[Decoder]] = {
 }
 LAYOUTS = ("auto", *DECODERS)
 REASONS = {
-    "whole": "{0} is exact without a cache only, so that each forward reads the whole text",
     "ragged": "{0} takes positions and a 4D mask by position under {1}",
     "padded": "{0} takes its positions from a 2D mask or from distances, under {1}",
     "packed": "{0} takes positions and a 4D mask by position under {1}, so that all rows can be one",
@@ -34,7 +32,8 @@ REASONS = {
 
 @refusal
 def type_that_is_not_exact(model: PreTrainedModel, drafts: bool) -> str | None:
-    refused = REFUSED if drafts else REFUSED | INEXACT
+    refused = dict.fromkeys(WHOLE, "it is exact without a cache only") | REFUSED
+    refused = refused if drafts else refused | INEXACT
     for name in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
         if name in refused:
             role = "a draft" if drafts else "a target"
@@ -92,7 +91,7 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
-    found = [x for x in able if masked or x not in BY_MASK or model.config.model_type in WHOLE]
+    found = [x for x in able if masked or x not in BY_MASK]
     attention_without_layout(model, found)
     return found
 
@@ -101,15 +100,12 @@ def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, comp
     """The decoder of a layout for one model; it has not read its prompts yet.
 
     Args:
-        layout: one of `DECODERS`; a model without a usable cache gets a `WholeDecoder` in any.
+        layout: one of `DECODERS`.
         prompt: the model and its inputs.
         known_ids: as for `Decoder`.
         compiled: whether forwards are compiled, which implies the ragged layout.
     """
-    if compiled:
-        return CompiledDecoder(prompt, known_ids)
-    whole = prompt.model.config.model_type in WHOLE
-    return (WholeDecoder if whole else DECODERS[layout])(prompt, known_ids)
+    return (CompiledDecoder if compiled else DECODERS[layout])(prompt, known_ids)
 
 
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
@@ -128,5 +124,4 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
     layout_that_is_not_exact(model, layout, able)
     chosen = able[0] if layout == "auto" else layout
     asked = "chosen" if layout == "auto" else "asked for"
-    reason = REASONS["whole" if model.config.model_type in WHOLE else chosen]
-    return chosen, f"{asked}: {reason.format(name, attention)}"
+    return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"

@@ -12,7 +12,6 @@ from transformers.utils.import_utils import is_torch_greater_or_equal
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN
 from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move, row_bucket
-from hf_specx.common.architectures import WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
@@ -31,7 +30,7 @@ LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend 
 
 @refusal
 def compiled_in_another_layout(model: PreTrainedModel, layout: str, reason: str) -> str | None:
-    if layout == "ragged" and model.config.model_type not in WHOLE:
+    if layout == "ragged":
         return None
     return (
         f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} "

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hf_specx.common.round import Draft, Round
 
 from .forward_outputs import EXTRAS, Forward, Notes
 from .inputs import has_rows, select
-from .position_tables import PositionTables, position_table
+from .position_tables import position_table
 from .prompts import UNLIMITED, Prompt
 
 
@@ -245,10 +244,6 @@ class Decoder:
         """The last column that `generate` feeds; in those after it are only candidates that cannot be emitted."""
         last = self.width + self.prompt.max_new_tokens - 2
         return last if self.max_positions is None else min(last, self.max_positions - 1)
-
-    @cached_property
-    def tables(self) -> PositionTables:
-        return PositionTables(self.model, self.position_name in self.parameters, self.even)
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""

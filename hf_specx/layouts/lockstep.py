@@ -4,10 +4,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specx.cache.export import Columns, columns_of
-from hf_specx.cache.recurrent_state import states_of, without_limits
+from hf_specx.cache.recurrent_state import states_of
 from hf_specx.cache.slots import has_columns, own_copy, self_attention
 from hf_specx.common.batch import Batch
-from hf_specx.common.patching import Overriding
 
 from .forward_outputs import image_layers
 from .hosted import HostedDecoder
@@ -26,7 +25,6 @@ class LockstepDecoder(HostedDecoder):
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
         self.length, self.states = width, states_of(self.cache)
-        self.without_limits = without_limits(self.model)
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         held, target = self.held[batch.rows[0]], wanted[0]
@@ -42,8 +40,7 @@ class LockstepDecoder(HostedDecoder):
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.states.save(held[0])
-        with Overriding(self.without_limits):
-            return super()._fed(batch, tokens, held, ahead, keep)
+        return super()._fed(batch, tokens, held, ahead, keep)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         together = not len(stay) and len(rows) == len(self.held)  # then the cache itself may be returned

@@ -9,14 +9,14 @@ target step take two to five times as long in float32, where BLAS is made for ot
 import functools
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import linear as dense_linear
 from torch.overrides import TorchFunctionMode
-
-from hf_specx.common.patching import OVERRIDES, Overriding
 
 
 # one for each copy of this file, as a published pair has its own
@@ -64,9 +64,17 @@ class Prepacked:
                     self.packs[location(weight)] = found
         return None if found is None else found.weight
 
-    def in_use(self) -> Overriding:
-        """A context in which `linear` uses these weights."""
-        return Overriding({linear: self})
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A context in which `linear` uses these weights, in this thread or asyncio task alone."""
+        before = IN_USE.set(self)
+        try:
+            yield
+        finally:
+            IN_USE.reset(before)
+
+
+IN_USE: ContextVar[Prepacked | None] = ContextVar("IN_USE", default=None)
 
 
 class PackedLinear(TorchFunctionMode):
@@ -91,7 +99,7 @@ class PackedLinear(TorchFunctionMode):
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
-    return multiplied(OVERRIDES.get().get(linear), input, weight, bias)
+    return multiplied(IN_USE.get(), input, weight, bias)
 
 
 def multiplied(

@@ -1,7 +1,10 @@
 """Folding query heads that share keys into the query length gives what the host's `sdpa` function gives."""
 
+import contextlib
+import contextvars
+import importlib.util
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.patching import OVERRIDES, beneath
-from hf_specx.layouts.attention import GroupedAttention, grouped_queries
+from hf_specx.layouts.attention import ACTIVE, GroupedAttention, Switch, grouped_queries
 
 
 ROWS, KEYS = 3, 13
@@ -127,9 +129,9 @@ def test_what_the_host_refuses_stays_refused():
 
 
 def function_here():
-    """What this thread's forwards call: our override, or else what lies beneath all patches."""
-    found, overrides = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"]), OVERRIDES.get()
-    return next((overrides[patch] for patch in found if patch in overrides), found[-1])
+    """What this thread's forwards call."""
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return ACTIVE.get() if isinstance(found, Switch) else found
 
 
 def test_the_host_has_its_function_back():
@@ -145,19 +147,44 @@ def test_the_host_has_its_function_back():
     assert function_here() is sdpa_attention_forward
 
 
+def copy_of_the_file() -> ModuleType:
+    """Under another name, as each published pair has one."""
+    spec = importlib.util.spec_from_file_location("pair.layouts", MODULE.__file__)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_forwards_of_several_copies_and_threads_end_in_any_order(order: tuple[int, ...]):
+    """The registry is as it was after the last one, whichever began first."""
+    other, contexts = copy_of_the_file(), [contextvars.copy_context() for _ in order]
+    forwards = [grouped_queries(), other.grouped_queries(), grouped_queries()]
+    for context, forward in zip(contexts, forwards, strict=True):
+        context.run(forward.__enter__)
+    assert all(
+        isinstance(context.run(module.ACTIVE.get), module.GroupedAttention)
+        for context, module in zip(contexts, [MODULE, other, MODULE], strict=True)
+    )
+    assert ACTIVE.get() is None
+    for number in order:
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+        contexts[number].run(forwards[number].__exit__, None, None, None)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
 @pytest.mark.parametrize("mapping", ["_global_mapping", "_local_mapping"])
-@pytest.mark.parametrize("patched", [True, False])
-def test_a_function_of_the_user_is_left_alone(patched: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
-    """Whether it was put there before our first forward or after it, and also if it calls what was there."""
+@pytest.mark.parametrize("during", [True, False])
+def test_a_function_of_the_user_is_left_alone(during: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether it was put there before a forward of ours or in its middle, and also if it calls what was there."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-    if patched:
-        grouped_queries()
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with grouped_queries() if during else contextlib.nullcontext():
+        usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def mine(*args, **kwargs):
-        return usual(*args, **kwargs)
+        def mine(*args, **kwargs):
+            return usual(*args, **kwargs)
 
-    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
+        monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
     module, query, key, value = tensors(4, 5)
     expected, _ = sdpa_attention_forward(module, query, key, value, ragged_mask(5))
     monkeypatch.setattr(GroupedAttention, "__call__", None)

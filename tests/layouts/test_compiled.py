@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
-from hf_specx.common.patching import OVERRIDES
 from hf_specx.engine.start import make_batch
 from hf_specx.layouts import compiled, regions
+from hf_specx.layouts.attention import ACTIVE
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
 from hf_specx.layouts.prepacked import has_kernels
@@ -62,7 +62,7 @@ def test_two_buckets_of_rows():
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
     assert before == torch._dynamo.config.get_config_copy()
-    assert not OVERRIDES.get()
+    assert ACTIVE.get() is None
     block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
     assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
 
@@ -293,7 +293,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
         patch.setattr(regions, "lookup_backend", lambda name: fail)
         with pytest.raises(Exception, match="no space left"):
             run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
-    assert not OVERRIDES.get()
+    assert ACTIVE.get() is None
     expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
 
