@@ -186,7 +186,7 @@ class SpeculativeDecoding(NoModel):
         if not generation_config.return_dict_in_generate:
             return text
         decodes = model.config.is_encoder_decoder
-        return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
+        return run.outputs.finish(text, stopping.columns, past, decodes, self.report)
 
     def generate_many(
         self,

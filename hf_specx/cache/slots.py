@@ -9,7 +9,6 @@ each plain step since it drafted. Nothing else is visible to attention.
 """
 
 import copy
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -18,8 +17,6 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
 
@@ -252,22 +249,6 @@ def has_columns(cache: Cache) -> bool:
         return True
     length = self_attention(cache).get_seq_length()
     return all(x is not None and x.shape[2] == length for x in keys)
-
-
-def windows_of(cache: Cache, kinds: Sequence[str] = ()) -> list[int | None]:
-    """How many of the last tokens each layer with keys sees in single steps; None where it sees all.
-
-    Args:
-        cache: as `generate` made it.
-        kinds: `layer_types` of the config. Layers beyond those of the cache share the keys of an earlier layer of
-            their kind, and so its window.
-    """
-    layers = [layer for layer in self_attention(cache).layers if isinstance(layer, DynamicLayer)]
-    windows = [x.sliding_window if isinstance(x, DynamicSlidingWindowLayer) else None for x in layers]
-    if len(kinds) <= len(windows):
-        return windows
-    by_kind = dict(zip(kinds, windows, strict=False))
-    return windows + [by_kind.get(kind) for kind in kinds[len(windows) :]]
 
 
 def self_attention(cache: Cache) -> Cache:

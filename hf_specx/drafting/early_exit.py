@@ -12,7 +12,6 @@ from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
 from hf_specx.layouts.altered import shallow
 from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.forward_outputs import Notes
 from hf_specx.layouts.ragged import RaggedDecoder
 from hf_specx.scheduling.prior import ForwardSize
 
@@ -140,7 +139,6 @@ class SharedDecoder(RaggedDecoder):
 
     def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
         self.target, self.model = target, model
-        self.notes = Notes(model.config, {}, None, False)
         self.held, self.valid = [0] * len(target.held), [0] * len(target.held)
 
     def __getattr__(self, name: str) -> Any:

@@ -193,10 +193,10 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
         ranks = call.synced or call.shared
-        check_compile(prompt.model, chosen, reason, prompt.generation_config, ranks)
+        check_compile(prompt.model, chosen, reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             why = "its best for a draft"
-            check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
+            check_compile(drafter.model, draft_layout, why, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
     _check(plan, call, prompt.input_ids, drafter)
     return plan
@@ -226,8 +226,8 @@ def check_asked(
     check_call(prompt.input_ids, config, prompt.kwargs, call.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
+        check_outputs(config)
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
-    check_outputs(model, config)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))

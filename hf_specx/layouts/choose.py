@@ -3,7 +3,7 @@
 import transformers
 from transformers import PreTrainedModel
 
-from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN, WHOLE
+from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN
 from hf_specx.common.errors import refusal
 
 from .compiled import CompiledDecoder
@@ -32,8 +32,7 @@ REASONS = {
 
 @refusal
 def type_that_is_not_exact(model: PreTrainedModel, drafts: bool) -> str | None:
-    refused = dict.fromkeys(WHOLE, "it is exact without a cache only") | REFUSED
-    refused = refused if drafts else refused | INEXACT
+    refused = REFUSED if drafts else REFUSED | INEXACT
     for name in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
         if name in refused:
             role = "a draft" if drafts else "a target"

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_specx.cache.export import Columns
@@ -16,7 +16,6 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
 from .decoder import Decoder
-from .forward_outputs import EXTRAS
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
@@ -78,18 +77,11 @@ def compiled_without_compiler(device: torch.device) -> str | None:
     return f"compile=True needs {needed} for device {str(device)!r}; install one, or use compile=False."
 
 
-@refusal
-def compiled_with_outputs(config: GenerationConfig) -> str | None:
-    asked = [name for name in sorted(EXTRAS) if config.return_dict_in_generate and getattr(config, name)]
-    return f"{asked[0]}=True is not compiled; leave it out, or use compile=False." if asked else None
-
-
-def check_compile(model: PreTrainedModel, layout: str, reason: str, config: GenerationConfig, synced: bool) -> None:
+def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
     """Raise a `ValueError` unless a model can be decoded by compiled forwards."""
     compiled_in_another_layout(model, layout, reason)
     forward_that_cannot_be_compiled(model)
     compiled_over_several_devices(model, synced)
-    compiled_with_outputs(config)
     compiled_without_compiler(model.device)
 
 

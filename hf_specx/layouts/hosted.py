@@ -58,7 +58,6 @@ class HostedDecoder(Decoder):
         with grouped_queries():
             output = self.stepping(**inputs, return_dict=True)
         self.length = total
-        self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
         return output.logits[:, -keep:]
 
     def _mask(self, batch: Batch, ends: torch.Tensor, total: int) -> torch.Tensor:
@@ -71,7 +70,7 @@ class HostedDecoder(Decoder):
         return seen.long()
 
     def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        given = self.kwargs | self.notes.asked
+        given = dict(self.kwargs)
         positions = self._positions(batch, emitted)
         if positions is not None:
             given[self.position_name] = positions

@@ -8,7 +8,6 @@ from hf_specx.cache.recurrent_state import states_of
 from hf_specx.cache.slots import has_columns, own_copy, self_attention
 from hf_specx.common.batch import Batch
 
-from .forward_outputs import image_layers
 from .hosted import HostedDecoder
 from .prompts import Prompt
 
@@ -25,11 +24,13 @@ class LockstepDecoder(HostedDecoder):
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
         self.length, self.states = width, states_of(self.cache)
+        config = self.model.config.get_text_config(decoder=True)
+        self.of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         held, target = self.held[batch.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
-        self.states.crop(held - reached, image_layers(self.model.config))
+        self.states.crop(held - reached, self.of_images)
         self.length -= held - reached
         if reached < target:  # the states are of an earlier moment: feed again what was accepted since
             ahead = target - batch.counts[batch.rows[0]]

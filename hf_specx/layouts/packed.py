@@ -5,7 +5,6 @@ rows always come last. Nothing is moved until a row leaves; a slot whose token w
 written again.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from hf_specx.common.errors import refusal
 
 from .attention import grouped_queries
 from .decoder import Decoder
-from .forward_outputs import Extras, Seen
 from .prompts import Prompt
 from .ragged import Masks
 
@@ -111,10 +109,9 @@ class PackedDecoder(Decoder):
         self._hold(real.sum(-1).tolist())
         self.pads = (self.width - real.sum(-1)).to(home)
         self.first_position = positions[:, -1:].to(home) + 1
-        logits, given = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
-        if self.notes.asked:
-            shown = (self.row, column, ids.shape)
-            self.notes.first = given.each(partial(_states_in_columns, *shown), partial(_weights_in_columns, *shown))
+        with self.hidden:
+            logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        self.hidden_after_prompt = self._last_hidden(1)
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 
@@ -132,24 +129,18 @@ class PackedDecoder(Decoder):
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
         even = len(set(counts)) == 1
         with grouped_queries():
-            logits, given = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
-        if self.notes.asked:
-            given = given.each(partial(_states_of_rows, keep, rows), partial(_weights_of_rows, keep, rows))
-            own = self.before[slots[-keep * rows :]].view(keep, rows).T
-            self.notes.seen = Seen(given, own, extent, slots=self._slots_of_rows(extent))
+            logits = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
         return logits.view(keep, rows, -1).transpose(0, 1)
 
-    def _slots_of_rows(self, extent: int) -> torch.Tensor:
-        """[R, n], the slots of each row's tokens, and -1 after the last of them."""
-        row, before = self.row[:extent], self.before[:extent]
-        slots = row.new_full((len(self.lengths), int(before.max()) + 1), -1)
-        slots[row, before] = torch.arange(extent, device=row.device)
-        return slots
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        rows = len(self.lengths)
+        states = self.hidden.last(keep * rows)  # [1, keep * R, H], position by position
+        return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
 
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
-    ) -> tuple[torch.Tensor, Extras]:
-        """Logits [keep, V] after the last of tokens [N], and what else the forward gives, [1, N, ...].
+    ) -> torch.Tensor:
+        """Logits [keep, V] after the last of tokens [N].
 
         The tokens are written to slots [N], or if None to the last N of the `extent` leading ones.
         """
@@ -165,9 +156,8 @@ class PackedDecoder(Decoder):
             use_cache=True,
             return_dict=True,
             **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
-            **self.notes.asked,
         )
-        return output.logits[0, -keep:], self.notes.of(output)
+        return output.logits[0, -keep:]
 
     def _foresee(self, extent: int) -> None:
         """Assign at least `extent` slots to rows."""
@@ -199,37 +189,6 @@ class PackedDecoder(Decoder):
         """Hold rows whose prompts have these lengths."""
         self.lengths = lengths
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
-
-
-def _states_in_columns(
-    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, states: torch.Tensor
-) -> torch.Tensor:
-    """Hidden states [1, N, ...] of packed prompts in the columns of padded ones, [B, L, ...]; zeros at pads."""
-    found = states.new_zeros(*shape, *states.shape[2:])
-    found[row, column] = states[0]
-    return found
-
-
-def _weights_in_columns(
-    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, weights: torch.Tensor
-) -> torch.Tensor:
-    """The same for attentions [1, heads, N, N]."""
-    found = weights.new_zeros(shape[0], weights.shape[1], shape[1], shape[1])
-    for number in range(shape[0]):
-        own = (row == number).nonzero()[:, 0]
-        columns = column[own]
-        found[number, :, columns[:, None], columns] = weights[0][:, own[:, None], own]
-    return found
-
-
-def _states_of_rows(keep: int, rows: int, states: torch.Tensor) -> torch.Tensor:
-    """[R, keep, ...] of the last tokens, which lie position by position in [1, N, ...]."""
-    return states[0, -keep * rows :].unflatten(0, (keep, rows)).transpose(0, 1)
-
-
-def _weights_of_rows(keep: int, rows: int, weights: torch.Tensor) -> torch.Tensor:
-    """The same for attentions: [R, heads, keep, S] of [1, heads, N, S]."""
-    return weights[0, :, -keep * rows :].unflatten(1, (keep, rows)).permute(2, 0, 1, 3)
 
 
 def _has_tensors(value: Any) -> bool:

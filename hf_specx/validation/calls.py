@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StaticCache
+from transformers import GenerationConfig, StaticCache
 
-from hf_specx.common.architectures import WITHOUT_ATTENTIONS
 from hf_specx.common.errors import kind, refusal, require
 
 
@@ -110,13 +109,13 @@ def check_call(
 
 
 @refusal
-def check_outputs(model: PreTrainedModel, generation_config: GenerationConfig) -> str | None:
-    """Check that a model gives the outputs that a call wants besides the text."""
-    attention, reason = WITHOUT_ATTENTIONS.get(model.config.model_type, (None, ""))
-    asked = generation_config.return_dict_in_generate and generation_config.output_attentions
-    if not asked or not reason or attention not in (None, model.config._attn_implementation):
+def check_outputs(generation_config: GenerationConfig) -> str | None:
+    """Check that a call wants no outputs of each layer."""
+    names = ("output_attentions", "output_hidden_states")
+    asked = [name for name in names if getattr(generation_config, name)]
+    if not generation_config.return_dict_in_generate or not asked:
         return None
-    return f"output_attentions=True is not available for model type {model.config.model_type!r}: {reason}."
+    return f"{asked[0]}=True wants what layers give to each token alone; leave it out, or call plain generate."
 
 
 @refusal
