@@ -4,7 +4,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import BY_MASK, INEXACT, LATER, LAYOUTS_OF, MASKED, REFUSED, SINCE, UNKNOWN
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 from .compiled import CompiledDecoder
 from .decoder import Decoder
@@ -30,49 +30,6 @@ REASONS = {
 }
 
 
-@refusal
-def type_that_is_not_exact(model: PreTrainedModel, drafts: bool) -> str | None:
-    refused = REFUSED if drafts else REFUSED | INEXACT
-    for name in (model.config.model_type, model.config.get_text_config(decoder=True).model_type):
-        if name in refused:
-            role = "a draft" if drafts else "a target"
-            return f"model type {name!r} cannot be {role} of speculative decoding: {refused[name]}; choose another."
-    return None
-
-
-@refusal
-def type_of_a_later_version(model: PreTrainedModel, version: str) -> str | None:
-    name = model.config.model_type
-    if name not in LATER or tuple(map(int, version.split(".")[:2])) >= SINCE:
-        return None
-    return (
-        f"model type {name!r} has been shown to be exact on transformers {SINCE[0]}.{SINCE[1]} and later, not on "
-        f"{version}; upgrade transformers."
-    )
-
-
-@refusal
-def attention_without_layout(model: PreTrainedModel, able: list[str]) -> str | None:
-    if able:
-        return None
-    config = model.config.get_text_config(decoder=True)
-    return (
-        f"model type {config.model_type!r} is exact with a mask by position only, which "
-        f"attn_implementation={config._attn_implementation!r} cannot take; load it with attn_implementation='sdpa'."
-    )
-
-
-@refusal
-def layout_that_is_not_exact(model: PreTrainedModel, layout: str, able: list[str]) -> str | None:
-    if layout == "auto" or layout in able:
-        return None
-    config = model.config.get_text_config(decoder=True)
-    return (
-        f"layout={layout!r} has not been shown to be exact for model type {config.model_type!r} under "
-        f"attn_implementation={config._attn_implementation!r}; use {', '.join(map(repr, able))} or 'auto'."
-    )
-
-
 def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     """The layouts that have been shown to be exact for a model, best first.
 
@@ -83,16 +40,26 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     Raises:
         ValueError: the model has no such layout.
     """
-    config = model.config.get_text_config(decoder=True)
-    type_that_is_not_exact(model, drafts)
-    if not drafts:
-        type_of_a_later_version(model, transformers.__version__)
-    able = LAYOUTS_OF.get(model.config.model_type, UNKNOWN)
+    config, name = model.config.get_text_config(decoder=True), model.config.model_type
+    refused = REFUSED if drafts else REFUSED | INEXACT
+    for kind in (name, config.model_type):
+        role = "a draft" if drafts else "a target"
+        told = f"model type {kind!r} cannot be {role} of speculative decoding: {refused.get(kind)}; choose another."
+        require(kind not in refused, told)
+    version = transformers.__version__
+    known = drafts or name not in LATER or tuple(map(int, version.split(".")[:2])) >= SINCE
+    told = f"model type {name!r} has been shown to be exact on transformers {SINCE[0]}.{SINCE[1]} and later"
+    require(known, f"{told}, not on {version}; upgrade transformers.")
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
     masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
-    found = [x for x in able if masked or x not in BY_MASK]
-    attention_without_layout(model, found)
+    found = [x for x in LAYOUTS_OF.get(name, UNKNOWN) if masked or x not in BY_MASK]
+    told = f"model type {config.model_type!r} is exact with a mask by position only, which {_attention(model)}"
+    require(bool(found), f"{told} cannot take; load it with attn_implementation='sdpa'.")
     return found
+
+
+def _attention(model: PreTrainedModel) -> str:
+    return f"attn_implementation={model.config.get_text_config(decoder=True)._attn_implementation!r}"
 
 
 def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
@@ -120,7 +87,8 @@ def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, st
     able = layouts_of(model)
     config = model.config.get_text_config(decoder=True)
     name, attention = config.model_type, config._attn_implementation
-    layout_that_is_not_exact(model, layout, able)
+    told = f"layout={layout!r} has not been shown to be exact for model type {name!r} under {_attention(model)}"
+    require(layout in ("auto", *able), f"{told}; use {', '.join(map(repr, able))} or 'auto'.")
     chosen = able[0] if layout == "auto" else layout
     asked = "chosen" if layout == "auto" else "asked for"
     return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"

@@ -13,7 +13,7 @@ from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN
 from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move, row_bucket
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 from .decoder import Decoder
 from .prepacked import PackedLinear
@@ -27,62 +27,42 @@ ROOM = 512  # new tokens that there are slots for at first; then the buffers gro
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
 
-@refusal
-def compiled_in_another_layout(model: PreTrainedModel, layout: str, reason: str) -> str | None:
-    if layout == "ragged":
-        return None
-    return (
-        f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} "
-        f"({reason}); use compile=False, or what takes the ragged layout."
-    )
+def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
+    """Raise a `ValueError` unless a model can be decoded by compiled forwards.
+
+    Args:
+        model: target or draft.
+        layout: the one it would be decoded in, for this `reason`.
+        synced: whether other ranks take part.
+    """
+    name = type(model).__name__
+    told = f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason})"
+    require(layout == "ragged", f"{told}; use compile=False, or what takes the ragged layout.")
+    why = _hinders(model)
+    require(not why, f"compile=True cannot compile {name}: {why}; use compile=False.")
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    place = f"{str(model.device)!r}{' under hooks of accelerate' * hooked}{' of several ranks' * synced}"
+    told = f"compile=True takes models that lie whole on one CPU or CUDA device; {name} is on {place}"
+    alone = not synced and not hooked and model.device.type in ("cpu", "cuda")
+    require(alone, f"{told}; use compile=False, or load it on one device.")
+    needed = "Triton" if model.device.type == "cuda" else "a C++ compiler"
+    recent = is_torch_greater_or_equal("2.9", accept_dev=True)  # earlier ones cannot trace transformers' forwards
+    told = f"compile=True needs {needed if recent else 'torch 2.9 or later'} for device {str(model.device)!r}"
+    require(recent and has_compiler(model.device.type), f"{told}; install one, or use compile=False.")
 
 
-@refusal
-def forward_that_cannot_be_compiled(model: PreTrainedModel) -> str | None:
+def _hinders(model: PreTrainedModel) -> str:
+    """Why torch cannot compile a model's forwards; empty if it can."""
     config = model.config.get_text_config(decoder=True)
     rope, quantizer = getattr(config, "rope_parameters", None) or {}, getattr(model, "hf_quantizer", None)
     kinds = [parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]
     if not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
-        why = "transformers does not say that its forward is one graph by position"
-    elif any(kind in LENGTHENING for kind in kinds):
-        why = "its frequencies follow the length of the text"
-    elif quantizer is not None and not quantizer.is_compileable:
-        why = f"it is quantised by {type(quantizer).__name__}"
-    else:
-        return None
-    return f"compile=True cannot compile {type(model).__name__}: {why}; use compile=False."
-
-
-@refusal
-def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str | None:
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not synced and not hooked and model.device.type in ("cpu", "cuda"):
-        return None
-    place = (
-        f"{str(model.device)!r}{' under hooks of accelerate' if hooked else ''}{' of several ranks' if synced else ''}"
-    )
-    return (
-        f"compile=True takes models that lie whole on one CPU or CUDA device; {type(model).__name__} is on {place}; "
-        "use compile=False, or load it on one device."
-    )
-
-
-@refusal
-def compiled_without_compiler(device: torch.device) -> str | None:
-    needed = "Triton" if device.type == "cuda" else "a C++ compiler"
-    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the forwards of transformers
-        needed = "torch 2.9 or later"
-    elif has_compiler(device.type):
-        return None
-    return f"compile=True needs {needed} for device {str(device)!r}; install one, or use compile=False."
-
-
-def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
-    """Raise a `ValueError` unless a model can be decoded by compiled forwards."""
-    compiled_in_another_layout(model, layout, reason)
-    forward_that_cannot_be_compiled(model)
-    compiled_over_several_devices(model, synced)
-    compiled_without_compiler(model.device)
+        return "transformers does not say that its forward is one graph by position"
+    if any(kind in LENGTHENING for kind in kinds):
+        return "its frequencies follow the length of the text"
+    if quantizer is not None and not quantizer.is_compileable:
+        return f"it is quantised by {type(quantizer).__name__}"
+    return ""
 
 
 @cache

@@ -8,12 +8,11 @@ written again.
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN, SlotCache
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 from .attention import grouped_queries
 from .decoder import Decoder
@@ -22,43 +21,6 @@ from .ragged import Masks
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
-REMEDY = "use layout='ragged' or 'auto'."
-
-
-@refusal
-def packed_embeds(embeds: torch.Tensor | None) -> str | None:
-    return None if embeds is None else f"layout='packed' takes input_ids, and inputs_embeds was passed; {REMEDY}"
-
-
-@refusal
-def packed_past(held: int) -> str | None:
-    return f"layout='packed' starts empty, and past_key_values holds {held} tokens; {REMEDY}" if held else None
-
-
-@refusal
-def packed_holes(mask: torch.Tensor | None) -> str | None:
-    if mask is None or (mask.bool().cummax(-1).values == mask.bool()).all():
-        return None
-    return f"layout='packed' takes rows without gaps, and attention_mask has zeros between tokens; {REMEDY}"
-
-
-@refusal
-def packed_chunks(size: int | None) -> str | None:
-    return None if size is None else f"layout='packed' reads prompts at once, not prefill_chunk_size={size}; {REMEDY}"
-
-
-@refusal
-def packed_others(inputs: dict[str, Any]) -> str | None:
-    others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
-    return f"layout='packed' takes tokens and positions, and {others[0]} was passed too; {REMEDY}" if others else None
-
-
-@refusal
-def packed_without_positions(model: PreTrainedModel, positions: torch.Tensor | None, takes: bool) -> str | None:
-    if takes and positions is not None and positions.ndim == 2:
-        return None
-    kind = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
-    return f"layout='packed' needs one position a token; {type(model).__name__} has {kind}; {REMEDY}"
 
 
 class PackedDecoder(Decoder):
@@ -84,17 +46,28 @@ class PackedDecoder(Decoder):
         Raises:
             ValueError: if that is more than tokens and their positions.
         """
-        packed_embeds(self.kwargs.get("inputs_embeds"))
-        packed_past(self.cache.get_seq_length())
-        packed_holes(self.kwargs.get("attention_mask"))
-        packed_chunks(self.prompt.generation_config.prefill_chunk_size)
+        given, held = self.kwargs, self.cache.get_seq_length()
+        check(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
+        check(not held, f"starts empty, and past_key_values holds {held} tokens")
+        mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
+        gaps = bool((mask.cummax(-1).values != mask).any())
+        check(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
+        size = self.prompt.generation_config.prefill_chunk_size
+        check(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
-        given = self.kwargs | {"past_key_values": self.cache, "next_sequence_length": ids.shape[1]}
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
-            ids, is_first_iteration=True, **given
+            ids,
+            is_first_iteration=True,
+            next_sequence_length=ids.shape[1],
+            past_key_values=self.cache,
+            **given,
         )
-        packed_others(inputs)
-        packed_without_positions(self.model, inputs.get("position_ids"), "position_ids" in self.parameters)
+        others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
+        check(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
+        positions = inputs.get("position_ids")
+        found = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
+        takes = "position_ids" in self.parameters and positions is not None and positions.ndim == 2
+        check(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
         return inputs
 
     def read(self) -> None:
@@ -189,6 +162,11 @@ class PackedDecoder(Decoder):
         """Hold rows whose prompts have these lengths."""
         self.lengths = lengths
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
+
+
+def check(ok: bool, told: str) -> None:
+    """Raise a `ValueError` that says what this layout needs and was not given, unless it will do."""
+    require(ok, f"layout='packed' {told}; use layout='ragged' or 'auto'.")
 
 
 def _has_tensors(value: Any) -> bool:

@@ -41,9 +41,9 @@ class PaddedDecoder(HostedDecoder):
         else:
             # row r ends at slot length - gone[r]; it moves to the end of the longest row
             cut = max(kept)
-            shift = torch.tensor([self.length - number - cut for number in gone])[:, None]
-            source = (torch.arange(cut) + shift).clamp(min=0).to(self.device)  # [R, n]
-            self.text.roll(source)
+            shift = torch.tensor([self.length - number - cut for number in gone])
+            shift = shift.to(self.device, non_blocking=True)[:, None]  # else it would wait for the forwards before
+            self.text.roll((torch.arange(cut, device=self.device) + shift).clamp(min=0))
             self.length = cut
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:

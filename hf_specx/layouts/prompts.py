@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 
 UNLIMITED = sys.maxsize
@@ -81,13 +81,17 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
         given.pop("inputs_embeds", None)
         embeds = inputs_tensor.is_floating_point() and draft.main_input_name == "input_ids"
         if embeds:
-            embeds_for_another_draft(draft, inputs_tensor, inputs_tensor)
+            _check_embeds(draft, inputs_tensor, inputs_tensor)
         given["inputs_embeds" if embeds else "inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
         given["attention_mask"] = target.kwargs.get("attention_mask")
         if draft.get_encoder() is target.model.get_encoder():
             given["encoder_outputs"] = target.kwargs["encoder_outputs"]
         else:
-            encoded_already(draft, inputs_tensor)
+            known = inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any()  # else `generate` made them up
+            told = (
+                f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own"
+            )
+            require(bool(known), f"{told}; pass what the encoder reads as well.")
         given["decoder_input_ids"] = target.input_ids
         given["decoder_attention_mask"] = target.kwargs.get("decoder_attention_mask")
     else:
@@ -97,7 +101,7 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
             given["input_ids"] = target.input_ids
             given["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
         else:
-            embeds_for_another_draft(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+            _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
             given["attention_mask"] = mask
         _share_images(given, draft, target)
         if decodes and "encoder_outputs" in names:
@@ -110,27 +114,12 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     return prompt
 
 
-@refusal
-def encoded_already(draft: PreTrainedModel, inputs_tensor: torch.Tensor) -> str | None:
-    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # without any, `generate` makes negative ids
-        return None
-    return (
-        f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; pass "
-        "what the encoder reads as well."
-    )
-
-
-@refusal
-def embeds_for_another_draft(
-    draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor
-) -> str | None:
+def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
+    """Check that a draft can read the embeddings that a call gives to its target."""
     width = _embedding_width(draft)
-    if readable is not None and embeds.shape[-1] == width:
-        return None
-    return (
-        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which embeds "
-        f"in {width}; pass input_ids= as well, which the draft reads."
-    )
+    told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}"
+    told = f"{told}, which embeds in {width}; pass input_ids= as well, which the draft reads."
+    require(readable is not None and embeds.shape[-1] == width, told)
 
 
 def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:
