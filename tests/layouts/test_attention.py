@@ -13,7 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts.attention import ACTIVE, GroupedAttention, Switch, grouped_queries
+from hf_specx.layouts.attention import ACTIVE, GroupedAttention, Switch, grouped_queries, tiled
 
 
 ROWS, KEYS = 3, 13
@@ -97,6 +97,16 @@ def test_a_mask_serves_layers_with_other_groups_and_dtypes():
     assert len(attention.tiles) == 1
     del mask
     assert len(attention.tiles) == 0
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_is_laid_out_as_the_kernels_of_cuda_take_it(additive: bool):
+    """In rows of multiples of 16, else torch would copy it in each layer (`preprocess_mask`)."""
+    mask = ragged_mask(5)
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
+    found = tiled(given, 2, torch.bfloat16)
+    assert all(stride % 16 == 0 for stride in found.stride()[:-1])
+    assert torch.equal(found == 0, mask.repeat(1, 1, 2, 1))
 
 
 OTHER_CALLS = {

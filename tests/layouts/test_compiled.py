@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -180,6 +181,30 @@ def test_keys_of_a_group_are_not_repeated(traced: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
     run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
     assert set(heads) == {2}
+
+
+def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """In another one, torch would not find what it has captured."""
+    target, draft = pair(num_hidden_layers=1, seed=5)
+    captured: list[bool] = []
+
+    def look(graph, inputs, config_patches):
+        captured.append(config_patches is not None)
+        return graph
+
+    def as_on_cuda(model, device):
+        return regions.regions_of(model, torch.device("cuda"))
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    monkeypatch.setattr(compiled, "regions_of", as_on_cuda)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    here, _ = run(target, draft, **call)
+    assert all(captured)
+    before = len(captured)
+    with ThreadPoolExecutor(1) as pool:
+        there, _ = pool.submit(run, target, draft, **call).result()
+    assert captured[before:] == [False] * before
+    assert torch.equal(here, there)
 
 
 def test_forwards_go_with_their_model(traced: None):
