@@ -17,8 +17,8 @@ def altered(model: Any, parts: Mapping[nn.Module, nn.Module]) -> Any:
     Only modules that hold one of them are copied; what is registered on a module later, as hooks are, is on its copy
     as well.
     """
-    if model in parts:
-        return parts[model]
+    if not parts or model in parts:
+        return parts.get(model, model)
     children = {name: module if module is None else altered(module, parts) for name, module in model._modules.items()}
     if all(child is model._modules[name] for name, child in children.items()):
         return model

@@ -108,8 +108,9 @@ class Switch:
     forwards as well.
     """
 
-    def __init__(self, patched: Any):
-        self.patched, self.uses = patched, 0
+    def __init__(self) -> None:
+        self.patched: Any = sdpa_attention_forward
+        self.uses = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # which cannot trace a `ContextVar`
@@ -119,6 +120,9 @@ class Switch:
     @torch.compiler.assume_constant_result
     def traces(self) -> bool:
         return ACTIVE.get() is TRACED
+
+
+SWITCH = Switch()  # always the same, since what a user compiles is made anew for another function
 
 
 @contextlib.contextmanager
@@ -132,12 +136,12 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
     place = AttentionInterface._global_mapping
     with LOCK:
         found = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])
-        own = next((x for x in found if isinstance(x, Switch)), None)
-        if own is None and found[-1] is sdpa_attention_forward:
-            own = place["sdpa"] = Switch(found[0])
-        if own is not None:
-            own.uses += 1
-    if own is None:
+        usual = found[-1] is sdpa_attention_forward
+        if usual and SWITCH not in found:
+            SWITCH.patched = found[0]
+            place["sdpa"] = SWITCH
+        SWITCH.uses += usual
+    if not usual:
         yield
         return
     before = ACTIVE.set(TRACED if traced else GroupedAttention())
@@ -146,7 +150,7 @@ def grouped_queries(traced: bool = False) -> Iterator[None]:
     finally:
         ACTIVE.reset(before)
         with LOCK:
-            own.uses -= 1
+            SWITCH.uses -= 1
             # another copy of this file, as each published pair has its own, may have put its switch over ours
             while getattr(place["sdpa"], "uses", None) == 0:
                 place["sdpa"] = place["sdpa"].patched

@@ -229,6 +229,28 @@ def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: p
     assert len(folds) >= (0 if heads == 8 else 2 * sum(count > 1 for count in forwards.lengths[1:]))
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_what_a_user_compiles_is_compiled_once():
+    """Though torch looks at the registry, it finds the same in each forward of ours, and in each plain one."""
+    target, graphs = tiny("llama", num_hidden_layers=1), []
+    draft, call = near(target, 0.05), prompts(2) | {"do_sample": False, "max_new_tokens": 12}
+    expected = target.generate(**call)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    target.forward = torch.compile(target.forward, backend=backend)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    made = []
+    for _ in range(3):
+        assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
+        assert torch.equal(target.generate(**call), expected)
+        made.append(len(graphs))
+    assert made[1] == made[2] > 0
+
+
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_a_round_that_fails_leaves_the_model_as_it_was(layout: str):
     target = tiny("llama")
