@@ -86,9 +86,8 @@ class CompiledDecoder(RaggedDecoder):
     """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`, on a CPU
     by the weights that compiled forwards have prepacked.
 
-    Each of the R decoding rows has a row in the buffers, whose number is a power of two. The others are idle: token 0
-    is fed into their first slots, and what comes of it is not used. Once half are idle, the rows move to smaller
-    buffers.
+    The buffers have as many rows as the next power of two. The R decoding rows are the first; the others are idle:
+    token 0 is fed into their first slots, and what comes of it is not used.
     """
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
@@ -107,15 +106,14 @@ class CompiledDecoder(RaggedDecoder):
         self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
         del self.cache
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
-        self.buffer_rows: torch.Tensor | None = None  # [R], the buffer row of each; None for the first R
         slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
-    def _resize(self, rows: int, capacity: int) -> None:
-        """Move to buffers of another size, where the decoding rows come first."""
+    def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
+        """Move the rows at `index` [R], the first if None, to buffers of another size."""
         buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
-        move(self.buffers, buffers, self.buffer_rows)
-        self.buffers, self.buffer_rows = buffers, None
+        move(self.buffers, buffers, index)
+        self.buffers = buffers
         self._note_rows()
 
     def _note_rows(self) -> None:
@@ -134,21 +132,17 @@ class CompiledDecoder(RaggedDecoder):
             )
 
     def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Values of the R rows along a dimension, in their buffer rows, with zeros in idle ones."""
+        """Values of the R rows along a dimension, with zeros for idle rows after them."""
         values, shape = values.to(self.device), list(values.shape)
-        if shape[dim] == len(self.buffers[0][0]):
-            return values.contiguous()
-        index = torch.arange(shape[dim], device=self.device) if self.buffer_rows is None else self.buffer_rows
-        shape[dim] = len(self.buffers[0][0])
-        return values.new_zeros(shape).index_copy_(dim, index, values)
+        shape[dim] = len(self.buffers[0][0]) - shape[dim]
+        return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
-        rows, _, capacity, _ = self.buffers[0][0].shape
         end = self.width + max(counts) + ahead + length - count
-        if end > capacity:
+        if end > self.buffers[0][0].shape[2]:
             self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
         starts = batch.ends + (self.width - batch.width + ahead - count)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
@@ -166,8 +160,7 @@ class CompiledDecoder(RaggedDecoder):
             **self.given,
             **given,
         )
-        if rows > len(counts):
-            logits = logits[: len(counts)] if self.buffer_rows is None else logits[self.buffer_rows]
+        logits = logits[: len(counts)]
         return logits if length == count else logits[:, count - keep : count]
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
@@ -209,27 +202,25 @@ class CompiledDecoder(RaggedDecoder):
         self._note_rows()
 
     def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:
-        index = torch.tensor(indices, device=self.index.device)
-        index = index if self.buffer_rows is None else self.buffer_rows[index.to(self.buffer_rows.device)]
+        index = torch.tensor(indices).to(self.device, non_blocking=True)
         for layer, read in zip(self.buffers, fresh.cache.layers, strict=True):
             for buffer, states in zip(layer, (read.keys, read.values), strict=True):
-                buffer[index.to(buffer.device), :, start:end] = states[:, :, : end - start]
+                buffer[index, :, start:end] = states[:, :, : end - start]
 
     def select(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)
-        self.buffer_rows = stay if self.buffer_rows is None else self.buffer_rows[stay]
         rows, _, capacity, _ = self.buffers[0][0].shape
         if row_bucket(len(stay)) < rows:
-            self._resize(row_bucket(len(stay)), capacity)
+            self._resize(row_bucket(len(stay)), capacity, stay)
         else:
+            move(self.buffers, self.buffers, stay)
             self._note_rows()
 
     def columns(self, index: int, row: int) -> Columns:
-        n = index if self.buffer_rows is None else int(self.buffer_rows[index])
         end = self.width + self.held[row]
-        return [(keys[n, :, :end].clone(), values[n, :, :end].clone()) for keys, values in self.buffers]
+        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
 
 
 def compilations(*decoders: Decoder | None) -> int:
