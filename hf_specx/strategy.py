@@ -172,6 +172,12 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
+        config = generation_config
+        if config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states):
+            # what layers give to each token alone: transformers' own sampler has it
+            return model._sample(  # type: ignore[operator]
+                input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+            )
         user_cache: Any = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # as Mamba calls it
         given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
         earlier = self.report if withheld.adds_reports else None

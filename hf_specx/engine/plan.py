@@ -21,7 +21,7 @@ from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
-from hf_specx.validation.calls import check_call, check_noise, check_outputs, check_past
+from hf_specx.validation.calls import check_call, check_noise, check_past
 from hf_specx.validation.inputs import check_inputs, check_positions
 from hf_specx.validation.models import check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
@@ -226,7 +226,6 @@ def check_asked(
     check_call(prompt.input_ids, config, prompt.kwargs, call.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
-        check_outputs(config)
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):

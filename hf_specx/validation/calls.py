@@ -109,16 +109,6 @@ def check_call(
 
 
 @refusal
-def check_outputs(generation_config: GenerationConfig) -> str | None:
-    """Check that a call wants no outputs of each layer."""
-    names = ("output_attentions", "output_hidden_states")
-    asked = [name for name in names if getattr(generation_config, name)]
-    if not generation_config.return_dict_in_generate or not asked:
-        return None
-    return f"{asked[0]}=True wants what layers give to each token alone; leave it out, or call plain generate."
-
-
-@refusal
 def check_past(layout: str) -> str | None:
     """Check that the layout asked for can continue a cache that does not have the keys of all its tokens."""
     if layout == "auto":

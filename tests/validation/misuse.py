@@ -106,7 +106,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "sliding": lambda: tiny("mistral"),
     "learned": lambda: tiny("gpt2"),
     "unknown": lambda: called("never_heard_of"),
-    "falcon": lambda: called("falcon"),
     "doge": lambda: called("doge"),
     "own cache": lambda: called("rwkv"),
     "by mask": lambda: called("moshi", "flash_attention_2"),

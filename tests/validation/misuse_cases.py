@@ -165,10 +165,6 @@ CASES = {
         "past_key_values is a StaticCache, .*pass a DynamicCache",
         lambda: call(past_key_values=StaticCache(get("target").config, max_cache_len=40)),
     ),
-    "check_outputs": (
-        "output_attentions=True wants what layers give to each token alone; leave it out",
-        partial(call, return_dict_in_generate=True, output_attentions=True),
-    ),
     "check_past": (
         "layout='ragged' needs the keys of all tokens.*use layout='auto'",
         lambda: call({"layout": "ragged"}, "sliding", past_key_values=copy.deepcopy(full_window()), **later()),
