@@ -47,13 +47,13 @@ class PackedDecoder(Decoder):
             ValueError: if that is more than tokens and their positions.
         """
         given, held = self.kwargs, self.cache.get_seq_length()
-        check(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
-        check(not held, f"starts empty, and past_key_values holds {held} tokens")
+        _take(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
+        _take(not held, f"starts empty, and past_key_values holds {held} tokens")
         mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
         gaps = bool((mask.cummax(-1).values != mask).any())
-        check(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
+        _take(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
         size = self.prompt.generation_config.prefill_chunk_size
-        check(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
+        _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
             ids,
@@ -63,11 +63,11 @@ class PackedDecoder(Decoder):
             **given,
         )
         others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
-        check(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
+        _take(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
         positions = inputs.get("position_ids")
         found = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
         takes = "position_ids" in self.parameters and positions is not None and positions.ndim == 2
-        check(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
+        _take(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
         return inputs
 
     def read(self) -> None:
@@ -164,7 +164,7 @@ class PackedDecoder(Decoder):
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
 
 
-def check(ok: bool, told: str) -> None:
+def _take(ok: bool, told: str) -> None:
     """Raise a `ValueError` that says what this layout needs and was not given, unless it will do."""
     require(ok, f"layout='packed' {told}; use layout='ragged' or 'auto'.")
 

@@ -61,14 +61,14 @@ class Prepacked:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """A context in which `linear` uses these weights, in this thread or asyncio task alone."""
-        before = IN_USE.set(self)
+        before = WEIGHTS.set(self)
         try:
             yield
         finally:
-            IN_USE.reset(before)
+            WEIGHTS.reset(before)
 
 
-IN_USE: ContextVar[Prepacked | None] = ContextVar("IN_USE", default=None)
+WEIGHTS: ContextVar[Prepacked | None] = ContextVar("WEIGHTS", default=None)
 
 
 class PackedLinear(TorchFunctionMode):
@@ -89,7 +89,7 @@ class PackedLinear(TorchFunctionMode):
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
-    prepacked = IN_USE.get()
+    prepacked = WEIGHTS.get()
     multiply = dense_linear if prepacked is None else prepacked.multiply
     return multiply(input, weight, bias)
 
