@@ -21,7 +21,7 @@ from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
 from hf_specx.engine.attached import attached
-from hf_specx.engine.in_order import decode_call
+from hf_specx.engine.in_order import decode_call, own_sampler, wants_layers
 from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.places import Places
 from hf_specx.engine.plan import Listener, Plan, Withheld, check_asked, make_call, make_plan, warn_of_lockstep
@@ -172,6 +172,8 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
+        if wants_layers(generation_config):
+            return own_sampler(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         user_cache: Any = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # as Mamba calls it
         given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
         earlier = self.report if withheld.adds_reports else None
@@ -183,10 +185,8 @@ class SpeculativeDecoding(NoModel):
         self._end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         past = fill(user_cache, past) if given else past
-        if not generation_config.return_dict_in_generate:
-            return text
-        decodes = model.config.is_encoder_decoder
-        return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
+        ends = stopping.columns, past, model.config.is_encoder_decoder, self.report
+        return run.outputs.finish(text, *ends) if generation_config.return_dict_in_generate else text
 
     def generate_many(
         self,

@@ -9,8 +9,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 Columns = list[tuple[torch.Tensor, torch.Tensor]]
 NOT_FILLED = (
     "past_key_values= was not filled with this text: its rows ended at different steps, and its states or windows "
-    "cannot be put together from them, or the model keeps no cache, or it is spread over ranks; pass the whole text "
-    "without it in the next turn."
+    "cannot be put together from them, or it is spread over ranks; pass the whole text without it in the next turn."
 )
 
 

@@ -1,7 +1,7 @@
 """States that cannot be cropped (recurrent, convolutional): kept as they were before a forward, and put back."""
 
 import copy
-from collections.abc import Container, Hashable
+from collections.abc import Container
 from types import MethodType
 from typing import Any
 
@@ -14,13 +14,10 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from hf_specx.common.patching import patch_attribute
-
 from .slots import self_attention
 
 
 KEPT = ("conv_states", "recurrent_states")
-NO_LIMIT = (0.0, float("inf"))
 
 
 class Copies:
@@ -103,12 +100,6 @@ class States:
 
 def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     return {number: None if state is None else state.clone() for number, state in states.items()}
-
-
-def without_limits(model: torch.nn.Module) -> dict[Hashable, Any]:
-    """Overrides for Mamba-2 layers: no limits to the time step (5.23), as in single steps."""
-    limited = [module for module in model.modules() if hasattr(module, "time_step_limit")]
-    return {patch_attribute(module, "time_step_limit"): NO_LIMIT for module in limited}
 
 
 def _update(

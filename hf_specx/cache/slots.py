@@ -9,17 +9,15 @@ each plain step since it drafted. Nothing else is visible to attention.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
     EncoderDecoderCache,
 )
 
@@ -102,49 +100,6 @@ class SlotLayer(CacheLayerMixin):
             stored[rows, :, slots] = states.transpose(1, 2)
         return stored
 
-    def select(self, stay: list[int]) -> None:
-        """Keep only the rows at these indices, in ascending order; rows after one that leaves move up."""
-        if self.keys is not None and self.values is not None:
-            for stored in (self.keys, self.values):
-                for index, source in enumerate(stay):
-                    if index < source:
-                        stored[index] = stored[source]
-            self.keys, self.values = self.keys[: len(stay)], self.values[: len(stay)]
-
-    def widen(self, count: int) -> None:
-        """Put `count` slots before the first."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (torch.nn.functional.pad(x, (0, 0, count, 0)) for x in (self.keys, self.values))
-            self.held += count
-
-    def take(self, other: "SlotLayer", rows: list[int], start: int, end: int) -> None:
-        """Copy the first slots of another layer, a row for each of `rows`, to the slots from `start` to `end`."""
-        assert self.keys is not None and self.values is not None and other.keys is not None  # noqa: PT018
-        assert other.values is not None
-        index = torch.tensor(rows, device=self.keys.device)
-        self.keys[index, :, start:end] = other.keys[:, :, : end - start]
-        self.values[index, :, start:end] = other.values[:, :, : end - start]
-
-    def keep(self, kept: torch.Tensor) -> None:
-        """Keep only the slots `kept` [n] of all rows, in that order."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (x[:, :, kept.to(x.device)] for x in (self.keys, self.values))
-            self.held = len(kept)
-
-    def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self._rolled(self.keys, source), self._rolled(self.values, source)
-
-    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
-        key = (stored.shape, stored.dtype, stored.device)
-        target = self.slots.spare.pop(key, None)
-        target = torch.empty_like(stored) if target is None else target
-        torch.gather(stored, 2, index, out=target[:, :, : source.shape[1]])
-        self.slots.spare[key] = stored
-        return target
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._end(query_length), 0
 
@@ -169,11 +124,6 @@ class SlotCache(Cache):
         self.slots = Slots(limit)
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.slots))  # type: ignore[arg-type]
 
-    @property
-    def slot_layers(self) -> list[SlotLayer]:
-        """Its layers, of which there is no other kind."""
-        return cast(list[SlotLayer], self.layers)
-
     @classmethod
     def of(cls, past: Cache, limit: int = 0) -> "SlotCache":
         """The keys and values of a cache of transformers, copied; a token's column becomes its slot.
@@ -190,45 +140,62 @@ class SlotCache(Cache):
         return cache
 
     def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R'], in ascending order."""
-        self.slots.spare.clear()
-        indices = stay.tolist()
-        for layer in self.slot_layers:
-            layer.select(indices)
+        """Keep only the rows at indices `stay` [R']."""
+        self._change(lambda stored: stored.index_select(0, stay.to(stored.device)))
 
     def keep(self, kept: torch.Tensor) -> None:
         """Keep only the slots `kept` [n] of all rows, in that order."""
-        for layer in self.slot_layers:
-            layer.keep(kept)
+        self._change(lambda stored: stored.index_select(2, kept.to(stored.device)), len(kept) - self.slots.written)
         self.slots.start = self.slots.written = len(kept)
 
     def widen(self, count: int) -> None:
         """Put `count` slots before the first of all rows."""
-        self.slots.spare.clear()
+        self._change(lambda stored: torch.nn.functional.pad(stored, (0, 0, count, 0)), count)
         self.slots.limit += count
-        for layer in self.slot_layers:
-            layer.widen(count)
+
+    def _change(self, change: Callable[[torch.Tensor], torch.Tensor], more: int = 0) -> None:
+        """Put other tensors, where so many more slots are filled, in the places of all keys and values."""
+        self.slots.spare.clear()
+        for layer in self._filled():
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+            layer.held += more
+
+    def _filled(self) -> list[Any]:
+        """The layers that hold something: one that shares the keys of another is never written to."""
+        return [layer for layer in self.layers if layer.is_initialized]  # type: ignore[union-attr]
 
     def take(self, other: "SlotCache", rows: list[int], start: int, end: int) -> None:
         """Copy the first slots of another cache, a row for each of `rows`, to the slots from `start` to `end`."""
-        for layer, read in zip(self.slot_layers, other.slot_layers, strict=True):
-            layer.take(read, rows, start, end)
+        for layer, read in zip(self._filled(), other._filled(), strict=True):
+            index = torch.tensor(rows).to(layer.keys.device, non_blocking=True)
+            layer.keys[index, :, start:end] = read.keys[:, :, : end - start]
+            layer.values[index, :, start:end] = read.values[:, :, : end - start]
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then."""
-        for layer in self.slot_layers:
-            layer.roll(source)
+        """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then.
+
+        By one read and one write, into a buffer that is kept for this.
+        """
+        for layer in self._filled():
+            layer.keys, layer.values = self._rolled(layer.keys, source), self._rolled(layer.values, source)
+
+    def _rolled(self, stored: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        index = source.to(stored.device)[:, None, :, None].expand(-1, stored.shape[1], -1, stored.shape[3])
+        key = (stored.shape, stored.dtype, stored.device)
+        target = self.slots.spare.pop(key, None)
+        target = torch.empty_like(stored) if target is None else target
+        torch.gather(stored, 2, index, out=target[:, :, : source.shape[1]])
+        self.slots.spare[key] = stored
+        return target
 
     def row(self, index: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values [H, n, D] of one row at slots [n], layer by layer; zeros where a slot is negative."""
-        found = []
-        for layer in self.slot_layers:
-            assert layer.keys is not None
-            assert layer.values is not None
-            both = [layer.keys[index][:, slots.clamp(min=0)], layer.values[index][:, slots.clamp(min=0)]]
-            keys, values = (x.masked_fill((slots < 0).to(x.device)[:, None], 0) for x in both)
-            found.append((keys, values))
-        return found
+        hidden = (slots < 0)[:, None]
+
+        def found(stored: torch.Tensor) -> torch.Tensor:
+            return stored[index][:, slots.clamp(min=0)].masked_fill(hidden.to(stored.device), 0)
+
+        return [(found(layer.keys), found(layer.values)) for layer in self._filled()]
 
 
 def select_rows(cache: Cache, stay: torch.Tensor) -> None:
@@ -252,22 +219,6 @@ def has_columns(cache: Cache) -> bool:
         return True
     length = self_attention(cache).get_seq_length()
     return all(x is not None and x.shape[2] == length for x in keys)
-
-
-def windows_of(cache: Cache, kinds: Sequence[str] = ()) -> list[int | None]:
-    """How many of the last tokens each layer with keys sees in single steps; None where it sees all.
-
-    Args:
-        cache: as `generate` made it.
-        kinds: `layer_types` of the config. Layers beyond those of the cache share the keys of an earlier layer of
-            their kind, and so its window.
-    """
-    layers = [layer for layer in self_attention(cache).layers if isinstance(layer, DynamicLayer)]
-    windows = [x.sliding_window if isinstance(x, DynamicSlidingWindowLayer) else None for x in layers]
-    if len(kinds) <= len(windows):
-        return windows
-    by_kind = dict(zip(kinds, windows, strict=False))
-    return windows + [by_kind.get(kind) for kind in kinds[len(windows) :]]
 
 
 def self_attention(cache: Cache) -> Cache:

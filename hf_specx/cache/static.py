@@ -1,7 +1,7 @@
 """Key-value buffers of fixed size for compiled forwards, and the sizes that there are.
 
 A compiled forward is made for one batch, one capacity and one query length. So that few of them serve all calls, sizes
-are rounded up, and rows that have ended keep their rows in the buffers until half of these are idle.
+are rounded up, and idle rows stay until there are as many as others.
 """
 
 import threading
@@ -116,7 +116,7 @@ def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
 
 
 def move(source: Buffers, target: Buffers, index: torch.Tensor | None) -> None:
-    """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of other buffers."""
+    """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
     rows, slots = (min(old, new) for old, new in zip(source[0][0].shape[::2], target[0][0].shape[::2], strict=True))
     for old, new in zip(source, target, strict=True):
         for x, y in zip(old, new, strict=True):

@@ -43,12 +43,12 @@ GROUPS = {
         qwen4_exp_text roformer zamba2 zaya
     """,
     "ragged": """
-        fsmt moshi openai-gpt
+        moshi
     """,
 }
 LAYOUTS_OF = {name: tuple(layouts.split()) for layouts, names in GROUPS.items() for name in names.split()}
 UNKNOWN = ("lockstep",)  # for an architecture that the sweep has not seen: transformers' own cache, cropped
-WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: each forward reads the whole text
+WHOLE = ("fsmt", "openai-gpt")  # without a cache, or exact only without: there is nothing to roll back
 BLIND_STEPS = ("led",)  # heeds a mask of its text where it is fed several tokens, but not in single steps
 # Their config has a number of positions, and their positions are computed, or they have none: texts may be longer
 ANY_POSITION = """
@@ -64,11 +64,6 @@ ENCODERS = """
     bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
     roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 """.split()  # noqa: SIM905
-# With output_attentions, by the attention that is meant; None is any
-WITHOUT_ATTENTIONS = {
-    "falcon": ("sdpa", "its text is another when its attentions are asked for; load it with 'eager'"),
-    "minimax": (None, "its linear layers give a state instead; leave it out"),
-}
 _STEPS = "its forward of several tokens after cached ones gives other logits than single steps do (transformers 5.23)"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
 # As targets; as drafts they are as good as any, since their candidates are judged by the distribution that they gave
@@ -94,7 +89,7 @@ REFUSED = {
     "voxtral_realtime": "each of its tokens is read with the next piece of sound",
     "kyutai_speech_to_text": "it reads codes of sound besides the text, which are not candidates",
     "blt": "its patches depend on the bytes that follow, candidates among them",
-}
+} | dict.fromkeys(WHOLE, "it is exact without a cache only")
 
 
 def vocabulary(model: PreTrainedModel) -> int:

@@ -1,7 +1,5 @@
 """A draft that is its target's own first layers: without a second model, and in the ragged layout without a cache."""
 
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,8 +10,8 @@ from transformers import PreTrainedModel
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
+from hf_specx.layouts.altered import shallow
 from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.forward_outputs import Notes
 from hf_specx.layouts.ragged import RaggedDecoder
 from hf_specx.scheduling.prior import ForwardSize
 
@@ -141,7 +139,6 @@ class SharedDecoder(RaggedDecoder):
 
     def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
         self.target, self.model = target, model
-        self.notes = Notes(model.config, {}, None, False)
         self.held, self.valid = [0] * len(target.held), [0] * len(target.held)
 
     def __getattr__(self, name: str) -> Any:
@@ -205,32 +202,3 @@ def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
     found = [(name.split("."), layers) for name, layers in lists if name.count(".") == nearest]
     require(len(found) == 1, f"{given} is not possible: its {count} layers are no single list; {NO_LAYERS}.")
     return found[0]
-
-
-def shallow(module: Any) -> Any:
-    """A copy of a module that holds the same things, in a dict of modules of its own.
-
-    What was bound to the module, as forwards are under hooks of accelerate, is bound to the copy. What torch has
-    compiled of the module is not: it would run the module itself.
-    """
-    made = object.__new__(type(module))
-    held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}
-    vars(made).update({name: _rebound(value, module, made) for name, value in held.items()})
-    made._modules = dict(module._modules)
-    return made
-
-
-def _rebound(value: Any, module: nn.Module, made: nn.Module) -> Any:
-    if isinstance(value, FunctionType):  # a forward that torch has compiled
-        value = getattr(value, "_torchdynamo_orig_callable", value)
-    if value is module:
-        return made
-    if isinstance(value, MethodType):
-        return MethodType(value.__func__, made) if value.__self__ is module else value
-    if not isinstance(value, partial):
-        return value
-    args = [_rebound(x, module, made) for x in value.args]
-    named = {name: _rebound(x, module, made) for name, x in value.keywords.items()}
-    bound = partial(_rebound(value.func, module, made), *args, **named)
-    vars(bound).update({name: _rebound(x, module, made) for name, x in vars(value).items()})
-    return bound

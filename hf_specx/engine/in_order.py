@@ -4,7 +4,10 @@
 pads, and the candidates of a round are judged position by position.
 """
 
+from typing import Any
+
 import torch
+from transformers import GenerationConfig
 
 from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.forward_outputs import Forward
@@ -107,3 +110,19 @@ def _round(
 def _over(run: Run) -> torch.Tensor:
     over = run.batch.over
     return torch.zeros_like(run.batch.index, dtype=torch.bool) if over is None else over
+
+
+def wants_layers(config: GenerationConfig) -> bool:
+    """Whether a call wants what layers give to each token alone, which rounds of several tokens do not have."""
+    return bool(config.return_dict_in_generate and (config.output_attentions or config.output_hidden_states))
+
+
+def own_sampler(model: Any, input_ids: torch.Tensor, *prepared: Any) -> Any:
+    """What transformers' own sampler gives in the place of a strategy.
+
+    Args:
+        model, input_ids: of the call.
+        prepared: by `generate`: processors, criteria, config, and last the inputs of the model.
+    """
+    *given, kwargs = prepared
+    return model._sample(input_ids, *given, **kwargs)

@@ -21,7 +21,7 @@ from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
-from hf_specx.validation.calls import check_call, check_noise, check_outputs, check_past
+from hf_specx.validation.calls import check_call, check_noise, check_past
 from hf_specx.validation.inputs import check_inputs, check_positions
 from hf_specx.validation.models import check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
@@ -193,10 +193,10 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
         ranks = call.synced or call.shared
-        check_compile(prompt.model, chosen, reason, prompt.generation_config, ranks)
+        check_compile(prompt.model, chosen, reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             why = "its best for a draft"
-            check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
+            check_compile(drafter.model, draft_layout, why, ranks)
     plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
     _check(plan, call, prompt.input_ids, drafter)
     return plan
@@ -227,7 +227,6 @@ def check_asked(
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
-    check_outputs(model, config)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))

@@ -74,7 +74,7 @@ def start(
             keeps=None if places is None else KEPT_ROUNDS,
             matching=drafter.matching,
         ),
-        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
+        outputs=Outputs(prompt.generation_config, len(prompt.input_ids)),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),

@@ -7,6 +7,9 @@ where torch does it in each layer.
 """
 
 import contextlib
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -14,9 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from hf_specx.common.patching import Overriding, beneath, patch_function
 
-
+ALIGNED = 16  # entries between rows of a mask: with others CUDA's memory-efficient kernel copies it in each layer
 IGNORED = {"output_attentions", "position_ids", "sliding_window", "use_cache"}  # by transformers' function as well
 
 
@@ -86,22 +88,77 @@ class GroupedAttention:
 
 def tiled(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
     """A mask [R or 1, 1, q, S], additive and repeated for folded queries: [R or 1, 1, n * q, S]."""
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    return mask if group == 1 else mask.repeat(1, 1, group, 1)
+    rows, _, count, extent = mask.shape
+    width = -(-extent // ALIGNED) * ALIGNED
+    tile = torch.zeros(rows, group, count, width, dtype=dtype, device=mask.device)[..., :extent]
+    tile = tile.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else tile.copy_(mask)
+    return tile.flatten(1, 2)[:, None]
 
 
 TRACED = GroupedAttention()
+ACTIVE: ContextVar[GroupedAttention | None] = ContextVar("ACTIVE", default=None)  # of this thread or asyncio task
+LOCK = threading.Lock()
 
 
-def grouped_queries(traced: bool = False) -> contextlib.AbstractContextManager[None]:
+class Switch:
+    """Stands in the registry of transformers for the function `patched` while there are `uses`.
+
+    In the contexts that use it, it is `ACTIVE`; in others, as those of plain `generate` in another thread, it is what
+    was there before. While torch compiles it may be `TRACED` or that, never another: what a user compiles serves plain
+    forwards as well.
+    """
+
+    def __init__(self) -> None:
+        self.patched: Any = sdpa_attention_forward
+        self.uses = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # which cannot trace a `ContextVar`
+            return (TRACED if self.traces() else self.patched)(*args, **kwargs)
+        return (ACTIVE.get() or self.patched)(*args, **kwargs)
+
+    @torch.compiler.assume_constant_result
+    def traces(self) -> bool:
+        return ACTIVE.get() is TRACED
+
+
+SWITCH = Switch()  # always the same, since what a user compiles is made anew for another function
+
+
+@contextlib.contextmanager
+def grouped_queries(traced: bool = False) -> Iterator[None]:
     """A context in which `sdpa` folds groups of query heads; if a user has replaced `sdpa`, nothing is changed.
 
     Args:
         traced: whether torch may compile this into the forwards, as it must not into those that a user compiles, since
             plain `generate` runs them too.
     """
-    if beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])[-1] is not sdpa_attention_forward:
-        return contextlib.nullcontext()
-    sdpa = patch_function(AttentionInterface._global_mapping, "sdpa", TRACED)
-    return Overriding({sdpa: TRACED if traced else GroupedAttention()})
+    place = AttentionInterface._global_mapping
+    with LOCK:
+        found = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"])
+        usual = found[-1] is sdpa_attention_forward
+        if usual and SWITCH not in found:
+            SWITCH.patched = found[0]
+            place["sdpa"] = SWITCH
+        SWITCH.uses += usual
+    if not usual:
+        yield
+        return
+    before = ACTIVE.set(TRACED if traced else GroupedAttention())
+    try:
+        yield
+    finally:
+        ACTIVE.reset(before)
+        with LOCK:
+            SWITCH.uses -= 1
+            # another copy of this file, as each published pair has its own, may have put its switch over ours
+            while getattr(place["sdpa"], "uses", None) == 0:
+                place["sdpa"] = place["sdpa"].patched
+
+
+def beneath(found: Any) -> list[Any]:
+    """What lies in a place, from the top: switches of this copy and of others, and last what they are put over."""
+    layers = [found]
+    while isinstance(getattr(layers[-1], "uses", None), int):
+        layers.append(layers[-1].patched)
+    return layers

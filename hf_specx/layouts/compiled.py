@@ -6,18 +6,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.import_utils import is_torch_greater_or_equal
 
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN
 from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move, row_bucket
-from hf_specx.common.architectures import WHOLE
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 from .decoder import Decoder
-from .forward_outputs import EXTRAS
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
@@ -29,69 +27,42 @@ ROOM = 512  # new tokens that there are slots for at first; then the buffers gro
 LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
 
 
-@refusal
-def compiled_in_another_layout(model: PreTrainedModel, layout: str, reason: str) -> str | None:
-    if layout == "ragged" and model.config.model_type not in WHOLE:
-        return None
-    return (
-        f"compile=True goes with layout='ragged', and {type(model).__name__} would be decoded in {layout!r} "
-        f"({reason}); use compile=False, or what takes the ragged layout."
-    )
+def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
+    """Raise a `ValueError` unless a model can be decoded by compiled forwards.
+
+    Args:
+        model: target or draft.
+        layout: the one it would be decoded in, for this `reason`.
+        synced: whether other ranks take part.
+    """
+    name = type(model).__name__
+    told = f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason})"
+    require(layout == "ragged", f"{told}; use compile=False, or what takes the ragged layout.")
+    why = _hinders(model)
+    require(not why, f"compile=True cannot compile {name}: {why}; use compile=False.")
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    place = f"{str(model.device)!r}{' under hooks of accelerate' * hooked}{' of several ranks' * synced}"
+    told = f"compile=True takes models that lie whole on one CPU or CUDA device; {name} is on {place}"
+    alone = not synced and not hooked and model.device.type in ("cpu", "cuda")
+    require(alone, f"{told}; use compile=False, or load it on one device.")
+    needed = "Triton" if model.device.type == "cuda" else "a C++ compiler"
+    recent = is_torch_greater_or_equal("2.9", accept_dev=True)  # earlier ones cannot trace transformers' forwards
+    told = f"compile=True needs {needed if recent else 'torch 2.9 or later'} for device {str(model.device)!r}"
+    require(recent and has_compiler(model.device.type), f"{told}; install one, or use compile=False.")
 
 
-@refusal
-def forward_that_cannot_be_compiled(model: PreTrainedModel) -> str | None:
+def _hinders(model: PreTrainedModel) -> str:
+    """Why torch cannot compile a model's forwards; empty if it can."""
     config = model.config.get_text_config(decoder=True)
     rope, quantizer = getattr(config, "rope_parameters", None) or {}, getattr(model, "hf_quantizer", None)
     kinds = [parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]
     if not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
-        why = "transformers does not say that its forward is one graph by position"
-    elif any(kind in LENGTHENING for kind in kinds):
-        why = "its frequencies follow the length of the text"
-    elif quantizer is not None and not quantizer.is_compileable:
-        why = f"it is quantised by {type(quantizer).__name__}"
-    else:
-        return None
-    return f"compile=True cannot compile {type(model).__name__}: {why}; use compile=False."
-
-
-@refusal
-def compiled_over_several_devices(model: PreTrainedModel, synced: bool) -> str | None:
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
-    if not synced and not hooked and model.device.type in ("cpu", "cuda"):
-        return None
-    place = (
-        f"{str(model.device)!r}{' under hooks of accelerate' if hooked else ''}{' of several ranks' if synced else ''}"
-    )
-    return (
-        f"compile=True takes models that lie whole on one CPU or CUDA device; {type(model).__name__} is on {place}; "
-        "use compile=False, or load it on one device."
-    )
-
-
-@refusal
-def compiled_without_compiler(device: torch.device) -> str | None:
-    needed = "Triton" if device.type == "cuda" else "a C++ compiler"
-    if not is_torch_greater_or_equal("2.9", accept_dev=True):  # earlier ones cannot trace the forwards of transformers
-        needed = "torch 2.9 or later"
-    elif has_compiler(device.type):
-        return None
-    return f"compile=True needs {needed} for device {str(device)!r}; install one, or use compile=False."
-
-
-@refusal
-def compiled_with_outputs(config: GenerationConfig) -> str | None:
-    asked = [name for name in sorted(EXTRAS) if config.return_dict_in_generate and getattr(config, name)]
-    return f"{asked[0]}=True is not compiled; leave it out, or use compile=False." if asked else None
-
-
-def check_compile(model: PreTrainedModel, layout: str, reason: str, config: GenerationConfig, synced: bool) -> None:
-    """Raise a `ValueError` unless a model can be decoded by compiled forwards."""
-    compiled_in_another_layout(model, layout, reason)
-    forward_that_cannot_be_compiled(model)
-    compiled_over_several_devices(model, synced)
-    compiled_with_outputs(config)
-    compiled_without_compiler(model.device)
+        return "transformers does not say that its forward is one graph by position"
+    if any(kind in LENGTHENING for kind in kinds):
+        return "its frequencies follow the length of the text"
+    if quantizer is not None and not quantizer.is_compileable:
+        return f"it is quantised by {type(quantizer).__name__}"
+    return ""
 
 
 @cache
@@ -115,9 +86,8 @@ class CompiledDecoder(RaggedDecoder):
     """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`, on a CPU
     by the weights that compiled forwards have prepacked.
 
-    Each of the R decoding rows has a row in the buffers, whose number is a power of two. The others are idle: token 0
-    is fed into their first slots, and what comes of it is not used. Once half are idle, the rows move to smaller
-    buffers.
+    The buffers have as many rows as the next power of two. The R decoding rows are the first; the others are idle:
+    token 0 is fed into their first slots, and what comes of it is not used.
     """
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
@@ -136,15 +106,14 @@ class CompiledDecoder(RaggedDecoder):
         self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
         del self.cache
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
-        self.buffer_rows: torch.Tensor | None = None  # [R], the buffer row of each; None for the first R
         slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
-    def _resize(self, rows: int, capacity: int) -> None:
-        """Move to buffers of another size, where the decoding rows come first."""
+    def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
+        """Move the rows at `index` [R], the first if None, to buffers of another size."""
         buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
-        move(self.buffers, buffers, self.buffer_rows)
-        self.buffers, self.buffer_rows = buffers, None
+        move(self.buffers, buffers, index)
+        self.buffers = buffers
         self._note_rows()
 
     def _note_rows(self) -> None:
@@ -163,21 +132,17 @@ class CompiledDecoder(RaggedDecoder):
             )
 
     def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Values of the R rows along a dimension, in their buffer rows, with zeros in idle ones."""
+        """Values of the R rows along a dimension, with zeros for idle rows after them."""
         values, shape = values.to(self.device), list(values.shape)
-        if shape[dim] == len(self.buffers[0][0]):
-            return values.contiguous()
-        index = torch.arange(shape[dim], device=self.device) if self.buffer_rows is None else self.buffer_rows
-        shape[dim] = len(self.buffers[0][0])
-        return values.new_zeros(shape).index_copy_(dim, index, values)
+        shape[dim] = len(self.buffers[0][0]) - shape[dim]
+        return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
         length = self._length(batch, count, ahead)
         counts = [batch.counts[row] for row in batch.rows]
-        rows, _, capacity, _ = self.buffers[0][0].shape
         end = self.width + max(counts) + ahead + length - count
-        if end > capacity:
+        if end > self.buffers[0][0].shape[2]:
             self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
         starts = batch.ends + (self.width - batch.width + ahead - count)
         given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
@@ -195,8 +160,7 @@ class CompiledDecoder(RaggedDecoder):
             **self.given,
             **given,
         )
-        if rows > len(counts):
-            logits = logits[: len(counts)] if self.buffer_rows is None else logits[self.buffer_rows]
+        logits = logits[: len(counts)]
         return logits if length == count else logits[:, count - keep : count]
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
@@ -238,27 +202,25 @@ class CompiledDecoder(RaggedDecoder):
         self._note_rows()
 
     def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:
-        index = torch.tensor(indices, device=self.index.device)
-        index = index if self.buffer_rows is None else self.buffer_rows[index.to(self.buffer_rows.device)]
+        index = torch.tensor(indices).to(self.device, non_blocking=True)
         for layer, read in zip(self.buffers, fresh.cache.layers, strict=True):
             for buffer, states in zip(layer, (read.keys, read.values), strict=True):
-                buffer[index.to(buffer.device), :, start:end] = states[:, :, : end - start]
+                buffer[index, :, start:end] = states[:, :, : end - start]
 
     def select(self, stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)
-        self.buffer_rows = stay if self.buffer_rows is None else self.buffer_rows[stay]
         rows, _, capacity, _ = self.buffers[0][0].shape
         if row_bucket(len(stay)) < rows:
-            self._resize(row_bucket(len(stay)), capacity)
+            self._resize(row_bucket(len(stay)), capacity, stay)
         else:
+            move(self.buffers, self.buffers, stay)
             self._note_rows()
 
     def columns(self, index: int, row: int) -> Columns:
-        n = index if self.buffer_rows is None else int(self.buffer_rows[index])
         end = self.width + self.held[row]
-        return [(keys[n, :, :end].clone(), values[n, :, :end].clone()) for keys, values in self.buffers]
+        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
 
 
 def compilations(*decoders: Decoder | None) -> int:

@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,13 +15,14 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import execution_device, last_device, synchronize
 from hf_specx.common.round import Draft, Round
 
-from .forward_outputs import EXTRAS, Forward, Notes
+from .forward_outputs import Forward, HiddenStates, last_layer
 from .inputs import has_rows, select
-from .position_tables import PositionTables, position_table
+from .position_tables import position_table
 from .prompts import UNLIMITED, Prompt
 
 
 DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
+NOT_FED = {"labels", "output_attentions", "output_hidden_states"}
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 
@@ -35,7 +35,7 @@ class Decoder:
             that these were read with.
         held: [B], how many tokens after its prompt each row was fed so far, candidates among them; `valid`: how many
             of these, from the first on, may still be its text.
-        notes: what the forwards gave besides logits, where the call wants it.
+        hidden: states of the last layer, where the drafter reads them.
     """
 
     even = False  # whether all rows must have emitted equally many tokens
@@ -47,12 +47,10 @@ class Decoder:
             known_ids: V of a draft that knows fewer ids than its target; an id beyond is fed as V - 1. None for all.
         """
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
-        self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x != "labels"}
+        self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
         self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
         self.cache = self.kwargs.pop(self.cache_name, None)
-        asked = {name: self.kwargs.pop(name) for name in EXTRAS & self.kwargs.keys()}
-        asked = asked if prompt.generation_config.return_dict_in_generate else {}
-        self.notes = Notes(self.model.config, asked, self.cache, prompt.gives_hidden)
+        self.hidden = HiddenStates(*([last_layer(self.model)] if prompt.gives_hidden else []))
         bounded = known_ids is None and prompt.max_new_tokens != UNLIMITED  # else by the target's own limits
         self.max_positions = None if bounded else position_table(self.model)
         self.held = [0] * len(prompt.input_ids)
@@ -75,7 +73,9 @@ class Decoder:
     def read(self) -> None:
         """Read the prompts of all rows."""
         home = self.prompt.input_ids.device
-        logits = self._first()
+        with self.hidden:
+            logits = self._first()
+        self.hidden_after_prompt = self._last_hidden(1)
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.get(self.position_name)
         self._note_width(self._unmasked_width() if mask is None else mask.shape[1])
         rows = self.rows = len(self.held)
@@ -106,12 +106,11 @@ class Decoder:
 
     def _first(self) -> torch.Tensor:
         """The first forward of `generate`: logits [B, 1, V] after the last tokens."""
-        given = self.kwargs | self.notes.asked | {self.cache_name: self.cache}
+        given = self.kwargs | {self.cache_name: self.cache}
         ids = self._known(self.prompt.input_ids)
         output = self.model._prefill(ids, self.prompt.generation_config, given)  # type: ignore[operator]
         if self.cache is None:  # the model makes one of its own
             self.cache = output.past_key_values
-        self.notes.note_first(output)
         return output.logits[:, -1:]
 
     def _unmasked_width(self) -> int:
@@ -131,8 +130,14 @@ class Decoder:
         """
         most = draft.tokens.shape[1]
         if self.opening and not most and not any(batch.counts):
-            return Forward(self.after_prompt, self.notes.last_hidden(first=True))
-        return Forward(self.feed(batch, 1 + most, most, 1 + most), self.notes.last_hidden())
+            return Forward(self.after_prompt, self.hidden_after_prompt)
+        with self.hidden:
+            logits = self.feed(batch, 1 + most, most, 1 + most)
+        return Forward(logits, self._last_hidden(1 + most))
+
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        """[R, keep, H], states at the positions of the last `keep` logits; None unless they are read."""
+        return self.hidden.last(keep)
 
     def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last tokens of each row.
@@ -147,7 +152,6 @@ class Decoder:
             logits [R, keep, V] in the model's dtype.
         """
         tokens = self._known(batch.last(count, ahead))
-        self.notes.seen = None  # freed before the next is made
         logits = self._forward(batch, tokens, ahead, keep)
         for row in batch.rows:
             self.held[row] = self.valid[row] = batch.counts[row] + ahead
@@ -176,7 +180,6 @@ class Decoder:
     def rehearse(self, batch: Batch, count: int) -> None:
         """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
         self._forward(batch, batch.index.new_zeros(len(batch.rows), count), count, count)
-        self.notes.seen = None
         self.held, self.valid = [count] * len(self.held), [0] * len(self.held)
         for device in {self.device, self.last_device}:
             synchronize(device)
@@ -245,10 +248,6 @@ class Decoder:
         """The last column that `generate` feeds; in those after it are only candidates that cannot be emitted."""
         last = self.width + self.prompt.max_new_tokens - 2
         return last if self.max_positions is None else min(last, self.max_positions - 1)
-
-    @cached_property
-    def tables(self) -> PositionTables:
-        return PositionTables(self.model, self.position_name in self.parameters, self.even)
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""

@@ -7,13 +7,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specx.cache.slots import self_attention
 from hf_specx.common.batch import Batch
 
+from .altered import altered, without_limits
 from .attention import grouped_queries
 from .decoder import Decoder
+from .position_tables import ColumnTable, column_tables
 
 
 class HostedDecoder(Decoder):
@@ -39,7 +43,8 @@ class HostedDecoder(Decoder):
         """
         count = tokens.shape[1]
         ends = batch.ends - batch.width + ahead  # [R], held + count on the device
-        given = self._inputs(batch, tokens, ends[:, None] + torch.arange(-count, 0, device=tokens.device))
+        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        given = self._inputs(batch, tokens, emitted)
         total = self.length + count
         reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
         if min(reals) < total or self.holes is not None:
@@ -51,12 +56,13 @@ class HostedDecoder(Decoder):
         )
         if "logits_to_keep" in self.parameters:
             inputs["logits_to_keep"] = keep
-        first = [self.width + number for number in held]
+        for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
+            table.columns = (self.width + emitted).clamp(max=self.last_column)
+            table.numbers = {min(self.width + n + i, self.last_column) for n in held for i in range(count)}
         masked = with_pads(self.cache) if self.mask_name in given else contextlib.nullcontext()
-        with self.tables.at(first, self.last_column), grouped_queries(), masked:
-            output = self.model(**inputs, return_dict=True)
+        with grouped_queries(), masked:
+            output = self.stepping(**inputs, return_dict=True)
         self.length = total
-        self.notes.note(output, torch.arange(total - keep, total).expand(len(tokens), keep), total)
         return output.logits[:, -keep:]
 
     def _mask(self, batch: Batch, ends: torch.Tensor, total: int) -> torch.Tensor:
@@ -69,7 +75,7 @@ class HostedDecoder(Decoder):
         return seen.long()
 
     def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        given = self.kwargs | self.notes.asked
+        given = dict(self.kwargs)
         positions = self._positions(batch, emitted)
         if positions is not None:
             given[self.position_name] = positions
@@ -89,13 +95,22 @@ class HostedDecoder(Decoder):
         raise NotImplementedError
 
     @cached_property
+    def tables(self) -> dict[nn.Module, ColumnTable]:
+        return column_tables(self.model, self.position_name in self.parameters, self.even)
+
+    @cached_property
+    def stepping(self) -> PreTrainedModel:
+        """The model as it is fed after the prompts, when tokens that `generate` feeds one by one come together."""
+        return altered(self.model, self.tables | without_limits(self.model))
+
+    @cached_property
     def _counts_slots(self) -> bool:
         """Whether the model numbers tokens by the slots before them unless it is told their positions."""
         if self.position_name in self.parameters:
             return True
         decoder = self.model.get_decoder()
         taken = {} if decoder is None else inspect.signature(decoder.forward).parameters
-        return not self.tables.forwards and "position_ids" in taken and "kwargs" in self.parameters
+        return not self.tables and "position_ids" in taken and "kwargs" in self.parameters
 
 
 @contextlib.contextmanager

@@ -4,12 +4,10 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_specx.cache.export import Columns, columns_of
-from hf_specx.cache.recurrent_state import states_of, without_limits
+from hf_specx.cache.recurrent_state import states_of
 from hf_specx.cache.slots import has_columns, own_copy, self_attention
 from hf_specx.common.batch import Batch
-from hf_specx.common.patching import Overriding
 
-from .forward_outputs import image_layers
 from .hosted import HostedDecoder
 from .prompts import Prompt
 
@@ -26,12 +24,13 @@ class LockstepDecoder(HostedDecoder):
     def _note_width(self, width: int) -> None:
         super()._note_width(width)
         self.length, self.states = width, states_of(self.cache)
-        self.without_limits = without_limits(self.model)
+        config = self.model.config.get_text_config(decoder=True)
+        self.of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         held, target = self.held[batch.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
-        self.states.crop(held - reached, image_layers(self.model.config))
+        self.states.crop(held - reached, self.of_images)
         self.length -= held - reached
         if reached < target:  # the states are of an earlier moment: feed again what was accepted since
             ahead = target - batch.counts[batch.rows[0]]
@@ -42,8 +41,7 @@ class LockstepDecoder(HostedDecoder):
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
         self.states.save(held[0])
-        with Overriding(self.without_limits):
-            return super()._fed(batch, tokens, held, ahead, keep)
+        return super()._fed(batch, tokens, held, ahead, keep)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         together = not len(stay) and len(rows) == len(self.held)  # then the cache itself may be returned

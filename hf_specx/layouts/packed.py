@@ -5,62 +5,22 @@ rows always come last. Nothing is moved until a row leaves; a slot whose token w
 written again.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_specx.cache.export import Columns
 from hf_specx.cache.slots import MARGIN, SlotCache
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 from .attention import grouped_queries
 from .decoder import Decoder
-from .forward_outputs import Extras, Seen
 from .prompts import Prompt
 from .ragged import Masks
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
-REMEDY = "use layout='ragged' or 'auto'."
-
-
-@refusal
-def packed_embeds(embeds: torch.Tensor | None) -> str | None:
-    return None if embeds is None else f"layout='packed' takes input_ids, and inputs_embeds was passed; {REMEDY}"
-
-
-@refusal
-def packed_past(held: int) -> str | None:
-    return f"layout='packed' starts empty, and past_key_values holds {held} tokens; {REMEDY}" if held else None
-
-
-@refusal
-def packed_holes(mask: torch.Tensor | None) -> str | None:
-    if mask is None or (mask.bool().cummax(-1).values == mask.bool()).all():
-        return None
-    return f"layout='packed' takes rows without gaps, and attention_mask has zeros between tokens; {REMEDY}"
-
-
-@refusal
-def packed_chunks(size: int | None) -> str | None:
-    return None if size is None else f"layout='packed' reads prompts at once, not prefill_chunk_size={size}; {REMEDY}"
-
-
-@refusal
-def packed_others(inputs: dict[str, Any]) -> str | None:
-    others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
-    return f"layout='packed' takes tokens and positions, and {others[0]} was passed too; {REMEDY}" if others else None
-
-
-@refusal
-def packed_without_positions(model: PreTrainedModel, positions: torch.Tensor | None, takes: bool) -> str | None:
-    if takes and positions is not None and positions.ndim == 2:
-        return None
-    kind = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
-    return f"layout='packed' needs one position a token; {type(model).__name__} has {kind}; {REMEDY}"
 
 
 class PackedDecoder(Decoder):
@@ -86,17 +46,28 @@ class PackedDecoder(Decoder):
         Raises:
             ValueError: if that is more than tokens and their positions.
         """
-        packed_embeds(self.kwargs.get("inputs_embeds"))
-        packed_past(self.cache.get_seq_length())
-        packed_holes(self.kwargs.get("attention_mask"))
-        packed_chunks(self.prompt.generation_config.prefill_chunk_size)
+        given, held = self.kwargs, self.cache.get_seq_length()
+        _take(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
+        _take(not held, f"starts empty, and past_key_values holds {held} tokens")
+        mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
+        gaps = bool((mask.cummax(-1).values != mask).any())
+        _take(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
+        size = self.prompt.generation_config.prefill_chunk_size
+        _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
-        given = self.kwargs | {"past_key_values": self.cache, "next_sequence_length": ids.shape[1]}
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
-            ids, is_first_iteration=True, **given
+            ids,
+            is_first_iteration=True,
+            next_sequence_length=ids.shape[1],
+            past_key_values=self.cache,
+            **given,
         )
-        packed_others(inputs)
-        packed_without_positions(self.model, inputs.get("position_ids"), "position_ids" in self.parameters)
+        others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
+        _take(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
+        positions = inputs.get("position_ids")
+        found = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
+        takes = "position_ids" in self.parameters and positions is not None and positions.ndim == 2
+        _take(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
         return inputs
 
     def read(self) -> None:
@@ -111,10 +82,9 @@ class PackedDecoder(Decoder):
         self._hold(real.sum(-1).tolist())
         self.pads = (self.width - real.sum(-1)).to(home)
         self.first_position = positions[:, -1:].to(home) + 1
-        logits, given = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
-        if self.notes.asked:
-            shown = (self.row, column, ids.shape)
-            self.notes.first = given.each(partial(_states_in_columns, *shown), partial(_weights_in_columns, *shown))
+        with self.hidden:
+            logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        self.hidden_after_prompt = self._last_hidden(1)
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 
@@ -132,24 +102,18 @@ class PackedDecoder(Decoder):
         tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
         even = len(set(counts)) == 1
         with grouped_queries():
-            logits, given = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
-        if self.notes.asked:
-            given = given.each(partial(_states_of_rows, keep, rows), partial(_weights_of_rows, keep, rows))
-            own = self.before[slots[-keep * rows :]].view(keep, rows).T
-            self.notes.seen = Seen(given, own, extent, slots=self._slots_of_rows(extent))
+            logits = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
         return logits.view(keep, rows, -1).transpose(0, 1)
 
-    def _slots_of_rows(self, extent: int) -> torch.Tensor:
-        """[R, n], the slots of each row's tokens, and -1 after the last of them."""
-        row, before = self.row[:extent], self.before[:extent]
-        slots = row.new_full((len(self.lengths), int(before.max()) + 1), -1)
-        slots[row, before] = torch.arange(extent, device=row.device)
-        return slots
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        rows = len(self.lengths)
+        states = self.hidden.last(keep * rows)  # [1, keep * R, H], position by position
+        return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
 
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
-    ) -> tuple[torch.Tensor, Extras]:
-        """Logits [keep, V] after the last of tokens [N], and what else the forward gives, [1, N, ...].
+    ) -> torch.Tensor:
+        """Logits [keep, V] after the last of tokens [N].
 
         The tokens are written to slots [N], or if None to the last N of the `extent` leading ones.
         """
@@ -165,9 +129,8 @@ class PackedDecoder(Decoder):
             use_cache=True,
             return_dict=True,
             **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
-            **self.notes.asked,
         )
-        return output.logits[0, -keep:], self.notes.of(output)
+        return output.logits[0, -keep:]
 
     def _foresee(self, extent: int) -> None:
         """Assign at least `extent` slots to rows."""
@@ -201,35 +164,9 @@ class PackedDecoder(Decoder):
         self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
 
 
-def _states_in_columns(
-    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, states: torch.Tensor
-) -> torch.Tensor:
-    """Hidden states [1, N, ...] of packed prompts in the columns of padded ones, [B, L, ...]; zeros at pads."""
-    found = states.new_zeros(*shape, *states.shape[2:])
-    found[row, column] = states[0]
-    return found
-
-
-def _weights_in_columns(
-    row: torch.Tensor, column: torch.Tensor, shape: torch.Size, weights: torch.Tensor
-) -> torch.Tensor:
-    """The same for attentions [1, heads, N, N]."""
-    found = weights.new_zeros(shape[0], weights.shape[1], shape[1], shape[1])
-    for number in range(shape[0]):
-        own = (row == number).nonzero()[:, 0]
-        columns = column[own]
-        found[number, :, columns[:, None], columns] = weights[0][:, own[:, None], own]
-    return found
-
-
-def _states_of_rows(keep: int, rows: int, states: torch.Tensor) -> torch.Tensor:
-    """[R, keep, ...] of the last tokens, which lie position by position in [1, N, ...]."""
-    return states[0, -keep * rows :].unflatten(0, (keep, rows)).transpose(0, 1)
-
-
-def _weights_of_rows(keep: int, rows: int, weights: torch.Tensor) -> torch.Tensor:
-    """The same for attentions: [R, heads, keep, S] of [1, heads, N, S]."""
-    return weights[0, :, -keep * rows :].unflatten(1, (keep, rows)).permute(2, 0, 1, 3)
+def _take(ok: bool, told: str) -> None:
+    """Raise a `ValueError` that says what this layout needs and was not given, unless it will do."""
+    require(ok, f"layout='packed' {told}; use layout='ragged' or 'auto'.")
 
 
 def _has_tensors(value: Any) -> bool:

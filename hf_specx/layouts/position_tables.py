@@ -1,15 +1,13 @@
 """Position tables that count the slots before a token: they are told its column in `generate` instead."""
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import ANY_POSITION
-from hf_specx.common.patching import Overriding, patch_attribute
 
 
 SIZES = {  # fields of a config, the first that it has
@@ -18,60 +16,57 @@ SIZES = {  # fields of a config, the first that it has
 }
 
 
-class PositionTables:
-    """The tables of one model; empty where it takes positions as an argument.
+class ColumnTable(nn.Module):
+    """Gives what a position table gives to tokens that are fed one by one, as in `generate`.
+
+    Attributes:
+        table: the model's own; its first argument is tokens [R, q, ...], or only their shape.
+        columns: [R, q] int64, of the tokens that are fed next; `numbers`: which ones occur in it.
+    """
+
+    columns: torch.Tensor
+    numbers: set[int]
+
+    def __init__(self, table: nn.Module):
+        super().__init__()
+        self.table, self.signature = table, inspect.signature(table.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Vectors [R, q, D]."""
+        given = self.signature.bind(*args, **kwargs).arguments
+        name, tokens = next(iter(given.items()))
+        rows, count, *rest = tokens.shape if isinstance(tokens, torch.Tensor) else tokens
+        columns = self.columns.flatten()  # [R * q]
+
+        def as_rows(*shape: int) -> Any:
+            return tokens.reshape(*shape, *rest) if isinstance(tokens, torch.Tensor) else shape
+
+        position_ids = given.get("position_ids")
+        if position_ids is not None:
+            given[name] = as_rows(1, rows * count)
+            given["position_ids"] = columns.to(position_ids.device).view(-1, *[1] * (position_ids.ndim - 1))
+            return self.table(**given).reshape(rows, count, -1)
+        given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
+        vectors = torch.zeros(())
+        for column in sorted(self.numbers):
+            given["past_key_values_length"] = column
+            found = self.table(**given)  # [R * q or 1, 1, D] or [1, D]
+            here = (columns.to(found.device) == column)[:, None]
+            vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
+        return vectors.view(rows, count, -1)
+
+
+def column_tables(model: PreTrainedModel, told: bool, even: bool) -> dict[nn.Module, ColumnTable]:
+    """What is to stand in the places of a model's position tables; nothing where it takes positions as an argument.
 
     Args:
         model: the model.
         told: whether its forward is given positions.
         even: whether slots are the columns of `generate`; then only tables that skip pad ids are told.
     """
-
-    def __init__(self, model: PreTrainedModel, told: bool, even: bool):
-        modules = () if told else (model.get_decoder() or model).modules()
-        tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
-        tables = [t for t in tables if not even or getattr(t, "padding_idx", None) is not None]
-        self.forwards = {patch_attribute(table, "forward"): table.forward for table in tables}
-
-    def at(self, first: list[int], last: int) -> Overriding:
-        """A context in which forwards are fed tokens from the columns `first` [R] on; no column is after `last`."""
-        return Overriding({key: partial(by_column, usual, first, last) for key, usual in self.forwards.items()})
-
-
-def by_column(
-    lookup: Callable[..., torch.Tensor], first: list[int], last: int, *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    """What a position table gives to tokens that are fed one by one, as in `generate`.
-
-    Args:
-        lookup: the table's own forward; its first argument is tokens [R, q, ...], or only their shape.
-        first: the columns of the first tokens of the R rows.
-        last: the last column that `generate` feeds; later ones are looked up as this one, as the table may lack them.
-
-    Returns:
-        [R, q, D]
-    """
-    given = inspect.signature(lookup).bind(*args, **kwargs).arguments
-    name, tokens = next(iter(given.items()))
-    rows, count, *rest = tokens.shape if isinstance(tokens, torch.Tensor) else tokens
-    columns = (torch.tensor(first)[:, None] + torch.arange(count)).clamp(max=last).flatten()  # [R * q]
-
-    def as_rows(*shape: int) -> Any:
-        return tokens.reshape(*shape, *rest) if isinstance(tokens, torch.Tensor) else shape
-
-    position_ids = given.get("position_ids")
-    if position_ids is not None:
-        given[name] = as_rows(1, rows * count)
-        given["position_ids"] = columns.to(position_ids).view(-1, *[1] * (position_ids.ndim - 1))
-        return lookup(**given).reshape(rows, count, -1)
-    given[name] = as_rows(rows * count, 1)  # a table that reads ids gives pads no position, nor counts them
-    vectors = torch.zeros(())
-    for column in columns.unique().tolist():
-        given["past_key_values_length"] = column
-        found = lookup(**given)  # [R * q or 1, 1, D] or [1, D]
-        here = (columns == column).to(found.device)[:, None]
-        vectors = torch.where(here, found.flatten(0, -2), vectors.to(found))
-    return vectors.view(rows, count, -1)
+    modules = () if told else (model.get_decoder() or model).modules()
+    tables = [m for m in modules if "past_key_values_length" in inspect.signature(m.forward).parameters]
+    return {t: ColumnTable(t) for t in tables if not even or getattr(t, "padding_idx", None) is not None}
 
 
 def position_table(model: PreTrainedModel, encoder: bool = False) -> int | None:

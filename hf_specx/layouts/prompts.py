@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 
 UNLIMITED = sys.maxsize
@@ -74,34 +74,11 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     """
     names = inspect.signature(draft.forward).parameters
     given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
-    rows, width = target.input_ids.shape
-    decodes = target.model.config.is_encoder_decoder
     if draft.config.is_encoder_decoder:
         assert inputs_tensor is not None
-        given.pop("inputs_embeds", None)
-        embeds = inputs_tensor.is_floating_point() and draft.main_input_name == "input_ids"
-        if embeds:
-            embeds_for_another_draft(draft, inputs_tensor, inputs_tensor)
-        given["inputs_embeds" if embeds else "inputs"] = inputs_tensor.repeat_interleave(rows // len(inputs_tensor), 0)
-        given["attention_mask"] = target.kwargs.get("attention_mask")
-        if draft.get_encoder() is target.model.get_encoder():
-            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
-        else:
-            encoded_already(draft, inputs_tensor)
-        given["decoder_input_ids"] = target.input_ids
-        given["decoder_attention_mask"] = target.kwargs.get("decoder_attention_mask")
+        given |= _for_both_sides(given, draft, target, inputs_tensor)
     else:
-        mask = target.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
-        if width:
-            given.pop("inputs_embeds", None)
-            given["input_ids"] = target.input_ids
-            given["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
-        else:
-            embeds_for_another_draft(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
-            given["attention_mask"] = mask
-        _share_images(given, draft, target)
-        if decodes and "encoder_outputs" in names:
-            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
+        given |= _for_decoder(given, draft, target)
     given = {name: value for name, value in given.items() if value is not None}
     prompt = prepare(draft, target.max_new_tokens, given)
     prompt.limits = target.limits
@@ -110,27 +87,55 @@ def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Te
     return prompt
 
 
-@refusal
-def encoded_already(draft: PreTrainedModel, inputs_tensor: torch.Tensor) -> str | None:
-    if inputs_tensor.is_floating_point() or (inputs_tensor >= 0).any():  # without any, `generate` makes negative ids
-        return None
-    return (
-        f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own; pass "
-        "what the encoder reads as well."
-    )
+def _for_both_sides(
+    given: dict[str, Any], draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor
+) -> dict[str, Any]:
+    """What an encoder-decoder is given besides, or instead of what it was given."""
+    given.pop("inputs_embeds", None)
+    floats = inputs_tensor.is_floating_point()
+    embeds = floats and draft.main_input_name == "input_ids"
+    if embeds:
+        _check_embeds(draft, inputs_tensor, inputs_tensor)
+    if draft.get_encoder() is target.model.get_encoder():
+        encoded = target.kwargs["encoder_outputs"]
+    else:
+        encoded = None
+        told = f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own"
+        known = floats or bool((inputs_tensor >= 0).any())  # without any, `generate` makes negative ids
+        require(known, f"{told}; pass what the encoder reads as well.")
+    repeats = len(target.input_ids) // len(inputs_tensor)
+    return {
+        "inputs_embeds" if embeds else "inputs": inputs_tensor.repeat_interleave(repeats, 0),
+        "attention_mask": target.kwargs.get("attention_mask"),
+        "encoder_outputs": encoded,
+        "decoder_input_ids": target.input_ids,
+        "decoder_attention_mask": target.kwargs.get("decoder_attention_mask"),
+    }
 
 
-@refusal
-def embeds_for_another_draft(
-    draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor
-) -> str | None:
+def _for_decoder(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+    """The same for a decoder."""
+    decodes, width = target.model.config.is_encoder_decoder, target.input_ids.shape[1]
+    mask = target.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
+    more = {"attention_mask": mask}
+    if width:
+        given.pop("inputs_embeds", None)
+        more["input_ids"] = target.input_ids
+        more["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
+    else:
+        _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+    _share_images(given, draft, target)
+    if decodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
+        more["encoder_outputs"] = target.kwargs["encoder_outputs"]
+    return more
+
+
+def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
+    """Check that a draft can read the embeddings that a call gives to its target."""
     width = _embedding_width(draft)
-    if readable is not None and embeds.shape[-1] == width:
-        return None
-    return (
-        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}, which embeds "
-        f"in {width}; pass input_ids= as well, which the draft reads."
-    )
+    told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}"
+    told = f"{told}, which embeds in {width}; pass input_ids= as well, which the draft reads."
+    require(readable is not None and embeds.shape[-1] == width, told)
 
 
 def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:

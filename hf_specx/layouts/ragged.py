@@ -39,7 +39,7 @@ class RaggedDecoder(Decoder):
             emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
-        given = self._others(count) | self.notes.asked
+        given = self._others(count)
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = keep
         positions = self._positions(batch, emitted, longest + ahead)
@@ -55,8 +55,6 @@ class RaggedDecoder(Decoder):
                 return_dict=True,
                 **given,
             )
-        if self.notes.asked:
-            self.notes.note(output, slots[:, -keep:].expand(len(tokens), -1), extent)
         return output.logits[:, -keep:]
 
     def widen(self, count: int) -> None:
@@ -70,7 +68,7 @@ class RaggedDecoder(Decoder):
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
             self.widen(batch.width - self.width)
-        index = torch.tensor(rows, device=batch.ids.device)
+        index = torch.tensor(rows).to(batch.ids.device, non_blocking=True)
         width = max(batch.prompt_lengths[row] for row in rows)
         ids = batch.ids[index, batch.width - width : batch.width]
         mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]

@@ -38,29 +38,32 @@ class Regions:
         """
         Args:
             model: not kept.
-            captures: whether forwards are captured in CUDA graphs.
+            captures: whether forwards of this thread are captured in CUDA graphs.
             traits: of the model, to see later whether it has changed; see the function.
         """
         self.name, self.captures, self.traits = type(model).__name__, captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
-        self.compilations = 0
+        self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
         self.functions: dict[Size, Callable[..., torch.Tensor]] = {}
 
     def __call__(self, model: PreTrainedModel, buffers: Buffers, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
-        """A compiled `forward`, with its arguments. Captured graphs reuse their outputs, so these are copied."""
-        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, *(name for name in given if given[name] is not None))
+        """A compiled `forward`, with its arguments."""
+        # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
+        captures = self.captures and threading.current_thread() is self.thread
+        names = (name for name in given if given[name] is not None)
+        size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names)
         with self.lock:
             if size not in self.functions:
                 self._say()
-                self.functions[size] = self._compiled("_".join(map(str, size)))
-        if self.captures:
+                self.functions[size] = self._compiled("_".join(map(str, size)), captures)
+        if captures:
             torch.compiler.cudagraph_mark_step_begin()
         with grouped_queries(traced=True), self.prepacked.in_use():
             logits = self.functions[size](model, self.masks, buffers, tokens, keep=keep, **given)
-        return logits.clone() if self.captures else logits
+        return logits.clone() if captures else logits  # graphs write their outputs to the same place again
 
-    def _compiled(self, name: str) -> Callable[..., torch.Tensor]:
+    def _compiled(self, name: str, captures: bool) -> Callable[..., torch.Tensor]:
         """`forward` with a code object of its own, since torch compiles each code object for a few sizes only."""
         code = forward.__code__.replace(co_name=f"forward_{name}")
         alone = FunctionType(code, forward.__globals__, code.co_name)
@@ -71,14 +74,14 @@ class Regions:
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             inductor = compiling()
             assert inductor is not None
-            return inductor(graph, inputs)
+            return inductor(graph, inputs, captures)
 
         return torch.compile(alone, fullgraph=True, dynamic=False, backend=backend, options=options)
 
-    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def _inductor(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor], captures: bool) -> Any:
         self.compilations += 1
         use_prepacked(graph, inputs)
-        options = {"triton.cudagraphs": True} if self.captures else None  # what mode="reduce-overhead" stands for
+        options = {"triton.cudagraphs": True} if captures else None  # what mode="reduce-overhead" stands for
         inductor: Callable[..., Any] = lookup_backend("inductor")
         return inductor(graph, inputs, config_patches=options)
 

@@ -9,7 +9,7 @@ from hf_specx.common.errors import refusal, require
 from hf_specx.layouts.position_tables import position_table
 
 
-WITHOUT_HOLES = ("fsmt", "led")  # their decoders take a mask, but see what it hides
+WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
 
 
 @refusal

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tiny import near, prompts, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 from transformers.cache_utils import Cache
 
@@ -140,6 +141,27 @@ def test_rows_that_leave_take_their_slots_along():
     assert not cache.slots.spare
     cache.slots.aim(None, 2)
     assert written(cache, [[7], [8]]) == [[1, 2, 7], [5, 6, 8]]
+
+
+class Launches(TorchDispatchMode):
+    """Names of operations that write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [] if func.is_view else [func.name()]
+        return func(*args, **kwargs or {})
+
+
+def test_rows_leave_by_one_gather_for_each_tensor():
+    cache = SlotCache()
+    for layer in (0, 1):
+        written(cache, [[float(n)] for n in range(8)], layer)
+    with Launches() as launches:
+        cache.select(torch.tensor([1, 3, 4, 6]))
+    assert launches.names == ["aten::index_select"] * 4
 
 
 def test_slots_that_leave_take_their_tokens_along():

@@ -1,5 +1,8 @@
 """A drafter that reads the target's last hidden states, in every layout."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from tiny import prompts, tiny
@@ -7,6 +10,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
+from hf_specx.layouts.forward_outputs import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -56,3 +60,19 @@ def test_states_are_not_compiled():
     strategy = SpeculativeDecoding(Heads(target), compile=True)
     with pytest.raises(ValueError, match="Heads reads hidden states, which compiled forwards .*; use compile=False"):
         target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
+
+
+def test_states_of_several_layers_side_by_side():
+    """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
+    target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
+    layers = [target.model.layers[number] for number in (0, 2)]
+    hidden = HiddenStates(*layers)
+    with torch.no_grad():
+        expected = target(ids, output_hidden_states=True).hidden_states
+        before = [dict(layer._forward_hooks) for layer in layers]  # transformers leaves some of its own
+        with ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), hidden:
+            target(ids)
+            raise KeyError(pool.submit(target, ids[:1, :2]).result())
+    assert torch.equal(hidden.last(3), torch.cat([expected[1], expected[3]], -1)[:, -3:])
+    assert [dict(layer._forward_hooks) for layer in layers] == before
+    assert HiddenStates().last(3) is None

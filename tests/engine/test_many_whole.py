@@ -18,7 +18,6 @@ LAYOUTS = {
     "packed": (lambda: tiny(), {"layout": "packed"}, "the layout is 'packed'"),
     "lockstep": (lambda: tiny(), {"layout": "lockstep"}, "the layout is 'lockstep'"),
     "states": (lambda: zoo.build("causal", "lfm2"), {}, "the layout is 'lockstep'"),
-    "no cache": (lambda: zoo.build("causal", "openai-gpt"), {}, "without a cache only"),
     "encoder-decoder": (lambda: zoo.build("seq2seq", "t5"), {}, "has an encoder"),
 }
 

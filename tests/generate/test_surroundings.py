@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.patching import OVERRIDES, beneath
 from hf_specx.hub.flatten import PACKAGE
 
 
@@ -138,8 +137,7 @@ def everything(both: dict[str, PreTrainedModel]) -> list[Any]:
         [(type(module), vars(module).keys(), repr(kept)) for module, kept in zip(modules, own, strict=True)],
         [(model.config.to_dict(), model.generation_config.to_dict()) for model in both.values()],
         [id(model.generation_config) for model in both.values()],
-        {name: beneath(function)[-1] for name, function in ALL_ATTENTION_FUNCTIONS.items()},
-        OVERRIDES.get(),
+        dict(ALL_ATTENTION_FUNCTIONS),
         torch.is_grad_enabled(),
     ]
 

@@ -1,7 +1,10 @@
 """Folding query heads that share keys into the query length gives what the host's `sdpa` function gives."""
 
+import contextlib
+import contextvars
+import importlib.util
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +13,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.patching import OVERRIDES, beneath
-from hf_specx.layouts.attention import GroupedAttention, grouped_queries
+from hf_specx.layouts.attention import ACTIVE, GroupedAttention, Switch, grouped_queries, tiled
 
 
 ROWS, KEYS = 3, 13
@@ -97,6 +99,16 @@ def test_a_mask_serves_layers_with_other_groups_and_dtypes():
     assert len(attention.tiles) == 0
 
 
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_is_laid_out_as_the_kernels_of_cuda_take_it(additive: bool):
+    """In rows of multiples of 16, else torch would copy it in each layer (`preprocess_mask`)."""
+    mask = ragged_mask(5)
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
+    found = tiled(given, 2, torch.bfloat16)
+    assert all(stride % 16 == 0 for stride in found.stride()[:-1])
+    assert torch.equal(found == 0, mask.repeat(1, 1, 2, 1))
+
+
 OTHER_CALLS = {
     "no mask": (4, 5, {"attention_mask": None}),
     "a mask for each head": (4, 5, {"attention_mask": ragged_mask(5).expand(-1, 8, -1, -1)}),
@@ -127,9 +139,9 @@ def test_what_the_host_refuses_stays_refused():
 
 
 def function_here():
-    """What this thread's forwards call: our override, or else what lies beneath all patches."""
-    found, overrides = beneath(ALL_ATTENTION_FUNCTIONS["sdpa"]), OVERRIDES.get()
-    return next((overrides[patch] for patch in found if patch in overrides), found[-1])
+    """What this thread's forwards call."""
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return ACTIVE.get() if isinstance(found, Switch) else found
 
 
 def test_the_host_has_its_function_back():
@@ -145,19 +157,44 @@ def test_the_host_has_its_function_back():
     assert function_here() is sdpa_attention_forward
 
 
+def copy_of_the_file() -> ModuleType:
+    """Under another name, as each published pair has one."""
+    spec = importlib.util.spec_from_file_location("pair.layouts", MODULE.__file__)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_forwards_of_several_copies_and_threads_end_in_any_order(order: tuple[int, ...]):
+    """The registry is as it was after the last one, whichever began first."""
+    other, contexts = copy_of_the_file(), [contextvars.copy_context() for _ in order]
+    forwards = [grouped_queries(), other.grouped_queries(), grouped_queries()]
+    for context, forward in zip(contexts, forwards, strict=True):
+        context.run(forward.__enter__)
+    assert all(
+        isinstance(context.run(module.ACTIVE.get), module.GroupedAttention)
+        for context, module in zip(contexts, [MODULE, other, MODULE], strict=True)
+    )
+    assert ACTIVE.get() is None
+    for number in order:
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+        contexts[number].run(forwards[number].__exit__, None, None, None)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
 @pytest.mark.parametrize("mapping", ["_global_mapping", "_local_mapping"])
-@pytest.mark.parametrize("patched", [True, False])
-def test_a_function_of_the_user_is_left_alone(patched: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
-    """Whether it was put there before our first forward or after it, and also if it calls what was there."""
+@pytest.mark.parametrize("during", [True, False])
+def test_a_function_of_the_user_is_left_alone(during: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether it was put there before a forward of ours or in its middle, and also if it calls what was there."""
     monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
-    if patched:
-        grouped_queries()
-    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    with grouped_queries() if during else contextlib.nullcontext():
+        usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def mine(*args, **kwargs):
-        return usual(*args, **kwargs)
+        def mine(*args, **kwargs):
+            return usual(*args, **kwargs)
 
-    monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
+        monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
     module, query, key, value = tensors(4, 5)
     expected, _ = sdpa_attention_forward(module, query, key, value, ragged_mask(5))
     monkeypatch.setattr(GroupedAttention, "__call__", None)
@@ -190,6 +227,28 @@ def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: p
     assert 7 < len(forwards.lengths) < 31
     assert set(folds) == {8 // heads}
     assert len(folds) >= (0 if heads == 8 else 2 * sum(count > 1 for count in forwards.lengths[1:]))
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_what_a_user_compiles_is_compiled_once():
+    """Though torch looks at the registry, it finds the same in each forward of ours, and in each plain one."""
+    target, graphs = tiny("llama", num_hidden_layers=1), []
+    draft, call = near(target, 0.05), prompts(2) | {"do_sample": False, "max_new_tokens": 12}
+    expected = target.generate(**call)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    target.forward = torch.compile(target.forward, backend=backend)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    made = []
+    for _ in range(3):
+        assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
+        assert torch.equal(target.generate(**call), expected)
+        made.append(len(graphs))
+    assert made[1] == made[2] > 0
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])

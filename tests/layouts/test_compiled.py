@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -16,9 +17,9 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.cache.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
-from hf_specx.common.patching import OVERRIDES
 from hf_specx.engine.start import make_batch
 from hf_specx.layouts import compiled, regions
+from hf_specx.layouts.attention import ACTIVE
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.compiled import has_compiler
 from hf_specx.layouts.prepacked import has_kernels
@@ -62,7 +63,7 @@ def test_two_buckets_of_rows():
     # drafts of one token and of two, and the target's of three, for each bucket
     assert compilations == [6, 0, 0]
     assert before == torch._dynamo.config.get_config_copy()
-    assert not OVERRIDES.get()
+    assert ACTIVE.get() is None
     block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
     assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
 
@@ -182,6 +183,30 @@ def test_keys_of_a_group_are_not_repeated(traced: None, monkeypatch: pytest.Monk
     assert set(heads) == {2}
 
 
+def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """In another one, torch would not find what it has captured."""
+    target, draft = pair(num_hidden_layers=1, seed=5)
+    captured: list[bool] = []
+
+    def look(graph, inputs, config_patches):
+        captured.append(config_patches is not None)
+        return graph
+
+    def as_on_cuda(model, device):
+        return regions.regions_of(model, torch.device("cuda"))
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    monkeypatch.setattr(compiled, "regions_of", as_on_cuda)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    here, _ = run(target, draft, **call)
+    assert all(captured)
+    before = len(captured)
+    with ThreadPoolExecutor(1) as pool:
+        there, _ = pool.submit(run, target, draft, **call).result()
+    assert captured[before:] == [False] * before
+    assert torch.equal(here, there)
+
+
 def test_forwards_go_with_their_model(traced: None):
     target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
     run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
@@ -293,7 +318,7 @@ def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced:
         patch.setattr(regions, "lookup_backend", lambda name: fail)
         with pytest.raises(Exception, match="no space left"):
             run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
-    assert not OVERRIDES.get()
+    assert ACTIVE.get() is None
     expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
     assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
 

@@ -99,15 +99,6 @@ def test_a_decoder_that_sees_pads_in_single_steps():
     assert_equals_stock(target, drafts, "auto", **call, decoder_input_ids=start, decoder_attention_mask=mask)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("new_tokens", [1, 2])
-def test_few_tokens_without_a_cache(new_tokens: int, settings: str):
-    """Of which the last is never fed, so that no position is left for candidates."""
-    target = zoo.build("seq2seq", "fsmt")
-    call = zoo.inputs(target, 4) | SETTINGS[settings] | {"max_new_tokens": new_tokens}
-    assert_equals_stock(target, {"near": near(target, 0.1)}, "auto", **call)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_first_and_last_tokens(model_type: str, layout: str):

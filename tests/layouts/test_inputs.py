@@ -182,22 +182,6 @@ def test_pairs_of_two_families(name: str, settings: dict):
         same(DRAFTS["learned positions"](), DRAFTS[name](), prompts(3), settings)
 
 
-def test_a_model_without_a_cache_reads_everything_again():
-    """Its rows go on unequally, and there is nothing to return or to continue."""
-    target = other("openai-gpt", n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    speculative = strategy(near(target, 0.05))
-    settings = SAMPLED | {"return_dict_in_generate": True}
-    torch.manual_seed(2)
-    expected = target.generate(**prompts(3), **settings)
-    torch.manual_seed(2)
-    with Forwards(target) as forwards:
-        output = target.generate(**prompts(3), **settings, custom_generate=speculative)
-    assert torch.equal(output.sequences, expected.sequences)
-    assert output.past_key_values is None
-    assert len(forwards.lengths) < 20
-    assert "reads the whole text" in speculative.report.layout_reason
-
-
 @pytest.mark.parametrize("layout", ["ragged", "padded", "lockstep"])
 def test_token_types_reach_every_forward(layout: str):
     target, inputs = tiny("gpt2"), prompts(3)

@@ -156,7 +156,7 @@ def test_everything_else_that_a_call_can_want(tmp_path: Path):
     """Costs are measured, states and a cache are given back, guidance runs the target twice."""
     target = tiny()
     draft = near(target, 0.05)
-    extras = {"return_dict_in_generate": True, "output_hidden_states": True, "output_logits": True}
+    extras = {"return_dict_in_generate": True, "output_logits": True}
     settings = prompts(3) | GREEDY | extras | {"max_new_tokens": 8, "guidance_scale": 1.5}
     expected = target.generate(**settings)
     to_disk(target, tmp_path / "target")

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch.nn.functional import linear as dense_linear
 
-from hf_specx.common.patching import OVERRIDES
 from hf_specx.layouts import prepacked
-from hf_specx.layouts.prepacked import PackedLinear, Prepacked, has_kernels, linear, use_prepacked
+from hf_specx.layouts.prepacked import WEIGHTS, PackedLinear, Prepacked, has_kernels, linear, use_prepacked
 
 
 pytestmark = pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
@@ -216,7 +215,7 @@ def test_other_threads_and_other_models_have_none():
     model, x = Layers(), torch.randn(2, 3, 8)
     own, others, found = Prepacked(), Prepacked(), []
     with torch.no_grad(), own.in_use():
-        thread = threading.Thread(target=lambda: found.append(OVERRIDES.get().get(linear)))
+        thread = threading.Thread(target=lambda: found.append(WEIGHTS.get()))
         thread.start()
         thread.join()
         with others.in_use():
@@ -224,7 +223,7 @@ def test_other_threads_and_other_models_have_none():
         linear(x, model.up.weight)
     assert found == [None]
     assert [len(own.packs), len(others.packs)] == [1, 1]
-    assert linear not in OVERRIDES.get()
+    assert WEIGHTS.get() is None
 
 
 def test_a_copy_under_another_name():

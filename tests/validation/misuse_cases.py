@@ -14,7 +14,6 @@ from misuse import (
     OTHER,
     Counting,
     Tokens,
-    both_pasts,
     call,
     early,
     embeds,
@@ -78,10 +77,6 @@ CASES = {
     "compiled_without_compiler, torch": (
         "compile=True needs torch 2.9 or later for device 'cpu'; install one, or use compile=False",
         to_compile_by_an_old_torch,
-    ),
-    "compiled_with_outputs": (
-        "output_hidden_states=True is not compiled; leave it out, or use compile=False",
-        partial(to_compile, return_dict_in_generate=True, output_hidden_states=True),
     ),
     # The models
     "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
@@ -170,21 +165,9 @@ CASES = {
         "past_key_values is a StaticCache, .*pass a DynamicCache",
         lambda: call(past_key_values=StaticCache(get("target").config, max_cache_len=40)),
     ),
-    "check_outputs": (
-        "output_attentions=True is not available for model type 'falcon'.*load it with 'eager'",
-        partial(call, target="falcon", return_dict_in_generate=True, output_attentions=True),
-    ),
     "check_past": (
         "layout='ragged' needs the keys of all tokens.*use layout='auto'",
         lambda: call({"layout": "ragged"}, "sliding", past_key_values=copy.deepcopy(full_window()), **later()),
-    ),
-    "past_without_a_cache": (
-        "past_key_values= cannot be continued by FSMT.*pass the whole text",
-        lambda: call(target="encoder without cache", draft="encoder", past_key_values=both_pasts()),
-    ),
-    "chunks_without_a_cache": (
-        "prefill_chunk_size=4 cannot be honoured by OpenAIGPT.*leave it out",
-        partial(call, target="no cache", draft="no cache", prefill_chunk_size=4),
     ),
     "packed_past": (
         "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
@@ -217,11 +200,11 @@ CASES = {
     "mask_of_other_values": ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
     "empty_row": ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
     "padding_on_the_right": ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
-    "holes_in_the_mask": ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
-    "decoder_prompt_without_a_cache": (
-        "decoder_input_ids of 4 tokens.*give one token a row",
-        lambda: call(target="encoder without cache", draft="encoder without cache", decoder_input_ids=ONES),
+    "type_that_is_not_exact, no cache": (
+        "'openai-gpt' cannot be a draft.*without a cache",
+        partial(call, draft="no cache"),
     ),
+    "holes_in_the_mask": ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
     "packed_holes": (
         "attention_mask has zeros between tokens; use layout='ragged'",
         partial(masked, put(0, 3), options={"layout": "packed"}),

@@ -93,10 +93,10 @@ def test_computed_positions(model_type: str):
 
 
 def test_a_table_that_grows():
-    """FSMT's are sines, of which it computes more where a text needs them, of its encoder and of its decoder."""
-    target = zoo.build("seq2seq", "fsmt")
+    """Sines, of which a model computes more where a text needs them, of its encoder and of its decoder."""
+    target = zoo.build("seq2seq", "m2m_100")
     for table in (target.get_encoder().embed_positions, target.get_decoder().embed_positions):
-        table.make_weight(TABLE, table.embedding_dim, table.padding_idx)  # the zoo made them random
+        table.make_weights(TABLE, table.embedding_dim, table.padding_idx)
     given, settings = torch.arange(TABLE + 9)[None] % 60 + 4, {"max_new_tokens": TABLE + 9, "do_sample": False}
     expected = target.generate(given, **settings)
     strategy = SpeculativeDecoding(SuffixDraft(), num_draft_tokens=4)

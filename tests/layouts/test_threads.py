@@ -16,12 +16,12 @@ import torch
 import zoo
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
-from hf_specx.common.patching import OVERRIDES
 from hf_specx.hub.flatten import published_code
-from hf_specx.layouts.attention import GroupedAttention
-from hf_specx.layouts.position_tables import by_column
+from hf_specx.layouts.attention import ACTIVE, GroupedAttention
+from hf_specx.layouts.position_tables import ColumnTable
 from hf_specx.pair_files import pair_source
 
 
@@ -73,8 +73,8 @@ def as_it_was(name: str) -> list:
     """All that a call could leave behind on the models and in this context."""
     modules = [module for model in models(name) for module in model.modules()]
     return [
-        OVERRIDES.get(),
-        [(set(vars(module)), vars(module).get("time_step_limit")) for module in modules],
+        dict(ALL_ATTENTION_FUNCTIONS),
+        [(set(vars(module)), vars(module).get("time_step_limit"), dict(module._modules)) for module in modules],
         [model.generation_config.to_dict() for model in models(name)],
     ]
 
@@ -90,7 +90,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
 def met(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, str]]]:
     """Which threads have met what is replaced, by their numbers."""
     found: set[tuple[int, str]] = set()
-    attend = GroupedAttention.__call__
+    attend, look_up = GroupedAttention.__call__, ColumnTable.forward
 
     def noted_attention(*args, **kwargs):
         found.add((threading.get_ident(), "attention"))
@@ -98,14 +98,14 @@ def met(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[int, s
 
     def noted_table(*args, **kwargs):
         found.add((threading.get_ident(), "table"))
-        return by_column(*args, **kwargs)
+        return look_up(*args, **kwargs)
 
     def note_limit(module, args):
         if module.time_step_limit[0] == 0:
             found.add((threading.get_ident(), "limit"))
 
     monkeypatch.setattr(GroupedAttention, "__call__", noted_attention)
-    monkeypatch.setattr(sys.modules["hf_specx.layouts.position_tables"], "by_column", noted_table)
+    monkeypatch.setattr(ColumnTable, "forward", noted_table)
     mixers = [module for module in models(name)[0].modules() if hasattr(module, "time_step_limit")]
     handles = [mixer.register_forward_pre_hook(note_limit) for mixer in mixers]
     yield found
@@ -119,7 +119,7 @@ def test_a_whole_call_in_the_middle_of_a_forward(name: str, other: Callable, met
     expected, here, forwards, found = stock(name), threading.get_ident(), [], []
 
     def hook(module, args):
-        if threading.get_ident() == here and OVERRIDES.get():
+        if threading.get_ident() == here and ACTIVE.get():
             forwards.append(None)
             if len(forwards) == 3:
                 found.append(in_another_thread(lambda: (threading.get_ident(), other(name, rows=4))))
@@ -225,7 +225,7 @@ def test_models_are_left_as_they_were_found(name: str, tmp_path: Path):
         return [set(vars(module)) for module in target.modules()], copies
 
     def hook(module, args):
-        if OVERRIDES.get():
+        if ACTIVE.get():
             handle.remove()
             found.append(in_another_thread(look))
 
@@ -257,11 +257,11 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
 def test_two_copies_of_this_package(name: str, ours_first: bool, published: type):
     """A call by one begins and ends in the middle of a call by the other, more than once; all texts are stock's."""
     expected, here, found = stock(name), threading.get_ident(), []
-    others = sys.modules[published.__module__.replace("strategy", "common")].OVERRIDES
+    others = sys.modules[published.__module__.replace("strategy", "layouts")].ACTIVE
     outer, inner = (SpeculativeDecoding, published) if ours_first else (published, SpeculativeDecoding)
 
     def hook(module, args):
-        if threading.get_ident() == here and (OVERRIDES if ours_first else others).get():
+        if threading.get_ident() == here and (ACTIVE if ours_first else others).get():
             found.append(in_another_thread(lambda: ours(name, by=inner)))
 
     for _ in range(2):
