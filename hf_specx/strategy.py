@@ -73,9 +73,8 @@ class SpeculativeDecoding(NoModel):
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
             and may differ in padding, or altogether; otherwise they must be equally large.
-        tokenizer_match: how a draft with another tokenizer proposes. "tokens": by its distribution among the tokens
-            that both have; "text": the text that it writes greedily, in the target's tokens; "auto": "tokens" if at
-            least half of the tokens of a sample text are in both.
+        tokenizer_match: a draft with another tokenizer proposes by its distribution among the tokens that both have.
+            "auto" refuses one if less than half of the tokens of a sample text are in both, "tokens" if none is.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
             learn from the calls of either; `costs.apart()` is a copy.
 

@@ -20,7 +20,7 @@ class TokenizerMatch(NamedTuple):
     """How the tokens of a draft with another tokenizer become the target's.
 
     Attributes:
-        match: "tokens": the draft proposes tokens that both have; "text": its text in the target's tokens.
+        match: "tokens": the draft proposes tokens that both have.
         reason: why.
         overlap: the part of the target's tokens that the draft has as well.
         coverage: the part of the tokens of a sample text that these are.

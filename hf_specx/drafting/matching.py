@@ -1,4 +1,4 @@
-"""How the tokens of a draft with another tokenizer are matched with the target's."""
+"""Whether a draft with another tokenizer has enough tokens in common with its target."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,21 +10,23 @@ from hf_specx.common.errors import refusal
 from hf_specx.common.tokenizers import same_tokens
 
 from .drafter import Drafter, TokenizerMatch
-from .other_tokenizer import OtherTokenizerDrafter, TextDrafter
+from .other_tokenizer import OtherTokenizerDrafter
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
-MATCHES = ("auto", "tokens", "text")
-ENOUGH_COMMON = 0.5  # coverage from which "auto" goes by tokens
+MATCHES = ("auto", "tokens")
+ENOUGH_COMMON = 0.5  # coverage from which such a draft is likely to help
 
 
 @refusal
-def no_common_tokens(vocabularies: VocabularyMap) -> str | None:
-    if vocabularies.coverage:
+def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> str | None:
+    if vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9):
         return None
+    asked = ", or try tokenizer_match='tokens' all the same" if vocabularies.coverage else ""
     return (
-        "tokenizer_match='tokens' needs tokens that both tokenizers have, and of a sample text there are none; use "
-        "tokenizer_match='text', or check that each tokenizer belongs to its model."
+        f"only {vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers, too few for a draft "
+        "that can propose no others; choose a draft with the target's own tokenizer, check that each tokenizer "
+        f"belongs to its model{asked}."
     )
 
 
@@ -44,7 +46,8 @@ def match_tokenizers(
         match: one of `MATCHES`; no tokens have to be matched where the tokenizers have the same.
 
     Raises:
-        ValueError: if it is not known what the tokens of one stand for, or none is in both and `match` is "tokens".
+        ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
+            than half of those of a sample text, under "tokens" none.
     """
     if same_tokens(tokenizer, draft_tokenizer):
         return draft
@@ -58,16 +61,16 @@ def match_tokenizers(
 
 
 def _drafter(draft: PreTrainedModel, vocabularies: VocabularyMap, match: str) -> Drafter:
-    found = matched(vocabularies, match)
-    return (OtherTokenizerDrafter if found.match == "tokens" else TextDrafter)(draft, vocabularies, found)
+    return OtherTokenizerDrafter(draft, vocabularies, matched(vocabularies, match))
 
 
 def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
-    """How to match two tokenizers, one of "tokens" and "text", and why."""
-    known = vocabularies.overlap, vocabularies.coverage
-    covered = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
-    if match == "tokens":
-        no_common_tokens(vocabularies)
-    if match != "auto":
-        return TokenizerMatch(match, f"asked for; {covered}", *known)
-    return TokenizerMatch("tokens" if vocabularies.coverage >= ENOUGH_COMMON else "text", f"chosen: {covered}", *known)
+    """How two tokenizers are matched, and why.
+
+    Raises:
+        ValueError: if they have too few tokens in common.
+    """
+    too_few_common_tokens(vocabularies, match)
+    told = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
+    reason = f"{'chosen' if match == 'auto' else 'asked for'}: {told}"
+    return TokenizerMatch("tokens", reason, vocabularies.overlap, vocabularies.coverage)

@@ -45,6 +45,8 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
     one_of("layout", options["layout"], LAYOUTS)
+    told = "tokenizer_match='text' is no more, since it was slower than plain decoding; leave it out, or choose a "
+    require(options["tokenizer_match"] != "text", told + "draft with the target's own tokenizer.")
     one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
     one_of("stream_by", options["stream_by"], STREAM_BY)
     compile = options["compile"]

@@ -109,6 +109,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "unknown": lambda: called("never_heard_of"),
     "falcon": lambda: called("falcon"),
     "doge": lambda: called("doge"),
+    "recurrent": lambda: zoo.build("causal", "mamba2"),
     "own cache": lambda: called("rwkv"),
     "by mask": lambda: called("moshi", "flash_attention_2"),
     "no cache": lambda: zoo.build("causal", "openai-gpt"),
