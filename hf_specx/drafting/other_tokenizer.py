@@ -4,7 +4,6 @@ From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: it proposes tokens that 
 """
 
 from itertools import takewhile
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +16,7 @@ from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Reading, TokenizerMatch
+from .drafter import Fed, Reading, TokenizerMatch
 from .vocabulary_map import VocabularyMap
 
 
@@ -75,8 +74,8 @@ class Translation:
         del self.states[count + 1 :]
 
 
-class OwnText(Decoder):
-    """The decoder of a draft over a text of its own, which follows that of the target token by token.
+class OwnText:
+    """A draft, as `Fed`, that reads a text of its own, which follows that of the target token by token.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
 
@@ -90,8 +89,17 @@ class OwnText(Decoder):
         self.inner, self.own, self.vocabularies = inner, own, vocabularies
         self.translations = [Translation(vocabularies) for _ in own.counts]  # of all B rows
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def opening(self) -> bool:
+        return self.inner.opening
+
+    @opening.setter
+    def opening(self, value: bool) -> None:
+        self.inner.opening = value
 
     def read(self) -> None:
         self.inner.read()
@@ -158,7 +166,7 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _decoder(self, reading: Reading) -> Decoder:
+    def _decoder(self, reading: Reading) -> Fed:
         """The draft with the prompts of a call in its own tokens; nothing is read yet."""
         batch, model = reading.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]

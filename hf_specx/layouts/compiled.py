@@ -16,7 +16,6 @@ from hf_specx.common.architectures import WHOLE
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import refusal
 
-from .decoder import Decoder
 from .forward_outputs import EXTRAS
 from .prepacked import PackedLinear
 from .prompts import Prompt
@@ -261,7 +260,7 @@ class CompiledDecoder(RaggedDecoder):
         return [(keys[n, :, :end].clone(), values[n, :, :end].clone()) for keys, values in self.buffers]
 
 
-def compilations(*decoders: Decoder | None) -> int:
+def compilations(*decoders: object) -> int:
     """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
     found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
     return sum(found.values())

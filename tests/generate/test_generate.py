@@ -359,16 +359,6 @@ def test_the_same_seed_gives_the_same_text_in_the_next_call():
     assert torch.equal(texts[0], texts[2])
 
 
-def test_a_heuristic_schedule_starts_anew_in_each_call():
-    target = tiny()
-    draft, asked = near(target, 0.0), {"num_assistant_tokens": 2, "num_assistant_tokens_schedule": "heuristic"}
-    call = {**prompts(2), "do_sample": False, "max_new_tokens": 20, "return_dict_in_generate": True}
-    reports = [generate(**call, **asked, model=target, draft_model=draft).speculation_report for _ in range(2)]
-    drafted = [[record.drafted for record in report.history[0]] for report in reports]
-    assert drafted[0][:4] == [0, 2, 4, 6]
-    assert drafted[0] == drafted[1]
-
-
 @pytest.mark.usefixtures("timed_first")
 def test_what_was_learned_is_forgotten_with_the_models():
     target = tiny()
