@@ -32,7 +32,7 @@ UNSET = {  # what `generate` fills in before it calls a strategy, whether or not
     "assistant_confidence_threshold": 0.4,
 }
 TRIES = 4.0  # tokens to be expected of rounds before a draft of which nothing was known can be found not to pay
-PROBE_SHARE = 0.02  # of the time of plain steps that may go into rounds that try a draft that does not pay
+PROBE_SHARE = 0.01  # of the time of plain steps that may go into rounds that try a draft that does not pay
 TOO_SLOW = 0.98  # speed compared with plain steps below which drafting ends
 CLEAR = 1.5  # speed compared with plain steps from which it is not asked how long these take
 
@@ -163,7 +163,7 @@ class Auto(Schedule):
     """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
     The longest draft of the batch decides what a forward costs, so all rows get the same number. While plain steps are
-    faster the draft is not asked, and reads nothing; a fiftieth of their time goes into rounds that try it again. A
+    faster the draft is not asked, and reads nothing; a hundredth of their time goes into rounds that try it again. A
     draft of which nothing is known is tried at first in any case. Where drafting is hardly faster than plain steps are
     assumed to be, some of these are timed.
 

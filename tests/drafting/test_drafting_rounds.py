@@ -78,7 +78,7 @@ def test_schedules_of_transformers_leave_the_number_to_auto(models: Any, draft_p
     for _ in range(2):
         output = target.generate(**prompts(2), **GREEDY, **call, custom_generate=strategy)
         assert torch.equal(output, target.generate(**prompts(2), **GREEDY))
-    assert drafted(strategy.report)[0] > 3
+    assert drafted(strategy.report)[0] != 3
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])

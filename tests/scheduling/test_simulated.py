@@ -126,7 +126,7 @@ def test_a_draft_that_has_become_better_is_found():
         call = Call(Line(1.0, 0.2, costs, read=0.005), [0.02])
         call.run(60)
         rounds.append(sum(map(bool, call.drafted)))
-    assert 0 < 0.2 * sum(rounds) < 0.02 * 20 * 60
+    assert 0 < 0.2 * sum(rounds) < 0.01 * 20 * 60
     costs.saved = 0.0
     call = Call(Line(1.0, 0.2, costs, read=0.005), [0.95])
     call.run(2000)
