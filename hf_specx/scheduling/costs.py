@@ -1,6 +1,5 @@
 """How long forwards and rounds take, and how much was accepted: what a strategy keeps from call to call."""
 
-import itertools
 import math
 import statistics
 import time
@@ -115,36 +114,20 @@ class Costs:
         return {number: seconds / self.forwards(batch, number) for number, seconds in self.rounds[batch].items()}
 
     def target(self, batch: int, query_length: float) -> float:
-        """T_t(B, q) in seconds, interpolated linearly between measured query lengths and batch sizes.
+        """T_t(B, q) in seconds, on a line between measured query lengths.
 
-        Beyond the measured batch sizes it is that of a forward with equally many tokens in all.
+        For other batch sizes it is that of a forward of the nearest one with equally many tokens in all.
         """
-        if batch in self.table:
-            return on_line(sorted(self.table[batch]["target"].items()), query_length)
-        if (between := self._between(batch)) is not None:
-            under, over, share = between
-            return (1 - share) * self.target(under, query_length) + share * self.target(over, query_length)
         nearest = self._nearest(batch)
-        return self.target(nearest, query_length * batch / nearest)
+        return on_line(sorted(self.table[nearest]["target"].items()), query_length * batch / nearest)
 
     def draft(self, batch: int) -> float:
-        """T_d(B, 1) in seconds; beyond the measured batch sizes it grows as the target's."""
-        if batch in self.table:
-            return self.table[batch]["draft"]
-        if (between := self._between(batch)) is not None:
-            under, over, share = between
-            return (1 - share) * self.draft(under) + share * self.draft(over)
+        """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
         nearest = self._nearest(batch)
-        return self.draft(nearest) * self.target(batch, 1) / self.target(nearest, 1)
-
-    def _between(self, batch: int) -> tuple[int, int, float] | None:
-        """The measured batch sizes below and above one, and its distance from the first as a share; None beyond."""
-        known = sorted(self.table)
-        pairs = [(low, high) for low, high in itertools.pairwise(known) if low < batch < high]
-        return (*pairs[0], (batch - pairs[0][0]) / (pairs[0][1] - pairs[0][0])) if pairs else None
+        return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
 
     def _nearest(self, batch: int) -> int:
-        return min(self.table, key=lambda size: abs(size - batch))
+        return min(self.table, key=lambda size: abs(math.log(size / batch)))
 
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
         """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""

@@ -223,11 +223,11 @@ def test_acceptance_is_remembered_by_verification():
 ROW = {"target": {1: 1.0, 2: 1.2, 9: 4.0}, "draft": 0.2}
 
 
-def test_batch_sizes_between_two_are_on_a_line():
+def test_batch_sizes_between_two_go_by_the_nearest():
     costs = Costs({2: ROW, 6: {"target": {1: 3.0, 9: 11.0}, "draft": 0.6}})
-    assert costs.target(3, 1) == pytest.approx(1.5)
-    assert costs.target(5, 9) == pytest.approx(0.25 * 4 + 0.75 * 11)
-    assert costs.draft(4) == pytest.approx(0.4)
+    assert costs.target(3, 4) == pytest.approx(costs.target(2, 6))
+    assert costs.target(5, 6) == pytest.approx(costs.target(6, 5))
+    assert costs.draft(3) == pytest.approx(0.2 * 1.1)
 
 
 def test_smaller_batches_take_as_long_as_forwards_of_as_many_tokens():
