@@ -19,7 +19,7 @@ from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.matching import match_tokenizers
+from hf_specx.drafting.other_tokenizer import match_tokenizers
 from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call
 from hf_specx.engine.many import complete_all, in_order

@@ -3,23 +3,29 @@
 From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: it proposes tokens that both tokenizers have.
 """
 
+from collections.abc import Sequence
 from itertools import takewhile
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import refusal
 from hf_specx.common.padding import padded_rows
+from hf_specx.common.tokenizers import same_tokens
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Fed, Reading, TokenizerMatch
-from .vocabulary_map import VocabularyMap
+from .drafter import Drafter, Fed, Reading, TokenizerMatch
+from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
+MATCHES = ("auto", "tokens")
+ENOUGH_COMMON = 0.5  # coverage from which such a draft is likely to help
 LONGEST_OPEN = 32  # bytes that are written anew when more follow
 
 
@@ -175,3 +181,61 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         # one token of the target may be several of the draft's, so there is no limit on these
         inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
         return OwnText(inner, own, self.vocabularies)
+
+
+@refusal
+def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> str | None:
+    if vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9):
+        return None
+    asked = ", or try tokenizer_match='tokens' all the same" if vocabularies.coverage else ""
+    return (
+        f"only {vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers, too few for a draft "
+        "that can propose no others; choose a draft with the target's own tokenizer, check that each tokenizer "
+        f"belongs to its model{asked}."
+    )
+
+
+def match_tokenizers(
+    draft: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    match: str = "auto",
+) -> Any:
+    """The same draft or drafts, with a drafter for one call in place of a model with another tokenizer.
+
+    Args:
+        draft: as `SpeculativeDecoding` takes it.
+        target: of the call.
+        tokenizer: the target's, and `draft_tokenizer` the draft's; where one is not known they count as the same.
+        match: one of `MATCHES`; no tokens have to be matched where the tokenizers have the same.
+
+    Raises:
+        ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
+            than half of those of a sample text, under "tokens" none.
+    """
+    if same_tokens(tokenizer, draft_tokenizer):
+        return draft
+    assert tokenizer is not None
+    assert draft_tokenizer is not None
+    if isinstance(draft, Sequence):
+        return [match_tokenizers(part, target, tokenizer, draft_tokenizer, match) for part in draft]
+    if not isinstance(draft, PreTrainedModel):
+        return draft
+    return _drafter(draft, vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))), match)
+
+
+def _drafter(draft: PreTrainedModel, vocabularies: VocabularyMap, match: str) -> Drafter:
+    return OtherTokenizerDrafter(draft, vocabularies, matched(vocabularies, match))
+
+
+def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
+    """How two tokenizers are matched, and why.
+
+    Raises:
+        ValueError: if they have too few tokens in common.
+    """
+    too_few_common_tokens(vocabularies, match)
+    told = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
+    reason = f"{'chosen' if match == 'auto' else 'asked for'}: {told}"
+    return TokenizerMatch("tokens", reason, vocabularies.overlap, vocabularies.coverage)

@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from hf_specx.common.errors import is_int, kind, one_of, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.matching import MATCHES
+from hf_specx.drafting.other_tokenizer import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 

@@ -12,7 +12,7 @@ from tiny import Forwards, tiny
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.drafting import matching
+from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.other_tokenizer import OwnText
 from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
@@ -220,7 +220,7 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     assert torch.equal(run(strategy), run())
     assert strategy.report.accepted > 0
     assert 0.5 < strategy.report.tokenizer_match["coverage"] < 0.6
-    monkeypatch.setattr(matching, "ENOUGH_COMMON", 0.6)
+    monkeypatch.setattr(other_tokenizer, "ENOUGH_COMMON", 0.6)
     with pytest.raises(ValueError, match="only 5.% of the tokens of a sample text .* tokenizer_match='tokens'"):
         run(strategy)
     strategy.tokenizer_match = "tokens"
