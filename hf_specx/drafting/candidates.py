@@ -85,9 +85,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         assert decoder is not None
         if reading is not None and (self.waiting or not self.has_read):
             opened = _as_it_began(batch)
-            if self.has_read:
-                decoder.admit(batch.until(opened.counts), [row for row in batch.rows if row in self.waiting])
-            else:
+            coming = [row for row in batch.rows if row in self.waiting]
+            if self.has_read and coming:
+                decoder.admit(batch.until(opened.counts), coming)
+            elif not self.has_read:
                 if self.waiting:
                     prompt = self._later(opened, reading.prompt)
                     decoder = self.decoder = self._decoder(replace(reading, batch=opened, prompt=prompt))

@@ -122,3 +122,25 @@ def test_a_draft_that_does_not_pay_reads_nothing(rows: int):
         output = target.generate(**prompts(rows), **settings, custom_generate=strategy)
     assert torch.equal(output, target.generate(**prompts(rows), **settings))
     assert not forwards.lengths
+
+
+def test_a_prompt_that_has_come_and_gone_is_never_read(monkeypatch: pytest.MonkeyPatch, compared: list[bool]):
+    """Its row has left by the time that candidates are wanted of the others."""
+
+    class Between(InTurns):
+        def number(self, row: int) -> int:
+            return 0 if 2 < self.rounds < 25 else 4
+
+    monkeypatch.setattr(start, "make_schedule", lambda *given: Between(list(given[4])))
+    target, draft, _, ids = queued(None)
+    asked = [Request(one, limit) for one, limit in zip(ids[2::-1], (70, 14, 5), strict=True)]
+    strategy = SpeculativeDecoding(draft, verification="coupled")
+    done = list(strategy.generate_many(target, asked, batch_size=2, ordered=True, do_sample=False))
+    for request, one in zip(asked, done, strict=True):
+        given = {"input_ids": request.input_ids[None], "attention_mask": torch.ones_like(request.input_ids[None])}
+        plain = target.generate(**given, max_new_tokens=request.max_new_tokens, do_sample=False)
+        assert one.tokens == plain[0, len(request.input_ids) :].tolist()
+    drafted = [record.drafted > 0 for record in strategy.report.history[0]]
+    assert drafted[-4:] == [True] * 4
+    assert not all(drafted[1:])
+    assert all(compared)
