@@ -19,7 +19,7 @@ from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.matching import match_tokenizers
+from hf_specx.drafting.other_tokenizer import match_tokenizers
 from hf_specx.engine.attached import attached
 from hf_specx.engine.in_order import decode_call, own_sampler, wants_layers
 from hf_specx.engine.many import complete_all, in_order
@@ -35,7 +35,6 @@ from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.scheduling.schedule import Schedule
 from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_options
@@ -56,7 +55,7 @@ class SpeculativeDecoding(NoModel):
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
             `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
             forwards: each row and round takes what promises more tokens a second, by what was kept so far.
-        num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 8 with the most
+        num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
             of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
@@ -73,9 +72,8 @@ class SpeculativeDecoding(NoModel):
         stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
         tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
             and may differ in padding, or altogether; otherwise they must be equally large.
-        tokenizer_match: how a draft with another tokenizer proposes. "tokens": by its distribution among the tokens
-            that both have; "text": the text that it writes greedily, in the target's tokens; "auto": "tokens" if at
-            least half of the tokens of a sample text are in both.
+        tokenizer_match: a draft with another tokenizer proposes by its distribution among the tokens that both have.
+            "auto" refuses one if less than half of the tokens of a sample text are in both, "tokens" if none is.
         costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
             learn from the calls of either; `costs.apart()` is a copy.
 
@@ -83,7 +81,6 @@ class SpeculativeDecoding(NoModel):
         report: the `SpeculationReport` of the last call, None before the first.
         costs: what "auto" goes by: times of bare forwards, times of rounds, and acceptance in the calls so far. Empty
             again when the strategy is used with another target.
-        schedule: the `Schedule` of the last call; with "heuristic" the next one goes on from its number.
         listeners: objects with a method `observe`, which is given the `Round` of each round.
 
     Raises:
@@ -117,7 +114,6 @@ class SpeculativeDecoding(NoModel):
         options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
         check_options(options, unknown, self.draft_model, len(misplaced))
         self.costs = costs if costs is not None else Costs()
-        self.schedule: Schedule | None = None
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
@@ -266,7 +262,7 @@ class SpeculativeDecoding(NoModel):
             plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
-        given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
+        given = inputs_tensor, drafter, prepared, stopping, self.costs, places
         run = start(call, plan, prompt, *given)
         self.report = run.report
         return run, plan
@@ -277,14 +273,13 @@ class SpeculativeDecoding(NoModel):
         self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
-        self.schedule = run.schedule
         return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
-        """Forget costs and schedule if the last call had another target."""
+        """Forget costs if the last call had another target."""
         model = unwrapped(model, adapters=True)
         if self._served is not None and self._served() is not model:
-            self.costs, self.schedule = Costs(), None
+            self.costs = Costs()
         self._served = weakref.ref(model)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ import transformers
 from hf_specx.engine import start
 from hf_specx.layouts import compiled, regions
 from hf_specx.scheduling.measuring import Measuring
+from hf_specx.scheduling.pace import Pace
 
 
 torch.set_num_threads(1)
@@ -29,7 +30,7 @@ def pytest_report_header(config):
 
 @pytest.fixture
 def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards are timed as ever, but what comes of it is a draft that is worth its time, as is what is assumed.
+    """Forwards and rounds are timed as ever, but what comes of it is a draft that is worth its time.
 
     For tests that leave the number of candidates to "auto": a tiny draft is no faster than its target, so that "auto"
     would rightly decode plainly, and equality would show nothing.
@@ -40,6 +41,8 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Measuring, "row", paying)
     monkeypatch.setattr(start, "assumed_times", paying)
+    monkeypatch.setattr(Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
+    monkeypatch.setattr(Pace, "has_seen_plain", lambda pace, rows: True)
 
 
 @pytest.fixture

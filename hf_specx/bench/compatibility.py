@@ -9,7 +9,7 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
-from hf_specx.drafting.matching import matched
+from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
 from hf_specx.layouts.choose import layouts_of
 from hf_specx.pair_files.pair_config import WeightlessDraft

@@ -1,8 +1,9 @@
 """Drafters: one that samples from a draft model, and one for any `CandidateGenerator` of transformers."""
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -13,12 +14,11 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.layouts.choose import layouts_of, make_decoder
-from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.prompts import prepare
+from hf_specx.layouts.prompts import Prompt, prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
-from .drafter import Drafter, Reading, no_candidates
+from .drafter import Drafter, Fed, Reading, no_candidates
 from .forced import Growth, stands_apart
 from .several import SeveralDrafts
 
@@ -65,20 +65,52 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.model: PreTrainedModel = draft_model
         self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
-        self.decoder: Decoder | None = None
+        self.decoder: Fed | None = None
+        self.reading: Reading | None = None
         self.batch: Batch | None = None
+        self.has_read, self.waiting = False, set[int]()  # rows whose prompts came later, and were not read yet
         self.threshold, self.forces, self.apart, self.weighs = 0.0, False, False, False
 
     def read(self, reading: Reading) -> None:
-        """Read the prompts of all rows."""
+        """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
-        self.threshold, self.forces = reading.threshold, reading.forces
+        self.threshold, self.forces, self.reading = reading.threshold, reading.forces, reading
         self.apart = stands_apart(self.rule)
         self.weighs = reading.number is None
         self.decoder = self._decoder(reading)
-        self.decoder.read()
 
-    def _decoder(self, reading: Reading) -> Decoder:
+    def _ready(self, batch: Batch) -> Fed:
+        """The decoder, once it has read the prompts of all decoding rows."""
+        reading, decoder = self.reading, self.decoder
+        assert decoder is not None
+        if reading is not None and (self.waiting or not self.has_read):
+            opened = _as_it_began(batch)
+            coming = [row for row in batch.rows if row in self.waiting]
+            if self.has_read and coming:
+                decoder.admit(batch.until(opened.counts), coming)
+            elif not self.has_read:
+                if self.waiting:
+                    prompt = self._later(opened, reading.prompt)
+                    decoder = self.decoder = self._decoder(replace(reading, batch=opened, prompt=prompt))
+                decoder.read()
+                decoder.opening = decoder.opening and not self.waiting
+                if len(batch.rows) < len(batch.counts):
+                    decoder.leave(opened.rows, batch.index)
+            self.has_read = True
+            self.waiting.clear()
+        return decoder
+
+    def _later(self, opened: Batch, given: Prompt | None) -> Prompt | None:
+        """As the prompt that was given, where some rows have come in the places of others."""
+        if given is None:
+            return None
+        ids = opened.prefix(0)
+        mask = torch.arange(opened.width, device=ids.device) >= opened.starts[:, None]
+        prompt = prepare(self.model, given.max_new_tokens, {"input_ids": ids, "attention_mask": mask.long()})
+        prompt.limits = given.limits
+        return prompt
+
+    def _decoder(self, reading: Reading) -> Fed:
         assert reading.prompt is not None
         return make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
 
@@ -89,15 +121,15 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         then depends only on those before it, so every verification stays exact. With masks, greedily and under "auto",
         a round also ends where the draft is too unsure to be worth a step: see `Growth`.
         """
-        assert self.decoder is not None
-        growth = Growth(self.processors, batch, lengths, self.forces, self.apart)
+        pace = None if self.reading is None or self.apart else self.reading.pace
+        growth = Growth(self.processors, batch, lengths, self.forces, self.apart, pace)
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round
         while growth.next():
             ahead = len(tokens)
             if any(growth.draws):
-                logits = self._sized(self.decoder.step(batch, ahead, ahead - fed - 1))
+                logits = self._sized(self._ready(batch).step(batch, ahead, ahead - fed - 1))
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
             else:
                 scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
@@ -124,9 +156,11 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Read new prompts."""
+        """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""
         assert self.decoder is not None
-        self.decoder.admit(batch, rows)
+        self.waiting.update(rows)
+        if self.has_read and batch.width > self.decoder.width:
+            self._ready(batch)
 
     def observe(self, done: Round) -> None:
         """Note how much of the cache is the text by now, and drop rows that have left.
@@ -134,7 +168,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         What was rejected is rolled back at the next step, which feeds what is missing. A row whose candidates came
         from elsewhere was fed others than were judged.
         """
-        if self.decoder is None:
+        if self.decoder is None or not self.has_read:
             return
         others = done.draft.free or [False] * len(done.rows)
         for row, before, other in zip(done.rows, done.before, others, strict=True):
@@ -143,7 +177,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             self.decoder.leave(done.rows, done.stay)
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return None if self.decoder is None else partial(self.decoder.rehearse, batch)
+        return lambda count: self._ready(batch).rehearse(batch, count)
 
     def _sized(self, logits: torch.Tensor) -> torch.Tensor:
         surplus = 0 if self.vocab_size is None else self.vocab_size - logits.shape[-1]
@@ -175,6 +209,14 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Nothing to do: the text of the next `get_candidates` tells what was kept."""
+
+
+def _as_it_began(batch: Batch) -> Batch:
+    """All rows with their prompts alone, to be read only."""
+    opened = copy.copy(batch)
+    opened.counts = [0] * len(batch.counts)
+    opened.revive()
+    return opened
 
 
 class GeneratorDrafter(Drafter):

@@ -1,9 +1,10 @@
 """Who proposes candidates: the one interface of all drafts, and what a call gives to it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
@@ -12,7 +13,7 @@ from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
-from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.pace import Pace
 from hf_specx.scheduling.prior import ForwardSize, size_of
 
 
@@ -20,7 +21,7 @@ class TokenizerMatch(NamedTuple):
     """How the tokens of a draft with another tokenizer become the target's.
 
     Attributes:
-        match: "tokens": the draft proposes tokens that both have; "text": its text in the target's tokens.
+        match: "tokens": the draft proposes tokens that both have.
         reason: why.
         overlap: the part of the target's tokens that the draft has as well.
         coverage: the part of the tokens of a sample text that these are.
@@ -30,6 +31,40 @@ class TokenizerMatch(NamedTuple):
     reason: str
     overlap: float
     coverage: float
+
+
+class Fed(Protocol):
+    """A draft model with what it has read of each row; a `Decoder` is one. `batch` is always the target's text.
+
+    Attributes:
+        opening: whether all rows are those that it began with.
+    """
+
+    opening: bool
+
+    @property
+    def width(self) -> int:
+        """Slots that the prompts take."""
+        ...
+
+    def read(self) -> None:
+        """Read the prompts of all rows."""
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Read the prompts of rows that have come in the places of others."""
+
+    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
+        """Logits [R, 1, V] after `ahead` candidates; feeds what is missing, also `skipped` ones before the last."""
+        ...
+
+    def keep(self, row: int, count: int) -> None:
+        """Of what a row was fed, only the first `count` tokens after its prompt are its text."""
+
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
+        """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
+
+    def rehearse(self, batch: Batch, count: int) -> None:
+        """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
 
 
 @dataclass
@@ -47,7 +82,7 @@ class Reading:
         layout: of that model.
         compiled: whether its forwards after the prompt are compiled.
         forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
-        costs: how long forwards of the target take, once that is measured; it is before anything is proposed.
+        pace: how long rounds take; it is known before anything is proposed.
         number: candidates of a round that the user asked for; None is "auto".
         alpha: acceptance in earlier calls with this verification; None where none was seen.
     """
@@ -62,7 +97,7 @@ class Reading:
     layout: str = "ragged"
     compiled: bool = False
     forces: bool = False
-    costs: Costs | None = None
+    pace: Pace = field(default_factory=lambda: Pace(None))
     number: int | None = None
     alpha: float | None = None
 
@@ -71,11 +106,11 @@ class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
     A call drives it in this order: `of`, `meet`, `read`, then in each round `propose` and `observe`. What `of` returns
-    serves one call at a time.
+    serves one call at a time, and holds all that belongs to it.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
-        decoder: that model with its cache, once it has read.
+        decoder: that model with its cache, once a call has begun.
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
@@ -85,7 +120,7 @@ class Drafter(Protocol):
     """
 
     model: PreTrainedModel | None = None
-    decoder: Decoder | None = None
+    decoder: Fed | None = None
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
@@ -107,7 +142,7 @@ class Drafter(Protocol):
         return
 
     def read(self, reading: Reading) -> None:
-        """Begin a call."""
+        """Begin a call; prompts need not be read before candidates are wanted."""
         return
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:

@@ -1,5 +1,6 @@
 """A draft that is its target's own first layers: without a second model, and in the ragged layout without a cache."""
 
+import copy
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,12 +12,11 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
 from hf_specx.layouts.altered import shallow
-from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.ragged import RaggedDecoder
 from hf_specx.scheduling.prior import ForwardSize
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Fed, Reading
 
 
 NO_LAYERS = "give a draft model instead, or SuffixDraft()"
@@ -121,16 +121,16 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         size = super().size()
         return size and size._replace(layers=self.layers)
 
-    def _decoder(self, reading: Reading) -> Decoder:
+    def _decoder(self, reading: Reading) -> Fed:
         target = reading.target
         return SharedDecoder(target, self.model) if type(target) is RaggedDecoder else super()._decoder(reading)
 
 
-class SharedDecoder(RaggedDecoder):
-    """The decoder of a target run with the target's first layers alone, over the same cache.
+class SharedDecoder:
+    """The target's first layers, as `Fed`, over the target's own cache.
 
     A step writes keys and values where the target's forward of the round writes them again, from the same inputs. The
-    target has always fed all emitted tokens but the last. What is not set here is the target's, as it is by then.
+    target has always fed all emitted tokens but the last.
 
     Args:
         target: has read the prompts.
@@ -139,17 +139,24 @@ class SharedDecoder(RaggedDecoder):
 
     def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
         self.target, self.model = target, model
-        self.held, self.valid = [0] * len(target.held), [0] * len(target.held)
+        self.width, self.opening = target.width, False
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.target, name)
+    def _lent(self) -> RaggedDecoder:
+        """The target's decoder as it is now, with its cache, around the first layers."""
+        lent = copy.copy(self.target)
+        lent.model = self.model
+        lent.held, lent.valid = list(lent.held), list(lent.valid)
+        return lent
 
     def read(self) -> None:
         """Nothing: the target has."""
 
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        """Nothing: the target has read their prompts."""
+
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
         """Logits [R, 1, V] after `ahead` candidates; also where the target has read prompts alone."""
-        return self.feed(batch, 1 + skipped, ahead, keep=1)
+        return self._lent().feed(batch, 1 + skipped, ahead, keep=1)
 
     def keep(self, row: int, count: int) -> None:
         """Nothing: the target's forward has written what the row's text is now."""
@@ -157,8 +164,9 @@ class SharedDecoder(RaggedDecoder):
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         """Nothing: the rows leave the target's cache."""
 
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Nothing: the target has read their prompts."""
+    def rehearse(self, batch: Batch, count: int) -> None:
+        """Feed `count` arbitrary tokens after the prompts."""
+        self._lent().rehearse(batch, count)
 
 
 def check_exit_number(name: str, value: Any) -> None:

@@ -16,14 +16,13 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import choices
 from hf_specx.sampling.rules import RejectionRule, Rule
+from hf_specx.scheduling.pace import Pace
 from hf_specx.scheduling.prior import ForwardSize
 
 from .drafter import Drafter, Reading
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary
-STEP_WORTH = 0.2  # a draft's step is worth its time if each row is likely to keep so many candidates more, and
-WIDTH_WORTH = 0.3  # so is one more position of the target's forward
 
 
 def stands_apart(rule: Rule) -> bool:
@@ -44,6 +43,7 @@ class Growth:
             any row; where rows stand apart all do, with forced tokens among them.
         forces: whether forced tokens are looked for.
         apart: whether what a row gets must not depend on other rows.
+        pace: what steps and positions cost; None where a round must not end because of it.
 
     Attributes:
         lengths: [R], candidates so far.
@@ -55,13 +55,22 @@ class Growth:
         weighed: whether the draft has said how sure it is.
     """
 
-    def __init__(self, processors: Processors, batch: Batch, limits: Sequence[int], forces: bool, apart: bool):
+    def __init__(
+        self,
+        processors: Processors,
+        batch: Batch,
+        limits: Sequence[int],
+        forces: bool,
+        apart: bool,
+        pace: Pace | None = None,
+    ):
         self.processors, self.batch, self.limits, self.apart = processors, batch, list(limits), apart
         self.ahead, self.steps, rows = 0, 0, len(batch.rows)
         self.lengths, self.flags = [0] * rows, [list[bool]() for _ in range(rows)]
         self.tokens: list[int | None] = [None] * rows
         self.draws, self.chances = [False] * rows, [1.0] * rows
         self.masked, self.weighed = False, False
+        self.step, self.position = (0.0, 0.0) if pace is None else pace.prices(rows)  # in tokens of plain steps
         # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
         self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
@@ -81,9 +90,9 @@ class Growth:
             free = [going[i] and (counts[i] > 1 or not asked[i]) for i in rows]  # 0: no token is left, or it has ended
             self.draws, self.masked = [free[i] and self.has(i, masks[i]) for i in rows], True
         forced, drawn = self._likely([token is not None for token in self.tokens]), self._likely(self.draws)
-        if self.weighed and (drawn < STEP_WORTH or drawn + forced < STEP_WORTH + WIDTH_WORTH):
+        if self.weighed and (drawn < self.step or drawn + forced < self.step + self.position):
             self.draws = [False for _ in rows]
-        if not any(self.draws) and (not forced or not (self.apart or forced >= WIDTH_WORTH)):
+        if not any(self.draws) and (not forced or forced < self.position):
             return False
         for i in rows:
             if self.draws[i] or self.tokens[i] is not None:
@@ -129,8 +138,8 @@ class Given(Growth):
         draft: these candidates.
     """
 
-    def __init__(self, processors: Processors, batch: Batch, draft: Draft, apart: bool):
-        super().__init__(processors, batch, draft.lengths, forces=True, apart=apart)
+    def __init__(self, processors: Processors, batch: Batch, draft: Draft, apart: bool, pace: Pace | None):
+        super().__init__(processors, batch, draft.lengths, forces=True, apart=apart, pace=pace)
         self.given = draft.tokens.tolist()
 
     def has(self, index: int, mask: torch.Tensor | None = None) -> bool:
@@ -182,6 +191,7 @@ class ForcedDrafter(Drafter):
     def read(self, reading: Reading) -> None:
         """Begin a call."""
         self.processors, self.apart = reading.processors, stands_apart(reading.rule)
+        self.pace = None if self.apart else reading.pace
         self.inner.read(reading)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -189,7 +199,7 @@ class ForcedDrafter(Drafter):
         draft, self.own = self.inner.propose(batch, lengths), None
         if not self.processors.mask_size:
             return draft
-        growth, columns = Given(self.processors, batch, draft, self.apart), []
+        growth, columns = Given(self.processors, batch, draft, self.apart, self.pace), []
         while growth.next():
             columns.append(growth.column())
             batch.put(batch.index.new_tensor(columns[-1])[:, None], growth.ahead - 1)

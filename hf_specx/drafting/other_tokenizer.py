@@ -1,30 +1,31 @@
 """Drafts of a model with another tokenizer, which reads the text in tokens of its own.
 
-From Timor et al. 2025 (arXiv 2502.05202), Algorithms 4 and 2: by the tokens that both have, or by text.
+From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: it proposes tokens that both tokenizers have.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
+from hf_specx.common.errors import refusal
 from hf_specx.common.padding import padded_rows
-from hf_specx.common.round import Draft, Round
+from hf_specx.common.tokenizers import same_tokens
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.layouts.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Reading, TokenizerMatch, no_candidates
-from .row_by_row import ROW_BY_ROW, RowByRowDecoder
-from .vocabulary_map import VocabularyMap
+from .drafter import Drafter, Fed, Reading, TokenizerMatch
+from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
+MATCHES = ("auto", "tokens")
+ENOUGH_COMMON = 0.5  # coverage from which such a draft is likely to help
 LONGEST_OPEN = 32  # bytes that are written anew when more follow
 
 
@@ -37,7 +38,6 @@ class Translation:
 
     Args:
         vocabularies: what the tokens mean.
-        to_draft: by the target's ids, the draft's token that stands for it wherever it is; -1 for none.
 
     Attributes:
         ids: the draft's tokens.
@@ -45,8 +45,8 @@ class Translation:
             after it.
     """
 
-    def __init__(self, vocabularies: VocabularyMap, to_draft: list[int]):
-        self.draft, self.target, self.to_draft = vocabularies.draft, vocabularies.target, to_draft
+    def __init__(self, vocabularies: VocabularyMap):
+        self.draft, self.target, self.to_draft = vocabularies.draft, vocabularies.target, vocabularies.to_draft
         self.ids: list[int] = []
         self.states: list[tuple[int, bytes]] = [(0, b"")]
 
@@ -80,23 +80,32 @@ class Translation:
         del self.states[count + 1 :]
 
 
-class OwnText(Decoder):
-    """The decoder of a draft over a text of its own, which follows that of the target token by token.
+class OwnText:
+    """A draft, as `Fed`, that reads a text of its own, which follows that of the target token by token.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
 
     Args:
         inner: the decoder of the draft; it reads `own`.
         own: the draft's text: prompts so far.
-        vocabularies, to_draft: as for `Translation`.
+        vocabularies: as for `Translation`.
     """
 
-    def __init__(self, inner: Decoder | RowByRowDecoder, own: Batch, vocabularies: VocabularyMap, to_draft: list[int]):
-        self.inner, self.own, self.vocabularies, self.to_draft = inner, own, vocabularies, to_draft
-        self.translations = [Translation(vocabularies, to_draft) for _ in own.counts]  # of all B rows
+    def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap):
+        self.inner, self.own, self.vocabularies = inner, own, vocabularies
+        self.translations = [Translation(vocabularies) for _ in own.counts]  # of all B rows
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def opening(self) -> bool:
+        return self.inner.opening
+
+    @opening.setter
+    def opening(self, value: bool) -> None:
+        self.inner.opening = value
 
     def read(self) -> None:
         self.inner.read()
@@ -127,10 +136,7 @@ class OwnText(Decoder):
 
     def keep(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
-        translation = self.translations[row]
-        translation.keep(count)
-        if isinstance(self.inner, RowByRowDecoder):
-            self.inner.settle(row, translation.states[-1][0])
+        self.translations[row].keep(count)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         self.inner.leave(rows, stay)
@@ -144,8 +150,7 @@ class OwnText(Decoder):
             self.own.widen(widest - self.own.width)
         for row, prompt in zip(rows, prompts, strict=True):
             self.own.replace(row, torch.tensor(prompt, device=self.own.ids.device))
-            self.translations[row] = Translation(self.vocabularies, self.to_draft)
-        assert isinstance(self.inner, Decoder)  # prompts come in other places in the ragged layout only
+            self.translations[row] = Translation(self.vocabularies)
         self.inner.admit(self.own, rows)
 
     def rehearse(self, batch: Batch, count: int) -> None:
@@ -167,105 +172,70 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _decoder(self, reading: Reading) -> Decoder:
-        return own_text(self.model, reading, self.vocabularies, self.vocabularies.to_draft)
+    def _decoder(self, reading: Reading) -> Fed:
+        """The draft with the prompts of a call in its own tokens; nothing is read yet."""
+        batch, model = reading.batch, self.model
+        prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
+        given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
+        own = Batch(given["input_ids"], given["attention_mask"], 0)
+        # one token of the target may be several of the draft's, so there is no limit on these
+        inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
+        return OwnText(inner, own, self.vocabularies)
 
 
-def own_text(model: PreTrainedModel, reading: Reading, vocabularies: VocabularyMap, to_draft: list[int]) -> OwnText:
-    """The decoder of a draft with the prompts of a call in its own tokens; nothing is read yet."""
-    batch = reading.batch
-    prompts = [vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
-    given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
-    own = Batch(given["input_ids"], given["attention_mask"], 0)
-    if reading.layout == ROW_BY_ROW:
-        return OwnText(RowByRowDecoder(model, own), own, vocabularies, to_draft)
-    # one token of the target may be several of the draft's, so there is no limit on these
-    inner = make_decoder(reading.layout, prepare(model, UNLIMITED, given), vocabulary(model))
-    return OwnText(inner, own, vocabularies, to_draft)
+@refusal
+def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> str | None:
+    if vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9):
+        return None
+    asked = ", or try tokenizer_match='tokens' all the same" if vocabularies.coverage else ""
+    return (
+        f"only {vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers, too few for a draft "
+        "that can propose no others; choose a draft with the target's own tokenizer, check that each tokenizer "
+        f"belongs to its model{asked}."
+    )
 
 
-class TextDrafter(Drafter):
-    """Writes the most probable text in the draft's tokens, and proposes it in the target's.
-
-    The processors of a call act on the target alone, since the draft's tokens have other ids.
+def match_tokenizers(
+    draft: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    match: str = "auto",
+) -> Any:
+    """The same draft or drafts, with a drafter for one call in place of a model with another tokenizer.
 
     Args:
-        draft_model: the draft.
-        vocabularies: what the tokens mean.
-        matching: how the tokenizers are matched, and why.
+        draft: as `SpeculativeDecoding` takes it.
+        target: of the call.
+        tokenizer: the target's, and `draft_tokenizer` the draft's; where one is not known they count as the same.
+        match: one of `MATCHES`; no tokens have to be matched where the tokenizers have the same.
+
+    Raises:
+        ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
+            than half of those of a sample text, under "tokens" none.
     """
+    if same_tokens(tokenizer, draft_tokenizer):
+        return draft
+    assert tokenizer is not None
+    assert draft_tokenizer is not None
+    if isinstance(draft, Sequence):
+        return [match_tokenizers(part, target, tokenizer, draft_tokenizer, match) for part in draft]
+    if not isinstance(draft, PreTrainedModel):
+        return draft
+    return _drafter(draft, vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))), match)
 
-    own_text, source = True, "text"
 
-    def __init__(self, draft_model: PreTrainedModel, vocabularies: VocabularyMap, matching: TokenizerMatch):
-        self.model: PreTrainedModel = draft_model
-        self.vocabularies, self.matching = vocabularies, matching
-        self.special = set(vocabularies.draft.special.values())
-        self.text: OwnText | None = None
+def _drafter(draft: PreTrainedModel, vocabularies: VocabularyMap, match: str) -> Drafter:
+    return OtherTokenizerDrafter(draft, vocabularies, matched(vocabularies, match))
 
-    def read(self, reading: Reading) -> None:
-        """Read the prompts of all rows."""
-        special = set(self.vocabularies.target.special.values())
-        both = [own if number in special else -1 for number, own in enumerate(self.vocabularies.to_draft)]
-        self.threshold, self.vocab_size = reading.threshold, reading.vocab_size
-        self.decoder = self.text = own_text(self.model, reading, self.vocabularies, both)
-        self.text.read()
 
-    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the draft writes in so many steps as `lengths` [R] says of each row, at most that many tokens."""
-        if not any(lengths):
-            return no_candidates(batch)
-        assert self.text is not None
-        drafted = self._write(self.text, batch, max(lengths))
-        # of its own number of steps alone: with seeds, what a row proposes must not depend on other rows
-        pairs = zip(drafted, lengths, strict=True)
-        found = [self._in_target(tokens[:length])[:length] for tokens, length in pairs]
-        most = max(map(len, found))
-        tokens = batch.index.new_tensor([row + [0] * (most - len(row)) for row in found]).view(len(found), most)
-        return Draft(tokens, [len(row) for row in found], None, self.source)
+def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
+    """How two tokenizers are matched, and why.
 
-    def _write(self, text: OwnText, batch: Batch, steps: int) -> list[list[int]]:
-        """The draft's own next tokens of each row, as far as it is sure of them."""
-        text.follow(batch, 0)
-        own, columns = text.own, list[torch.Tensor]()
-        sure = torch.ones(len(batch.rows), dtype=torch.int64, device=own.ids.device)
-        numbers = torch.zeros_like(sure)
-        for ahead in range(steps):
-            logits = text.inner.step(own, ahead)[:, -1].float()
-            token = logits.argmax(-1)
-            numbers, columns = numbers + sure, [*columns, token]
-            own.put(token[:, None], ahead)
-            if self.threshold:
-                chance = logits.softmax(-1).gather(-1, token[:, None])[:, 0]
-                sure = sure * (chance >= self.threshold)
-                if not sure.any():
-                    break
-        written = torch.stack(columns, 1).tolist()
-        for row, tokens in zip(batch.rows, written, strict=True):
-            text.translations[row].ids += tokens  # kept as far as they turn out to be the text
-        return [tokens[:number] for tokens, number in zip(written, numbers.tolist(), strict=True)]
-
-    def _in_target(self, tokens: list[int]) -> list[int]:
-        """Tokens of the draft as those of the target, up to the first special one."""
-        draft, target = self.vocabularies.draft, self.vocabularies.target
-        end = next((index for index, token in enumerate(tokens) if token in self.special), len(tokens))
-        content = draft.joined(tokens[:end])
-        found = [number for number in target.encode(content) if number < self.vocab_size] if content else []
-        meant = self.vocabularies.to_target[tokens[end]] if end < len(tokens) else -1
-        return [*found, meant] if meant >= 0 else found
-
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Read new prompts."""
-        assert self.text is not None
-        self.text.admit(batch, rows)
-
-    def observe(self, done: Round) -> None:
-        """Note how much of what was read is the text by now, and drop rows that have left."""
-        assert self.text is not None
-        for row, before in zip(done.rows, done.before, strict=True):
-            self.text.keep(row, before)
-        if done.stay is not None:
-            self.text.leave(done.rows, done.stay)
-
-    def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        return None if self.text is None else partial(self.text.rehearse, batch)
+    Raises:
+        ValueError: if they have too few tokens in common.
+    """
+    too_few_common_tokens(vocabularies, match)
+    told = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
+    reason = f"{'chosen' if match == 'auto' else 'asked for'}: {told}"
+    return TokenizerMatch("tokens", reason, vocabularies.overlap, vocabularies.coverage)

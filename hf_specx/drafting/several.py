@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,13 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.draft_length import HASTE, LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Outcome, Survival
+from hf_specx.scheduling.draft_length import LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Survival
+from hf_specx.scheduling.pace import Pace
 from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
-from .drafter import Drafter, Reading
+from .drafter import Drafter, Fed, Reading
 from .forced import stands_apart, within_masks
-from .suffix import ASSUMED
 
 
 class SeveralDrafts(Drafter):
@@ -45,21 +42,22 @@ class SeveralDrafts(Drafter):
         known = [part.max_candidates for part in self.others if part.max_candidates is not None]
         self.max_candidates = max(known, default=None) if self.costly is None else self.costly.max_candidates
 
+    @property
+    def decoder(self) -> Fed | None:  # type: ignore[override]
+        return None if self.costly is None else self.costly.decoder
+
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Ask every part."""
         for part in self.parts:
             part.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
-        """Read the prompts with every part."""
+        """Begin a call with every part."""
         self.number, self.processors = reading.number, reading.processors
-        self.costs, self.costs_of_others = reading.costs or Costs(), Costs()
         self.apart = stands_apart(reading.rule)
-        for part in self.others:
-            part.read(replace(reading, costs=self.costs_of_others))
-        if self.costly is not None:
-            self.costly.read(reading)
-            self.decoder = self.costly.decoder
+        self.pace = Pace(None) if self.apart else reading.pace
+        for part in self.parts:
+            part.read(reading)
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
         self.prior = prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
@@ -102,13 +100,10 @@ class SeveralDrafts(Drafter):
 
     def observe(self, done: Round) -> None:
         """Learn from the candidates that were taken from each part."""
-        left = [max(1, self.processors.room(done.batch, row)) for row in done.rows]
         for number in set(self.taken):
             seen = [row for row, taken in enumerate(self.taken) if taken == number and done.survival[row]]
             for rows in self._groups(seen):
-                survival = [done.survival[row] for row in rows]
-                outcome = Outcome(max(map(len, survival)), survival, [left[row] for row in rows])
-                self.survival[number][done.rows[rows[0]]].take(outcome)
+                self.survival[number][done.rows[rows[0]]].take([done.survival[row] for row in rows])
         for part in self.parts:
             part.observe(done)
 
@@ -125,8 +120,6 @@ class SeveralDrafts(Drafter):
         """[R], candidates of each row at most, from whichever part."""
         if self.costly is None or self.number is not None or not any(batch.counts):
             return lengths
-        table = self.costs.table
-        self.costs_of_others.table = {rows: {"target": table[rows]["target"], "draft": 0.0} for rows in table}
         most = self.processors.max_rollback
         room = [min(most, max(0, self.processors.room(batch, row) - 1)) for row in batch.rows]
         begun = [batch.counts[row] > 0 and not is_over for row, is_over in zip(batch.rows, batch.is_over, strict=True)]
@@ -138,14 +131,8 @@ class SeveralDrafts(Drafter):
 
     def _expected(self, batch: Batch, number: int, lengths: list[int]) -> list[list[float]]:
         """The same for so many candidates [R] of a part, by what was kept of it so far."""
-        expected = []
-        for row, length in zip(batch.rows, lengths, strict=True):
-            survival = self.survival[number][row]
-            chances = [more - less for less, more in pairwise(survival.expected_tokens())]
-            while len(chances) < length:
-                chances.append(chances[-1] * survival.ratio)
-            expected.append(chances[:length])
-        return expected
+        pairs = zip(batch.rows, lengths, strict=True)
+        return [self.survival[number][row].chances(length) for row, length in pairs]
 
     def _groups(self, rows: Sequence[int]) -> list[Sequence[int]]:
         """Rows that are counted, and that choose, together."""
@@ -164,30 +151,26 @@ class SeveralDrafts(Drafter):
                 continue  # then the schedule has decided
             mixed = [hoped[row] if asked[row] else offered[row] for row in rows]
             steps = max((len(hoped[row]) for row in rows if asked[row]), default=0)
-            numbers = [batch.rows[row] for row in rows]
-            without = self._rate(batch, numbers, [offered[row] for row in rows], 0)
-            if without >= self._rate(batch, numbers, mixed, steps):
+            without = self._rate(batch, [offered[row] for row in rows], 0)
+            if without >= self._rate(batch, mixed, steps):
                 for row in rows:
                     asked[row] = False
         return asked
 
-    def _rate(self, batch: Batch, rows: list[int], chances: list[list[float]], steps: int) -> float:
+    def _rate(self, batch: Batch, chances: list[list[float]], steps: int) -> float:
         """Tokens a second of a round with so many steps of the model, by the chances of each row's candidates."""
         width = max(map(len, chances))
-        if self.costs.table and not self.apart:
-            seconds = self.costs.target(len(rows), 1 + width) + steps * self.costs.draft(len(rows))
-            if not steps:  # the model has to read these tokens later, together with others
-                read = 1 + max(map(sum, chances))
-                one, more = (self.costs.target(len(rows), number) for number in (1, 1 + read))
-                seconds += self.costs.draft(len(rows)) * (more / one - 1)
-        else:
-            seconds = 1 + ASSUMED * (width + steps)
+        seconds = self.pace.times(len(chances), width, steps=False)[width]
+        if steps:
+            with_steps, without = (self.pace.times(len(chances), steps, kind)[steps] for kind in (True, False))
+            seconds += with_steps - without
         if batch.lockstep:
             least = min(map(len, chances))
-            return (1 + sum(map(math.prod, zip(*(row[:least] for row in chances), strict=True)))) / seconds
-        left = [max(1, self.processors.room(batch, row)) for row in rows]
-        weights = [(number / max(left)) ** HASTE for number in left]
-        return sum(weight * (1 + sum(row)) for weight, row in zip(weights, chances, strict=True)) / seconds
+            together = map(math.prod, zip(*(row[:least] for row in chances), strict=True))
+            tokens = len(chances) * (1.0 + sum(together))
+        else:
+            tokens = len(chances) + sum(map(sum, chances))
+        return tokens / seconds
 
 
 def has_forwards(part: object) -> bool:

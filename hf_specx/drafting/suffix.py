@@ -1,28 +1,65 @@
 """A draft without a model: what followed the last tokens of a row where these stood before."""
 
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from weakref import WeakKeyDictionary
+from typing import NamedTuple
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.sampling.rules import RejectionRule
-from hf_specx.scheduling.costs import RoundTimes
-from hf_specx.scheduling.draft_length import HASTE, ON
 from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
 from .drafter import Drafter, Reading, no_candidates
 from .forced import stands_apart
-from .suffix_index import DEPTH
+from .ngrams import DEPTH, NGrams
 from .suffix_pool import SuffixPool, check_number
-from .suffix_rows import Acceptance, Match, Rows
 
 
-ASSUMED = 0.2  # what one more candidate a row adds to a round, as a part of it, where that is not measured
+UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
+LEAST_ASSUMED = 0.25  # chance of a candidate after a match of one token; after 2 or 3 it is a half, and so on
+ASSUMED_WEIGHT = 3.0  # candidates that the acceptance assumed at first counts for
+REMEMBERED = 0.99  # what earlier candidates are worth after one more match
+
+
+class Match(NamedTuple):
+    """Candidates of one row.
+
+    Attributes:
+        tokens: their ids.
+        chances: that each is kept, with all before it.
+        length: tokens of the match that they follow.
+    """
+
+    tokens: list[int]
+    chances: list[float]
+    length: int
+
+
+NONE = Match([], [], 0)
+
+
+class Acceptance:
+    """How often candidates were kept after matches of 1, 2 to 3, 4 to 7 tokens and so on."""
+
+    def __init__(self) -> None:
+        self.kept = defaultdict[int, float](float)
+        self.tried = defaultdict[int, float](float)
+
+    def rate(self, length: int) -> float:
+        """The chance that a candidate is kept, if those before it are."""
+        size = length.bit_length()
+        assumed = max(LEAST_ASSUMED, 1 - 0.5 ** (size - 1))
+        return (self.kept[size] + ASSUMED_WEIGHT * assumed) / (self.tried[size] + ASSUMED_WEIGHT)
+
+    def note(self, length: int, accepted: int, judged: int) -> None:
+        """A match of so many tokens was found; of its candidates so many were judged, maybe none."""
+        size = length.bit_length()
+        self.kept[size] = self.kept[size] * REMEMBERED + accepted
+        self.tried[size] = self.tried[size] * REMEMBERED + judged
 
 
 class SuffixDraft(Drafter):
@@ -69,7 +106,6 @@ class SuffixDraft(Drafter):
         self.max_match, self.pool = min(max_match, DEPTH), pool
         self.min_match = min(min_match, DEPTH)
         self.acceptance = Acceptance()
-        self.calls: WeakKeyDictionary[Batch, SuffixCall] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         told = [f"{name}={value}" for name, value in self.options.items()]
@@ -80,14 +116,52 @@ class SuffixDraft(Drafter):
         """What it was made with, its pool aside."""
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
+    def of(self, target: PreTrainedModel) -> "SuffixDrafter":
+        """The drafter of one call."""
+        return SuffixDrafter(self)
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Draft:
+        """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
+        raise NotImplementedError
+
+
+class SuffixDrafter(Drafter):
+    """Looks for candidates in the texts of one call, and in a pool; see `SuffixDraft`.
+
+    Args:
+        draft: whose acceptance it adds to, and whose pool it adds its rows to.
+
+    Attributes:
+        texts: for each of the B rows where it is looked for: in all of them, or, where it stands apart, in itself.
+        numbers: [B], of the rows' texts in these.
+        found: by row what was found for the round that is going on, also where less of it is judged.
+    """
+
+    def __init__(self, draft: SuffixDraft):
+        self.draft, self.max_candidates = draft, draft.max_candidates
+
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Check the pool's vocabulary."""
-        if self.pool is not None:
-            self.pool.meet(vocab_size, tokenizer)
+        if self.draft.pool is not None:
+            self.draft.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
         """Index the prompts."""
-        self.calls[reading.batch] = SuffixCall(reading, self)
+        self.vocab_size, self.pace, self.apart = reading.vocab_size, reading.pace, stands_apart(reading.rule)
+        rows, shared = reading.batch.rows, NGrams(self.draft.min_match)
+        self.texts = [NGrams(self.draft.min_match) if self.apart else shared for _ in rows]
+        self.acceptance = [Acceptance() if self.apart else self.draft.acceptance for _ in rows]
+        self.numbers, self.given = [0 for _ in rows], 0
+        self.found: dict[int, Match] = {}
+        self._read(reading.batch, rows)
+
+    def _read(self, batch: Batch, rows: Iterable[int]) -> None:
+        """Index the texts of rows; ids outside of the vocabulary are -1, which is never proposed."""
+        for row in rows:
+            text = batch.row(row)
+            known = text.where((text >= 0) & (text < self.vocab_size), -1).tolist()
+            self.numbers[row], self.given = self.given, self.given + 1
+            self.texts[row].extend(self.numbers[row], known)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
         """Nothing; but that forwards of the target are timed."""
@@ -98,133 +172,83 @@ class SuffixDraft(Drafter):
         return NOTHING
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Up to `lengths` [R] candidates a row; `Draft.probs` is None."""
-        call = self.calls.get(batch)
-        if call is None or not any(lengths):
+        """Up to `lengths` [R] candidates a row, as many as are worth a longer round; `Draft.probs` is None."""
+        found = [self._find(row, length) for row, length in zip(batch.rows, lengths, strict=True)]
+        self.found = dict(zip(batch.rows, found, strict=True))
+        chances = [one.chances for one in found]
+        if not any(chances):
             return no_candidates(batch)
-        found = call.find(batch, lengths)
-        width = max(len(one.tokens) for one in found)
+        if self.apart:
+            most = [self.pace.best([own], apart=True) for own in chances]
+        else:
+            most = [self.pace.best(chances)] * len(found)
+        chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
+        kept, width = [len(tokens) for tokens in chosen], max(map(len, chosen))
         if not width:
             return no_candidates(batch)
-        tokens = sent([one.tokens + [0] * (width - len(one.tokens)) for one in found], batch.ids.device)
-        lengths, chances = [len(one.tokens) for one in found], [one.chances for one in found]
-        return Draft(tokens, lengths, None, "suffix", estimate=chances)
+        tokens = sent([row + [0] * (width - len(row)) for row in chosen], batch.ids.device)
+        return Draft(tokens, kept, None, "suffix", estimate=[row[:n] for row, n in zip(chances, kept, strict=True)])
+
+    def _find(self, row: int, most: int) -> Match:
+        """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
+        draft, count = self.draft, min(most, self.draft.max_candidates)
+        if not count:
+            return NONE
+        texts, text = self.texts[row], self._text(row)
+        length, followers = texts.find(text, draft.max_match, count)
+        if draft.pool is not None and not self.apart:
+            of_pool, others = draft.pool.find(text, draft.min_match, draft.max_match, count)
+            followers = others if of_pool > length else followers + others * (of_pool == length)
+            length = max(length, of_pool)
+        if not length:
+            return NONE
+        return Match(*_most_frequent(followers, count, self.acceptance[row].rate(length)), length)
+
+    def _text(self, row: int) -> array:
+        return self.texts[row].texts[self.numbers[row]]
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Index new prompts, in place of texts that have ended."""
-        if batch in self.calls:
-            self.calls[batch].admit(batch, rows)
-
-    def observe(self, done: Round) -> None:
-        """Take in what each row has emitted, how much of it was foreseen here, and how long the round took."""
-        call = self.calls.get(done.batch)
-        if call is not None:
-            call.observe(done)
-
-
-class SuffixCall:
-    """What one call looks in, and how long its rounds take.
-
-    Args:
-        reading: of the call.
-        draft: whose acceptance it adds to, and whose pool it adds its rows to.
-    """
-
-    def __init__(self, reading: Reading, draft: SuffixDraft):
-        self.draft, self.costs = draft, reading.costs
-        self.times: RoundTimes | None = None
-        self.vocab_size = reading.vocab_size
-        texts = {row: self._text(reading.batch, row) for row in reading.batch.rows}
-        self.processors = reading.processors
-        rule = reading.rule
-        self.online = not isinstance(rule, RejectionRule)  # else what is drawn depends on what is proposed
-        self.apart = stands_apart(rule)
-        if self.apart:
-            self.rows = [self._alone(row, text) for row, text in texts.items()]
-        else:
-            earlier = () if draft.pool is None else draft.pool.indices
-            self.rows = [Rows(texts, draft.acceptance, earlier, draft.min_match)] * len(texts)
-
-    def find(self, batch: Batch, lengths: list[int]) -> list[Match]:
-        """Candidates for the R rows, as many as are worth a longer round, at most `lengths`."""
-        draft, rows = self.draft, batch.rows
-        found = [
-            self.rows[row].find(row, min(length, draft.max_candidates), draft.max_match)
-            for row, length in zip(rows, lengths, strict=True)
-        ]
-        for row, one in zip(rows, found, strict=True):
-            self.rows[row].proposed[row] = one
-        if not any(one.tokens for one in found):
-            return found
-        if self.apart:
-            found = [self._cut([one], [1.0])[0] for one in found]
-        else:
-            left = [max(1, self.processors.room(batch, row)) for row in rows]
-            found = self._cut(found, [(number / max(left)) ** HASTE for number in left])
-        return found
-
-    def _cut(self, found: list[Match], weights: list[float]) -> list[Match]:
-        """Cut to the number of candidates with the most tokens a second; a round takes as long as its longest row.
-
-        None are left where that is hardly more than without any, which more often is noise of the times than a gain.
-        """
-        tokens = [sum(weights)]
-        for depth in range(max(len(one.tokens) for one in found)):
-            here = [weight * sum(one.chances[depth : depth + 1]) for one, weight in zip(found, weights, strict=True)]
-            tokens.append(tokens[-1] + sum(here))
-        times = self._times(len(found), len(tokens))
-        rates = [expected / seconds for expected, seconds in zip(tokens, times, strict=False)]
-        most = rates.index(max(rates))
-        if rates[most] < ON * rates[0]:
-            most = 0
-        return [Match(one.tokens[:most], one.chances[:most], one.length) for one in found]
-
-    def _times(self, rows: int, count: int) -> list[float]:
-        """Of rounds with 0 and more candidates a row, in any unit."""
-        if self.times is None and self.costs is not None and self.costs.table and not self.apart:
-            self.times = RoundTimes(self.costs, self.online, self.draft.max_candidates)
-        return [1 + ASSUMED * number for number in range(count)] if self.times is None else self.times(rows)
-
-    def observe(self, done: Round) -> None:
-        """A round is over."""
-        for row, tokens in zip(done.rows, done.tokens, strict=True):
-            self.rows[row].observe(row, tokens)
-        if self.times is not None:
-            others = {source for source, length in zip(done.draft.sources, done.draft.lengths, strict=True) if length}
-            if others <= {"suffix"}:
-                self.times.observe(len(done.rows), done.draft.tokens.shape[1])
-            else:
-                self.times.skip()
-        if done.finished:
-            self._finish()
-
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        """New prompts have the places of rows, whose texts go to the pool."""
-        if self.times is not None:
-            self.times.skip()
+        """Index new prompts, in place of texts that have ended, which go to the pool."""
         self._learn(rows)
-        texts = {row: self._text(batch, row) for row in rows}
-        if self.apart:
-            for row, text in texts.items():
-                self.rows[row] = self._alone(row, text)
-        else:
-            self.rows[0].replace(texts)
+        for row in rows:
+            self.texts[row].remove(self.numbers[row])
+            self.found.pop(row, None)
+            if self.apart:
+                self.acceptance[row] = Acceptance()
+        self._read(batch, rows)
 
-    def _alone(self, row: int, text: array) -> Rows:
-        """A row that is looked for in itself alone, whatever was kept in other rows and calls."""
-        return Rows({row: text}, Acceptance(), (), self.draft.min_match)
+    def observe(self, done: Round) -> None:
+        """Take in what each row has emitted; what was found is compared with it, whether or not it was judged."""
+        for row, tokens in zip(done.rows, done.tokens, strict=True):
+            found = self.found.pop(row, NONE)
+            if found.length:
+                alike = [one == other for one, other in zip(found.tokens, tokens, strict=False)]
+                accepted = (*alike, False).index(False)
+                self.acceptance[row].note(found.length, accepted, min(accepted + 1, len(alike)))
+            self.texts[row].extend(self.numbers[row], tokens)
+        if done.finished:
+            self._learn(range(len(self.numbers)))
 
     def _learn(self, rows: Iterable[int]) -> None:
         """Add rows to the pool."""
         if self.draft.pool is not None:
-            texts = (self.rows[row].texts[row] for row in rows)
-            self.draft.pool.add(*([token for token in text if token >= 0] for text in texts))
+            self.draft.pool.add(*([token for token in self._text(row) if token >= 0] for row in rows))
 
-    def _text(self, batch: Batch, row: int) -> array:
-        text = batch.row(row)
-        return array("i", text.where((text >= 0) & (text < self.vocab_size), -1).tolist())
 
-    def _finish(self) -> None:
-        if self.times is not None and self.costs is not None:
-            self.costs.remember_rounds(self.times)
-        self._learn(range(len(self.rows)))
+def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
+    """Token by token what most of the continuations have that agreed so far, and the chance that it is all kept."""
+    tokens: list[int] = []
+    chances: list[float] = []
+    total, survival = len(followers), 1.0
+    while followers and len(tokens) < most:
+        depth, survival = len(tokens), survival * rate
+        followers = [following for following in followers if len(following) > depth]
+        counts = Counter(following[depth] for following in followers)
+        token, count = max(counts.items(), key=lambda item: item[1], default=(-1, 0))
+        chance = survival * count / total
+        if token < 0 or chance < UNLIKELY:
+            break
+        tokens.append(token)
+        chances.append(chance)
+        followers = [following for following in followers if following[depth] == token]
+    return tokens, chances

@@ -3,9 +3,7 @@
 import os
 import threading
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +13,17 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.common.errors import is_int, require
 from hf_specx.common.tokenizers import vocabulary_of
 
-from .suffix_index import SuffixIndex
+from .ngrams import NGrams
 
 
-MERGED = 4  # an index that is at most so many times as large as the one after it is merged with it
-FREED = 8  # where the pool is full, the oldest texts leave until one part in so many is free
 FORMAT = "hf_specx.SuffixPool 1"
 
 
 class SuffixPool:
     """A bounded number of tokens of earlier texts, shared between calls; the oldest texts leave first.
 
-    It takes 12 bytes a token and about 250 a text; while texts are added, some 100 bytes more for each token that is
-    sorted. Threads may read and add at once: a reader goes on with what was there when it began to look.
+    It takes some 16 bytes a token, and 120 for each run of two tokens that stands in it. Threads may read and add at
+    once.
 
     Args:
         max_tokens: what it holds at most; of a longer text it keeps the end.
@@ -36,7 +32,6 @@ class SuffixPool:
             it is to a pair, and to a strategy with `tokenizer=`.
 
     Attributes:
-        indices: tuple of `SuffixIndex`, the oldest texts first; replaced as a whole, never changed.
         vocabulary: of the tokenizer, by `vocabulary_of`; None while that is not known.
 
     Raises:
@@ -54,39 +49,55 @@ class SuffixPool:
             check_number("vocab_size", vocab_size, 1)
         self.max_tokens, self.vocab_size = max_tokens, vocab_size
         self.vocabulary = None if tokenizer is None else vocabulary_of(tokenizer).digest
-        self.indices: tuple[SuffixIndex, ...] = ()
-        self._added, self._largest_id = 0, -1
+        self._texts: dict[int, array] = {}  # by a number that grows
+        self._indices: dict[int, NGrams] = {}  # by the shortest match that was asked for
+        self._added, self._held, self._largest_id = 0, 0, -1
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"SuffixPool({len(self)} of at most {self.max_tokens} tokens, {len(self.texts)} texts)"
+        return f"SuffixPool({len(self)} of at most {self.max_tokens} tokens, {len(self._texts)} texts)"
 
     def __len__(self) -> int:
         """Tokens that it holds."""
-        return sum(map(len, self.indices))
+        return self._held
 
     @property
     def texts(self) -> list[array]:
         """The texts that it holds, array("i") of token ids, the oldest first."""
-        return [text for index in self.indices for text in index.texts.values()]
+        with self._lock:
+            return list(self._texts.values())
 
     def add(self, *texts: Iterable[int] | torch.Tensor) -> None:
-        """Add texts as token ids, each a list, or a tensor [n]; many at once take less time than one by one.
+        """Add texts as token ids, each a list, or a tensor [n].
 
         Raises:
             ValueError: if an id is negative, not an int, or outside of the vocabulary.
         """
-        given = _newest([ids for text in texts if (ids := _token_ids(text)[-self.max_tokens :])], self.max_tokens)
+        given = [ids for text in texts if (ids := _token_ids(text)[-self.max_tokens :])]
         with self._lock:
             self._check_ids(given)
-            new = {self._added + number: text for number, text in enumerate(given)}
-            self._added += len(new)
-            self._largest_id = max([self._largest_id, *map(max, given)])
-            indices = list(self.indices)
-            while indices and len(indices[-1]) <= MERGED * sum(map(len, new.values())):
-                new = {**indices.pop().texts, **new}
-            if new:
-                self.indices = tuple(_trimmed([*indices, SuffixIndex(new)], self.max_tokens))
+            for text in given:
+                self._added += 1
+                self._texts[self._added] = text
+                self._held += len(text)
+                for index in self._indices.values():
+                    index.extend(self._added, text)
+                while self._held > self.max_tokens:
+                    self._remove(next(iter(self._texts)))
+
+    def _remove(self, number: int) -> None:
+        self._held -= len(self._texts.pop(number))
+        for index in self._indices.values():
+            index.remove(number)
+
+    def find(self, text: array, least: int, most: int, count: int) -> tuple[int, list[list[int]]]:
+        """As `NGrams.find`, for matches of `least` tokens or more."""
+        with self._lock:
+            if least not in self._indices:
+                self._indices[least] = NGrams(least)
+                for number, known in self._texts.items():
+                    self._indices[least].extend(number, known)
+            return self._indices[least].find(text, most, count)
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Serve a target of so many tokens, and from then on none of another number, or with another tokenizer.
@@ -141,13 +152,10 @@ class SuffixPool:
 
     def _check_ids(self, texts: list[array]) -> None:
         limit = self.vocab_size or 2**31
-        for text in texts:
-            wrong = min(text) if min(text) < 0 else max(text)
-            if not 0 <= wrong < limit:
-                raise ValueError(
-                    f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
-                    "target's own tokenizer."
-                )
+        for wrong in (number for text in texts for number in (min(text), max(text))):
+            told = f"token id {wrong} is outside of the pool's vocabulary, 0 to {limit - 1}; add texts of the "
+            require(0 <= wrong < limit, told + "target's own tokenizer.")
+        self._largest_id = max([self._largest_id, *map(max, texts)])
 
 
 def check_number(name: str, number: Any, least: int) -> None:
@@ -164,21 +172,3 @@ def _token_ids(text: Iterable[int] | torch.Tensor) -> array:
         return array("i", text.tolist() if isinstance(text, torch.Tensor) else text)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"a text of a SuffixPool is a list of token ids, or a tensor [n]: {error}.") from None
-
-
-def _newest(texts: list[array], max_tokens: int) -> list[array]:
-    """The last texts, as many as fit."""
-    totals = list(accumulate(len(text) for text in reversed(texts)))
-    return texts[len(texts) - bisect_right(totals, max_tokens) :]
-
-
-def _trimmed(indices: list[SuffixIndex], max_tokens: int) -> list[SuffixIndex]:
-    """Without the oldest texts, where there are too many tokens; the newest text stays."""
-    surplus = sum(map(len, indices)) - max_tokens
-    if surplus <= 0:
-        return indices
-    surplus += max_tokens // FREED
-    sizes = [(number, len(text)) for index in indices for number, text in index.texts.items()]
-    leaving = sum(total < surplus for total in accumulate(size for _, size in sizes)) + 1
-    least = sizes[min(leaving, len(sizes) - 1)][0]
-    return [kept for index in indices if (kept := index.since(least)).texts]

@@ -15,7 +15,6 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.row_by_row import ROW_BY_ROW
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.position_tables import position_table
@@ -23,7 +22,7 @@ from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
 from hf_specx.validation.calls import check_call, check_noise, check_past
 from hf_specx.validation.inputs import check_inputs, check_positions
-from hf_specx.validation.models import check_own_text, check_pair, check_target
+from hf_specx.validation.models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
 
@@ -35,9 +34,6 @@ LOCKSTEP_COST = (
     "gain less: no other layout has been shown to be exact for these models and inputs. Pass layout='lockstep' to "
     "silence this warning."
 )
-
-
-OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 
 
 class Listener(Protocol):
@@ -181,7 +177,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
     if drafter.model is not None:
         draft_able = layouts_of(drafter.model, drafts=True)
         if drafter.own_text:
-            draft_able = [layout for layout in draft_able if layout in OWN_TEXT_LAYOUTS] or [ROW_BY_ROW]
+            draft_able = [layout for layout in draft_able if layout in OWN_TEXT_LAYOUTS]
         draft_layout = chosen if chosen in draft_able else draft_able[0]
         states = states or draft_able[0] == "lockstep"
     if verification is None:

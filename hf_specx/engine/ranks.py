@@ -65,7 +65,7 @@ class Agreed(Schedule):
 
     def __init__(self, own: Schedule, device: torch.device):
         self.own, self.device = own, device
-        super().__init__(own.drafting, own.next_call, own.room)
+        super().__init__(own.wanted, own.room)
 
     def __call__(self, batch: Batch) -> list[int]:
         lengths = torch.tensor(self.own(batch), device=self.device)
@@ -80,7 +80,6 @@ class Agreed(Schedule):
 
     def end(self) -> None:
         self.own.end()
-        self.next_call = self.own.next_call
 
 
 class OneNumber(Agreed):
@@ -99,7 +98,7 @@ class OneNumber(Agreed):
         return [self._meet()] * len(batch.rows)
 
     def _meet(self) -> int:
-        number = torch.tensor(min(self.own.usual, self.own.most), device=self.device)
+        number = torch.tensor(min(self.own.wanted, self.own.most), device=self.device)
         distributed.broadcast(number, 0)
         return int(number)
 

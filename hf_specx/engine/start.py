@@ -21,6 +21,7 @@ from hf_specx.sampling.rules import Rule, make_rule
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.scheduling.pace import Pace
 from hf_specx.scheduling.prior import assumed_times, size_of
 from hf_specx.scheduling.schedule import Schedule, make_schedule
 
@@ -47,7 +48,6 @@ def start(
     processors: Sequence[Processor],
     stopping: Stopping,
     costs: Costs,
-    earlier: Schedule | None,
     places: Places | None = None,
 ) -> Run:
     """Everything up to the first forward.
@@ -56,7 +56,7 @@ def start(
         call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
         inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
         drafter, processors, stopping: of the call, as prepared; `places`: of requests with their own.
-        costs: what "auto" goes by; `earlier`: schedule of the call before.
+        costs: what "auto" goes by.
     """
     of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
     described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
@@ -79,7 +79,7 @@ def start(
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),
         reading=reading,
-        make_schedule=partial(_schedule, call, plan, costs, earlier),
+        make_schedule=partial(_schedule, call, plan, costs),
         listeners=call.listeners,
         places=places,
     )
@@ -116,7 +116,8 @@ def _reading(
         layout=plan.draft_layout,
         compiled=plan.compiled,
         forces=not (call.synced or plan.compiled),
-        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
+        # a draft that goes by times would differ from rank to rank
+        pace=Pace(None if call.shared else costs, plan.verification in ("greedy", "coupled")),
         number=call.drafting.number,
         alpha=None if call.shared else costs.alpha.get(plan.verification),
     )
@@ -175,28 +176,25 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep)
 
 
-def _schedule(call: Call, plan: Plan, costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
+def _schedule(call: Call, plan: Plan, costs: Costs, run: Run) -> Schedule:
     """The schedule of a call; costs that it needs are measured first."""
     alone = call.seeds is not None if run.places is None else any(entry.seeded for entry in run.places.entries)
     varies = not (alone and plan.verification in ("token", "block"))
-    known = None
+    pace = None
     if call.drafting.number is None and varies and (call.synced or run.stopping.max_new_tokens > 2):
         step = run.drafter.cost(run.batch)
         if step is not None:
             _measure(call, plan, costs, run, step)
-            known = costs
+            pace = Pace(costs, plan.verification in ("greedy", "coupled")) if call.shared else run.reading.pace
     rows, device = len(run.batch.rows), run.batch.ids.device
     room = [run.stopping.max_new_tokens] * rows if run.places is None else list(run.places.stopping.limits)
-    most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
-    fixed = call.synced and known is None
-    schedule = make_schedule(
-        call.drafting, known, plan.verification, run.batch, None if fixed else room, earlier, most
-    )
+    most, fixed = run.drafter.max_candidates, call.synced and pace is None
+    schedule = make_schedule(call.drafting.number, pace, plan.verification, run.batch, None if fixed else room, most)
     schedule.most = run.processors.max_rollback
     if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
         told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
         run.report.limit_reason = f"no row has more than {schedule.most} candidates: {told}"
-    if call.synced and known is not None:
+    if call.synced and pace is not None:
         return OneNumber(schedule, device)
     return Agreed(schedule, device) if call.shared else schedule
 
@@ -224,7 +222,7 @@ def calibrate(call: Call, prompt: Prompt, input_ids: torch.Tensor, drafter: Draf
     """Time bare forwards of both models after a prompt, made of `input_ids`, and put the times into `costs`."""
     rows, width = prompt.input_ids.shape
     stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
-    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs, None)
+    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs)
     run.target.read()
     drafter.read(run.reading)
     step = drafter.cost(run.batch) or (lambda _: None)

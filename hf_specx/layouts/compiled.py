@@ -15,7 +15,6 @@ from hf_specx.cache.static import Buffers, capacity_bucket, length_bucket, move,
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
-from .decoder import Decoder
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
@@ -223,7 +222,7 @@ class CompiledDecoder(RaggedDecoder):
         return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
 
 
-def compilations(*decoders: Decoder | None) -> int:
+def compilations(*decoders: object) -> int:
     """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
     found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
     return sum(found.values())

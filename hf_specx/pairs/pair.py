@@ -189,7 +189,7 @@ class DraftTargetPair(NoModel):
             check_before_loading(inputs, self.target, kwargs)
             strategy = self.strategy_for(kwargs)
             output = run(strategy, model_class, self.target, inputs, kwargs, reached)
-        self.strategy.schedule, self.report = strategy.schedule, strategy.report
+        self.report = strategy.report
         return output
 
     def strategy_for(self, kwargs: dict[str, Any]) -> SpeculativeDecoding:
@@ -198,5 +198,5 @@ class DraftTargetPair(NoModel):
         own.meet(self.target)
         kept = {name: getattr(own, name) for name in STRATEGY_OPTIONS}
         strategy = SpeculativeDecoding(own.draft_model, **kept | options) if options else copy.copy(own)
-        strategy.schedule, strategy.listeners = own.schedule, own.listeners
+        strategy.listeners = own.listeners
         return strategy

@@ -1,21 +1,20 @@
-"""How long forwards and rounds take: the table that a strategy keeps, and what one call makes of it."""
+"""How long forwards and rounds take, and how much was accepted: what a strategy keeps from call to call."""
 
-import itertools
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
-from .measuring import Measuring, between_ends, on_grid, on_line
+from .measuring import Measuring, on_grid, on_line
 
 
 MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
 SHARE = 0.05  # of the time of rounds with candidates that may go into timing forwards
 RECENT = 15  # at most so many last rounds of a size count; their median is used
-ENOUGH, ENOUGH_TO_KEEP = 3, 5  # rounds of a size to be seen before they are used in the same call, and in later ones
+ENOUGH = 4  # rounds of a size to be seen before they are used
+FORGIVEN = 1 / 16  # of what rounds with candidates took too long, in a call that had none
 
 
 class Costs:
@@ -30,6 +29,7 @@ class Costs:
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `survival_rate` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
+        saved: plain steps' worth of time that later calls may spend to try a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
         measured: rows of earlier tables, by batch size; `prepare` takes one over instead of measuring it again.
     """
@@ -48,7 +48,7 @@ class Costs:
         self.clock = clock
         self.measured = {} if measured is None else measured
         self.assumed: set[int] = set()
-        self.allowance = 0.0
+        self.allowance, self.saved = 0.0, 0.0
         self._begun: dict[int, Measuring] = {}
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Costs:
         """A copy that from now on remembers other calls."""
         rounds = {batch: dict(seen) for batch, seen in self.rounds.copy().items()}  # another thread may add to it
         made = Costs(dict(self.table), dict(self.alpha), rounds, self.clock)
-        made.assumed = set(self.assumed)
+        made.assumed, made.saved = set(self.assumed), self.saved
         return made
 
     def allow(self, seconds: float, rounds: int, plain_steps: int) -> None:
@@ -85,55 +85,49 @@ class Costs:
         weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
         self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
-    def remember_rounds(self, seen: "RoundTimes") -> None:
+    def remember_rounds(self, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
         """Add how long the rounds of a call took.
 
-        Times of numbers of candidates that it did not use move halfway towards what its own suggest, so that a number
-        that was slow by chance is tried again.
+        Times of numbers of candidates that it did not use are dropped if it used others. If it had no candidates at
+        all, what their rounds took too long is forgiven little by little: it may have been by chance.
+
+        Args:
+            seen: seconds of rounds by batch size and number of candidates.
         """
         found: dict[int, dict[int, float]] = {}
-        for batch, drafted, seconds in seen.medians(ENOUGH_TO_KEEP):
-            found.setdefault(batch, {})[drafted] = on_grid(seconds)
+        for (batch, drafted), seconds in seen.items():
+            if len(seconds) >= ENOUGH:
+                found.setdefault(batch, {})[drafted] = statistics.median(seconds)
         for batch, times in found.items():
-            known = self.rounds.setdefault(batch, {})
-            ratios = [seconds / self.forwards(batch, number) for number, seconds in times.items() if number]
-            if ratios:
-                ratio = statistics.geometric_mean(ratios)  # of rounds to their forwards
-                for number in known.keys() - times.keys() - {0}:
-                    known[number] = on_grid(math.sqrt(known[number] * ratio * self.forwards(batch, number)))
-            known.update(times)
+            known = self.rounds.get(batch, {})
+            mean = {n: math.sqrt(known[n] * seconds) if n in known else seconds for n, seconds in times.items()}
+            if any(times):
+                kept = {0: known[0]} if 0 in known else {}
+            else:
+                ratio = mean[0] / self.forwards(batch, 0)
+                expected = {number: ratio * self.forwards(batch, number) for number in known}
+                kept = {n: seconds * min(1, expected[n] / seconds) ** FORGIVEN for n, seconds in known.items()}
+            self.rounds[batch] = {number: on_grid(seconds) for number, seconds in (kept | mean).items()}
+
+    def ratios(self, batch: int) -> dict[int, float]:
+        """What rounds were seen to take compared with their forwards, by the number of candidates."""
+        return {number: seconds / self.forwards(batch, number) for number, seconds in self.rounds[batch].items()}
 
     def target(self, batch: int, query_length: float) -> float:
-        """T_t(B, q) in seconds, interpolated linearly between measured query lengths and batch sizes.
+        """T_t(B, q) in seconds, on a line between measured query lengths.
 
-        Beyond the measured batch sizes it is that of a forward with equally many tokens in all.
+        For other batch sizes it is that of a forward of the nearest one with equally many tokens in all.
         """
-        if batch in self.table:
-            return on_line(sorted(self.table[batch]["target"].items()), query_length)
-        if (between := self._between(batch)) is not None:
-            under, over, share = between
-            return (1 - share) * self.target(under, query_length) + share * self.target(over, query_length)
         nearest = self._nearest(batch)
-        return self.target(nearest, query_length * batch / nearest)
+        return on_line(sorted(self.table[nearest]["target"].items()), query_length * batch / nearest)
 
     def draft(self, batch: int) -> float:
-        """T_d(B, 1) in seconds; beyond the measured batch sizes it grows as the target's."""
-        if batch in self.table:
-            return self.table[batch]["draft"]
-        if (between := self._between(batch)) is not None:
-            under, over, share = between
-            return (1 - share) * self.draft(under) + share * self.draft(over)
+        """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
         nearest = self._nearest(batch)
-        return self.draft(nearest) * self.target(batch, 1) / self.target(nearest, 1)
-
-    def _between(self, batch: int) -> tuple[int, int, float] | None:
-        """The measured batch sizes below and above one, and its distance from the first as a share; None beyond."""
-        known = sorted(self.table)
-        pairs = [(low, high) for low, high in itertools.pairwise(known) if low < batch < high]
-        return (*pairs[0], (batch - pairs[0][0]) / (pairs[0][1] - pairs[0][0])) if pairs else None
+        return self.table[nearest]["draft"] * self.target(batch, 1) / self.target(nearest, 1)
 
     def _nearest(self, batch: int) -> int:
-        return min(self.table, key=lambda size: abs(size - batch))
+        return min(self.table, key=lambda size: abs(math.log(size / batch)))
 
     def forwards(self, batch: int, num_draft_tokens: int) -> float:
         """T_t(B, γ+1) + γ T_d(B, 1): the forwards of a round."""
@@ -199,7 +193,7 @@ class Costs:
         """Fill in the row of a batch size: medians over a few rounds in which the models take turns.
 
         They do in a call as well, and on a processor with a small cache each pushes the other's weights out of it. It
-        takes 25 target forwards and 50 draft steps.
+        takes 15 target forwards and 30 draft steps.
 
         Args:
             batch: B.
@@ -238,63 +232,3 @@ class Costs:
             for batch, row in values.get("rounds", {}).items()
         }
         return cls(table, dict(values["alpha"]), rounds)
-
-
-class RoundTimes:
-    """Seconds of a round by its number of candidates, as one call estimates them.
-
-    An estimate is the time of the round's forwards, times the ratio of rounds to forwards that was seen with this
-    number of candidates, or interpolated between numbers that were seen.
-
-    Args:
-        costs: with a row for at least one batch size; what other calls add to it meanwhile is not used.
-        online: whether observed times are used at once; if not, since they would change sampled text, they are kept.
-        most: candidates of a round, at most.
-    """
-
-    def __init__(self, costs: Costs, online: bool, most: int = MAX_DRAFT_TOKENS):
-        self.costs, self.online, self.most = costs.apart(), online, most
-        self.seen: dict[tuple[int, int], deque[float]] = {}
-        self.bare: dict[int, list[float]] = {}
-        self.ended: float | None = None
-        self.drafted = 0
-
-    def __call__(self, batch: int) -> list[float]:
-        """T(B, γ), γ = 0 to `most`."""
-        distant = sorted(self.costs.rounds, key=lambda size: -abs(math.log(size / batch)))
-        rounds = [(size, n, t) for size in distant for n, t in self.costs.rounds[size].items() if n <= self.most]
-        ratios = {n: t / self._bare(size)[n] for size, n, t in rounds}
-        if not ratios:
-            return self._bare(batch)
-        known = sorted(ratios.items())
-        return [seconds * between_ends(known, number) for number, seconds in enumerate(self._bare(batch))]
-
-    def _bare(self, batch: int) -> list[float]:
-        if batch not in self.bare:
-            self.bare[batch] = [self.costs.forwards(batch, number) for number in range(self.most + 1)]
-        return self.bare[batch]
-
-    def catch_up(self, batch: int, tokens: int) -> float:
-        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
-        return self.costs.draft(batch) * self.costs.target(batch, tokens) / self.costs.target(batch, 1)
-
-    def skip(self) -> None:
-        """A round of another kind has ended, or a prompt is read: the time up to the next `observe` does not count."""
-        self.ended = None
-
-    def observe(self, batch: int, drafted: int) -> None:
-        """Note that a round has ended. The first of a call, and those in which a draft pauses or catches up, do not
-        count."""
-        now = self.costs.clock()
-        if self.ended is not None and (drafted > 0) == (self.drafted > 0):
-            seen = self.seen.setdefault((batch, drafted), deque(maxlen=RECENT))
-            seen.append(now - self.ended)
-            if self.online and len(seen) >= ENOUGH:
-                self.costs.rounds.setdefault(batch, {})[drafted] = statistics.median(seen)
-        self.ended, self.drafted = now, drafted
-
-    def medians(self, enough: int) -> Iterable[tuple[int, int, float]]:
-        """Batch size, number of candidates and median seconds, where at least `enough` rounds were seen."""
-        for (batch, drafted), seen in self.seen.items():
-            if len(seen) >= enough:
-                yield batch, drafted, statistics.median(seen)

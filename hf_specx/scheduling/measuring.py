@@ -11,7 +11,7 @@ from .prior import QUERY_LENGTHS
 
 TIMED_ROUNDS = 4  # how often each forward is timed
 DRAFT_STEPS = 2  # draft steps that are timed after each of them
-GRID = 2 ** (1 / 16)  # times are rounded to powers of this
+GRID = 2 ** (1 / 32)  # times are rounded to powers of this
 
 
 class Measuring:
@@ -54,12 +54,6 @@ def on_line(known: list[tuple[int, float]], x: float) -> float:
             return found if x >= q0 else min(t0, max(found, t0 * x / q0))
     (q0, t0), (q1, t1) = known[-2:]
     return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (x - q1)
-
-
-def between_ends(known: list[tuple[int, float]], x: int) -> float:
-    """The same, but constant beyond the first and the last point."""
-    x = min(max(x, known[0][0]), known[-1][0])
-    return known[0][1] if len(known) == 1 else on_line(known, x)
 
 
 def on_grid(seconds: float) -> float:

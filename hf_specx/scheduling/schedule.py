@@ -4,10 +4,8 @@ These are a number, its schedule, and a threshold. transformers reads all three 
 call may set them as well.
 """
 
-import statistics
 import sys
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import GenerationConfig
@@ -15,18 +13,17 @@ from transformers import GenerationConfig
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 
-from .costs import Costs, RoundTimes
+from .costs import Costs
 from .draft_length import (
     FIXED_DRAFT_TOKENS,
     LEARNED_WEIGHT,
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
     PRIOR_WEIGHT,
-    Chooser,
-    Outcome,
     Survival,
+    best_number,
 )
-from .resting import Resting
+from .pace import Pace
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
@@ -34,15 +31,19 @@ UNSET = {  # what `generate` fills in before it calls a strategy, whether or not
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
 }
+TRIES = 4.0  # tokens to be expected of rounds before a draft of which nothing was known can be found not to pay
+PROBE_SHARE = 0.01  # of the time of plain steps that may go into rounds that try a draft that does not pay
+TOO_SLOW = 0.98  # speed compared with plain steps below which drafting ends
+CLEAR = 1.5  # speed compared with plain steps from which it is not asked how long these take
 
 
 class Drafting(NamedTuple):
     """What was asked for.
 
     Attributes:
-        number: candidates of a round, at first; None is "auto".
-        schedule: "constant", or "heuristic": for each row 2 more after a round that kept all of its candidates, else
-            1 less; "heuristic_transient" is the same, from `number` again in each call.
+        number: candidates of a round; None is "auto", as are transformers' schedules "heuristic" and
+            "heuristic_transient", by which the number follows what is accepted.
+        schedule: as it was given.
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
             It stays as given, where transformers adapts it by scikit-learn's ROC curve.
     """
@@ -83,29 +84,33 @@ def choose_drafting(
     number, schedule, threshold = (found.get(name) for name in UNSET)
     if not isinstance(num_draft_tokens, str):
         number = num_draft_tokens
-    return Drafting(number, schedule or Drafting().schedule, threshold or Drafting().threshold)
+    schedule = schedule or Drafting().schedule
+    if schedule in ("heuristic", "heuristic_transient"):
+        number = None
+    return Drafting(number, schedule, threshold or Drafting().threshold)
 
 
 class Schedule:
     """How many candidates each row drafts in the next round: a number, the same for all rows and rounds.
 
     Args:
-        drafting: what was asked for.
-        number: candidates of a round, at first.
+        wanted: that number.
         room: [B], the most tokens that each row may emit. A row that is nearly done drafts no more than it can emit
             together with the token that follows; None if all rows and ranks must draft alike.
+        pace: is told how long rounds take; None where no times are kept.
 
     Attributes:
-        next_call: the number that a call with the same drafting goes on with.
         most: candidates of a row, at most.
         late: rows whose prompt came in the place of another and may have candidates for its first token.
+        alone: rows whose number must be that of a batch of one with a seed.
     """
 
     most = sys.maxsize
 
-    def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
-        self.drafting, self.room, self.next_call = drafting, room, number
+    def __init__(self, wanted: int, room: list[int] | None, pace: Pace | None = None):
+        self.wanted, self.room, self.pace = wanted, room, pace
         self.late: set[int] = set()
+        self.alone: set[int] = set()
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
@@ -118,19 +123,20 @@ class Schedule:
 
     def number(self, row: int) -> int:
         """Candidates of a row, if its text has room for them."""
-        return self.next_call
-
-    @property
-    def usual(self) -> int:
-        """Candidates of a row of which nothing else is known."""
-        return self.next_call
+        return self.wanted
 
     def idle(self, batch: Batch) -> list[int]:
         """Candidates for the rows of a text that is finished, while other ranks go on."""
         return [self.number(row) for row in batch.rows]
 
     def observe(self, done: Round) -> None:
-        """Count a round."""
+        """Count a round: one in which every candidate took a step of the draft, or none did."""
+        if self.pace is None or not any(done.before):
+            return  # the prompts' own step has taken another time
+        if done.draft.free is None:
+            self.pace.observe(len(done.rows), done.draft.steps)
+        else:
+            self.pace.skip()
 
     def admit(self, row: int, room: int, alone: bool) -> None:
         """A new prompt has the place of a row.
@@ -141,137 +147,124 @@ class Schedule:
             alone: whether its numbers must be those of a batch of one, where the first token has no candidates.
         """
         (self.late.discard if alone else self.late.add)(row)
+        (self.alone.add if alone else self.alone.discard)(row)
         if self.room is not None:
             self.room[row] = room
+        if self.pace is not None:
+            self.pace.skip()
 
     def end(self) -> None:
-        """The call is over."""
-
-
-class Heuristic(Schedule):
-    """As transformers does, but for each row: 2 more after a round that kept all of its candidates, else 1 less."""
-
-    def __init__(self, drafting: Drafting, number: int, room: list[int] | None):
-        super().__init__(drafting, number, room)
-        self.first, self.numbers = number, dict[int, int]()
-
-    def number(self, row: int) -> int:
-        return self.numbers.get(row, self.first)
-
-    def observe(self, done: Round) -> None:
-        for row, drafted, accepted in zip(done.rows, done.draft.drafted, done.accepted, strict=True):
-            if drafted:
-                number = self.number(row)
-                self.numbers[row] = number + 2 if accepted == drafted else max(1, number - 1)
-
-    def admit(self, row: int, room: int, alone: bool) -> None:
-        super().admit(row, room, alone)
-        self.numbers.pop(row, None)
-
-    def end(self) -> None:
-        if self.numbers and self.drafting.schedule == "heuristic":
-            self.next_call = round(statistics.mean(self.numbers.values()))
+        """The call is over; later ones go by what its rounds took."""
+        if self.pace is not None and self.pace.costs is not None:
+            self.pace.costs.remember_rounds(self.pace.seen)
 
 
 class Auto(Schedule):
     """ "auto" for one call: each round the number with the most tokens per second, which may be 0.
 
-    The longest draft of the batch decides what a forward costs, so all rows get the same number. Only a row whose
-    candidates are nearly all rejected rests while others go on.
+    The longest draft of the batch decides what a forward costs, so all rows get the same number. While plain steps are
+    faster the draft is not asked, and reads nothing; a hundredth of their time goes into rounds that try it again. A
+    draft of which nothing is known is tried at first in any case. Where drafting is hardly faster than plain steps are
+    assumed to be, some of these are timed.
 
     Args:
-        costs: with times for at least one batch size; `end` adds those of this call.
-        verification: of the call. Under "token" and "block" the number changes what is drawn, so only times known
-            before the call are used there.
+        pace: how long rounds take, by the costs of the strategy.
+        verification: of the call.
         room: [B], the most tokens that each row may emit.
+        prompt: tokens of the longest prompt, which the draft has not read.
         together: whether all rows advance by as many tokens as the slowest.
+
+    Attributes:
+        on: whether drafting pays, by what is known.
+        tries: tokens that are still to be expected of rounds before a draft that was never seen can be judged.
+        unread: tokens of a row, at most, that the draft has not read.
+        saved: plain steps' worth of time that may go into trying the draft.
     """
 
-    def __init__(self, costs: Costs, verification: str, room: list[int], together: bool):
-        super().__init__(Drafting(), MAX_DRAFT_TOKENS, room)
-        rows = len(room)
-        self.costs, self.rows = costs, rows
-        self.times = RoundTimes(costs, online=verification in ("greedy", "coupled"))
-        known = verification in costs.alpha
-        alpha, weight = (costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
-        self.chooser = Chooser(Survival(alpha ** (rows if together else 1), weight, together), known)
-        self.wanted = self.chooser.first(self.times(rows), max(room))
-        self.resting = None if together else Resting()
-        self.alone: set[int] = set()  # rows with the number of a batch of one with a seed
+    def __init__(self, pace: Pace, verification: str, room: list[int], prompt: int, together: bool):
+        super().__init__(0, room, pace)
+        assert pace.costs is not None
+        self.times, self.costs, self.rows, self.prompt = pace, pace.costs, len(room), prompt
+        known = verification in self.costs.alpha
+        alpha, weight = (self.costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
+        self.survival = Survival(alpha ** (self.rows if together else 1), weight, together)
+        self.tries, self.unread, self.saved = 0.0 if known else TRIES, prompt, self.costs.saved
+        seconds, best, gain = self._best()
+        read = pace.reading(self.rows, prompt)
+        self.on = max(room) * (1 - 1 / gain) * seconds[0] > read  # what it saves, and what it costs to begin
+        self.wanted = self._next(seconds, best, gain)
 
     def number(self, row: int) -> int:
-        if row in self.alone:
-            return FIXED_DRAFT_TOKENS
-        return 0 if self.resting is not None and self.resting.rests(row) else self.wanted
-
-    @property
-    def usual(self) -> int:
-        return self.wanted
+        return FIXED_DRAFT_TOKENS if row in self.alone else self.wanted
 
     def observe(self, done: Round) -> None:
-        drafted, before = done.draft.steps, self.rows
+        super().observe(done)
         self.rows = len(done.rows) if done.stay is None else len(done.stay)
         if not any(done.before):
             return  # the prompts' own step
-        if done.draft.free is None:
-            self.times.observe(before, drafted)
-        else:
-            self.times.skip()
+        drafted = done.draft.steps
+        self.unread = 0 if drafted else self.unread + max(done.gained)
         # others were finished before, had nothing to draft after, or have candidates from elsewhere
         free = done.draft.free or [False] * len(done.rows)
         live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
-        if not live:
-            return
-        if self.resting is not None:
-            self.resting.observe(done)
-        room = self.room or []
-        left = [max(1, room[done.rows[number]] - done.before[number]) for number in live]
-        # a row that rests is counted as one that keeps nothing
-        chances = done.chances
-        survival = [chances[number] or [0.0] * drafted for number in live]
-        catch_up = partial(self.times.catch_up, self.rows)
-        self.wanted = self.chooser.next(Outcome(drafted, survival, left), self.times(self.rows), catch_up)
+        survival = [done.chances[n] for n in live if done.chances[n]]
+        tokens = self.survival.take(survival) if survival else 1.0
+        if survival:
+            self.tries -= tokens * (1 if self.survival.together else len(survival))
+        seconds, best, gain = self._best()
+        paid = bool(survival) and tokens * seconds[0] > seconds[min(drafted, len(seconds) - 1)]
+        self.on = gain >= (TOO_SLOW if self.on else 1.0) or (paid and not self.on and self.tries <= 0)
+        self.saved += 0 if drafted else PROBE_SHARE
+        self.wanted = self._next(seconds, best, gain)
+
+    def _best(self) -> tuple[list[float], int, float]:
+        """Seconds of rounds, the best number from 1 on, and its speed compared with plain steps."""
+        seconds = self.times.times(self.rows, MAX_DRAFT_TOKENS)
+        return seconds, *best_number(self.survival.chances(MAX_DRAFT_TOKENS), seconds, least=1)
+
+    def _next(self, seconds: list[float], best: int, gain: float) -> int:
+        """The number for the next round."""
+        if self.tries > 0:
+            return best
+        if self.on:
+            return best if gain > CLEAR or self.times.has_seen_plain(self.rows) else 0
+        price = (seconds[best] - seconds[0] + self.times.reading(self.rows, self.unread)) / seconds[0]
+        if price > self.saved:
+            return 0
+        self.saved -= price
+        return best
 
     def admit(self, row: int, room: int, alone: bool) -> None:
         super().admit(row, room, alone)
-        (self.alone.add if alone else self.alone.discard)(row)
-        self.times.skip()
-        if self.resting is not None:
-            self.resting.admit(row)
+        self.unread = max(self.unread, self.prompt)
 
     def end(self) -> None:
-        self.costs.remember_rounds(self.times)
+        super().end()
+        self.costs.saved = self.saved
 
 
 def make_schedule(
-    drafting: Drafting,
-    costs: Costs | None,
+    number: int | None,
+    pace: Pace | None,
     verification: str,
     batch: Batch,
     room: list[int] | None,
-    earlier: Schedule | None,
     most: int | None = None,
 ) -> Schedule:
     """The schedule of a call: how many candidates its rounds draft.
 
     Args:
-        drafting: what was asked for.
-        costs: with times for this batch size; None if "auto" must not use any.
+        number: that was asked for; None is "auto".
+        pace: with times for this batch size; None if "auto" must not use any.
         verification: of the call.
         batch: its prompts.
         room: as for `Schedule`.
-        earlier: that of the call before, from which "heuristic" goes on.
         most: what "auto" means for a draft that finds its own number up to this one.
     """
-    rows = len(batch.rows)
-    if drafting.number is None and most is not None:
-        drafting = drafting._replace(number=most)
-    if drafting == Drafting() and costs is not None and room is not None:
-        return Auto(costs, verification, room, batch.lockstep)
-    number = drafting.number
-    if number is None:
+    if number is None and most is None and pace is not None and room is not None:
+        return Auto(pace, verification, room, max(batch.prompt_lengths), batch.lockstep)
+    if number is None and most is None:
+        costs: Costs | None = None if pace is None else pace.costs
+        rows = len(batch.rows)
         number = FIXED_DRAFT_TOKENS if costs is None else costs.best_num_draft_tokens(rows, verification)
-    if drafting.schedule == "constant":
-        return Schedule(drafting, number, room)
-    goes_on = earlier is not None and drafting == earlier.drafting and drafting.schedule == "heuristic"
-    return Heuristic(drafting, earlier.next_call if goes_on and earlier is not None else number, room)
+    return Schedule(number or most or FIXED_DRAFT_TOKENS, room, pace)

@@ -9,10 +9,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_specx.common.architectures import ENCODERS, vocabulary
 from hf_specx.common.errors import refusal, require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
+from hf_specx.layouts.choose import layouts_of
 
 from .vocabularies import compare_vocabularies
 
 
+OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
 
 
@@ -160,6 +162,17 @@ def own_text_with_an_encoder(draft: PreTrainedModel) -> str | None:
 
 
 @refusal
+def own_text_in_lockstep(draft: PreTrainedModel) -> str | None:
+    if not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS):
+        return None
+    return (
+        f"the draft {type(draft).__name__} has another tokenizer than the target, so that rows of its text grow by "
+        "unequal numbers of tokens, which it can only take one row at a time; choose a draft with attention alone, or "
+        "one with the target's tokenizer."
+    )
+
+
+@refusal
 def own_text_without_ids(draft: PreTrainedModel, width: int) -> str | None:
     if width:
         return None
@@ -240,6 +253,7 @@ def check_own_text(
 ) -> None:
     """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
     own_text_with_an_encoder(draft)
+    own_text_in_lockstep(draft)
     own_text_without_ids(draft, width)
     _check_draft(draft)
     for role, model, own in (("target", target, tokenizer), ("draft", draft, draft_tokenizer)):

@@ -9,7 +9,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from hf_specx.common.errors import is_int, kind, one_of, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
-from hf_specx.drafting.matching import MATCHES
+from hf_specx.drafting.other_tokenizer import MATCHES
 from hf_specx.drafting.several import has_forwards
 from hf_specx.layouts.choose import LAYOUTS
 
@@ -45,6 +45,8 @@ def check_options(options: dict[str, Any], unknown: dict[str, Any], draft_model:
     require(not unknown, f"unknown option {name!r}; {similar(name, options)}known: {', '.join(options)}.")
     check_choices(options["num_draft_tokens"], options["verification"])
     one_of("layout", options["layout"], LAYOUTS)
+    told = "tokenizer_match='text' is no more, since it was slower than plain decoding; leave it out, or choose a "
+    require(options["tokenizer_match"] != "text", told + "draft with the target's own tokenizer.")
     one_of("tokenizer_match", options["tokenizer_match"], MATCHES)
     one_of("stream_by", options["stream_by"], STREAM_BY)
     compile = options["compile"]

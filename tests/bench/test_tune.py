@@ -55,10 +55,10 @@ def test_the_pair_is_ready(folders, costs, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "second", "numbers", "recommended"),
     [
-        ({}, FREE, [8, 8], 8),
-        ({}, DEAR, [8, 1], "auto"),
-        ({"batches": (2,)}, FREE, [8], "auto"),  # what other sizes want is not known
-        ({"options": GREEDY}, FREE, [8, 8], "auto"),  # what sampling wants is not known
+        ({}, FREE, [20, 20], 20),
+        ({}, DEAR, [20, 1], "auto"),
+        ({"batches": (2,)}, FREE, [20], "auto"),  # what other sizes want is not known
+        ({"options": GREEDY}, FREE, [20, 20], "auto"),  # what sampling wants is not known
     ],
 )
 def test_a_number_is_recommended_where_enough_is_known(folders, costs, changes, second, numbers, recommended):

@@ -17,10 +17,10 @@ from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
 from hf_specx.cache.slots import SlotCache
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.drafting.suffix import SuffixCall
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.layouts.ragged import RaggedDecoder
 from hf_specx.sampling.rules import RejectionRule
+from hf_specx.scheduling.pace import Pace
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -116,12 +116,15 @@ def test_the_cache_of_the_target_serves_as_one_of_its_own(verification: str):
 
 def test_a_step_in_a_wrong_slot_is_seen(monkeypatch: pytest.MonkeyPatch):
     """Wrong: it writes over the token before, which the target's forward does not write again."""
-    forward = RaggedDecoder._forward
-    monkeypatch.setattr(
-        SharedDecoder,
-        "_forward",
-        lambda decoder, batch, tokens, ahead, keep: forward(decoder, batch, tokens, ahead - 1, keep),
-    )
+    lend = SharedDecoder._lent
+
+    def lent(shared: SharedDecoder) -> RaggedDecoder:
+        decoder = lend(shared)
+        forward = decoder._forward
+        decoder._forward = lambda batch, tokens, ahead, keep: forward(batch, tokens, ahead - 1, keep)
+        return decoder
+
+    monkeypatch.setattr(SharedDecoder, "_lent", lent)
     assert not torch.equal(run(target(), prompts(4), made(), **GREEDY), run(target(), prompts(4), **GREEDY))
 
 
@@ -240,7 +243,7 @@ def test_the_distribution_of_a_mixture(monkeypatch: pytest.MonkeyPatch, verifica
     Wrong: all candidates are judged as if drawn from a flat distribution.
     """
     monkeypatch.setattr(SeveralDrafts, "_asks_model", lambda drafts, batch, *others: [row % 2 for row in batch.rows])
-    monkeypatch.setattr(SuffixCall, "_cut", lambda call, found, weights: found)
+    monkeypatch.setattr(Pace, "best", lambda pace, chances, apart=False: max(map(len, chances)))
     if wrong:
         judge = RejectionRule.judge
 

@@ -10,7 +10,6 @@ from tiny import Forwards, prompts, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
-from hf_specx.drafting.suffix_index import SuffixIndex
 
 
 def text(seed: int, length: int = 30, vocab_size: int = 50) -> list[int]:
@@ -22,23 +21,22 @@ def as_lists(pool: SuffixPool) -> list[list[int]]:
 
 
 def is_consistent(pool: SuffixPool) -> bool:
-    """Whether each index holds all positions of its texts and no others, in the order of one that is made anew."""
-    for index in pool.indices:
-        contexts = [index.before(position) for position in index.order]
-        anew = SuffixIndex(index.texts)
-        if sorted(index.order) != sorted(anew.order) or contexts != sorted(contexts):
-            return False
-    return True
+    """Whether texts are found exactly where a pool that is made anew finds them."""
+    again = SuffixPool(pool.max_tokens)
+    again.add(*pool.texts)
+    ends = [one[:end] for one in pool.texts for end in (2, 5, len(one))]
+    return all(pool.find(end, 2, 8, 3) == again.find(end, 2, 8, 3) for end in ends)
 
 
 def test_the_oldest_texts_leave_first():
     pool = SuffixPool(max_tokens=400)
     for number in range(60):
+        pool.find(array("i", text(number)), 2, 8, 1)  # from now on new texts are indexed one by one
         pool.add(text(number))
         held = as_lists(pool)
         assert len(pool) == sum(map(len, held)) <= 400
         assert held == [text(n) for n in range(number + 1 - len(held), number + 1)]
-        assert len(pool) >= min(30 * (number + 1), 400 - 400 // 8 - 30)
+        assert len(pool) == min(30 * (number + 1), 390)
     assert is_consistent(pool)
 
 
@@ -49,7 +47,7 @@ def test_many_texts_at_once_and_one_by_one_are_the_same_texts():
         one.add(torch.tensor(tokens, dtype=torch.int64))
     assert as_lists(one) == as_lists(many) == [tokens for tokens in given if tokens]
     many.add(*(text(n) for n in range(20)))
-    assert as_lists(many) == [text(n) for n in range(15, 20)]
+    assert as_lists(many) == [text(n) for n in range(14, 20)]
     many.add()
     assert is_consistent(one)
     assert is_consistent(many)
@@ -60,16 +58,6 @@ def test_of_a_text_that_is_too_long_the_end_stays():
     pool.add(range(5))
     pool.add(range(100))
     assert as_lists(pool) == [list(range(80, 100))]
-
-
-def test_it_takes_12_bytes_a_token():
-    pool = SuffixPool(max_tokens=20_000)
-    for number in range(40):
-        pool.add(text(number, 1000))
-    positions = sum(index.order.itemsize * len(index.order) for index in pool.indices)
-    assert positions + sum(one.itemsize * len(one) for one in pool.texts) <= 12 * len(pool)
-    assert sum(len(index.order) for index in pool.indices) < len(pool) <= 20_000
-    assert len(pool.indices) <= 5
 
 
 def test_save_and_load(tmp_path: Path):
@@ -190,10 +178,9 @@ def test_threads_add_and_read_at_once():
         try:
             for number in range(30):
                 pool.add(text(100 * thread + number))
-                for index in pool.indices:
-                    length, at = index.longest(array("i", reversed(text(100 * thread + number)))[:8])
-                    index.positions(array("i", [1]), 1, at)
-                    assert length <= 8
+                for least in (2, 3):
+                    length, _ = pool.find(array("i", text(100 * thread + number)[:-1]), least, 8, 2)
+                    assert length in (0, *range(least, 9))
         except Exception as error:
             failures.append(error)
 

@@ -87,7 +87,7 @@ def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
     """However it came about, it is the translation of the whole; nothing before the last boundary is written again."""
     found = vocabularies_of(kind, draft_kind)
     made = torch.Generator().manual_seed(3)
-    translation, text = Translation(found, found.to_draft), list[int]()
+    translation, text = Translation(found), list[int]()
     for _ in range(60):
         kept = max(0, len(text) - int(torch.randint(0, 6, (), generator=made)))
         added = torch.randint(0, found.sizes[0], (int(torch.randint(0, 7, (), generator=made)),), generator=made)
@@ -95,7 +95,7 @@ def test_a_text_that_grows_and_is_taken_back(kind: str, draft_kind: str):
         translation.keep(kept)
         boundary = translation.states[-1][0]
         assert translation.extend(text[kept:]) >= boundary
-        whole = Translation(found, found.to_draft)
+        whole = Translation(found)
         whole.extend(text)
         assert translation.ids == whole.ids
         assert translation.count == len(text)

@@ -30,6 +30,7 @@ from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
 from hf_specx.engine.ranks import OneNumber, Ranks, is_synced, synced_by_default
 from hf_specx.scheduling.costs import Costs
+from hf_specx.scheduling.pace import Pace
 
 
 TARGET, DRAFT, ENCODER, DONE = 10, 100, 1000, 10000  # what a rank is about to run; far from a flag of 0 or 1
@@ -172,12 +173,14 @@ def compare_auto(name: str, rank: int, synced_gpus: bool) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Costs, "measure", timed)
+        patch.setattr(Pace, "_ratios", lambda pace, rows: (1.0, 1.0))  # rounds really take otherwise
+        patch.setattr(Pace, "has_seen_plain", lambda pace, rows: True)
         compare(name, rank, synced_gpus)
 
 
 def numbers_of_each_rank(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneNumber, "_meet", lambda self: self.own.usual)
+        patch.setattr(OneNumber, "_meet", lambda self: self.own.wanted)
         compare_auto("auto", rank, synced_gpus=True)
 
 

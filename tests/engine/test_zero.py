@@ -19,7 +19,7 @@ from hf_specx.drafting.forced import Growth
 from hf_specx.engine import start
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.schedule import Drafting, Schedule
+from hf_specx.scheduling.schedule import Schedule
 
 
 pytest.importorskip("deepspeed")
@@ -46,8 +46,8 @@ class Numbers:
 class Replayed(Schedule):
     """Rounds with the numbers that were noted."""
 
-    def __init__(self, drafting: Drafting, numbers: list[int]):
-        super().__init__(drafting, 0, None)
+    def __init__(self, numbers: list[int]):
+        super().__init__(0, None)
         self.numbers = iter(numbers)
 
     def __call__(self, batch):
@@ -107,7 +107,7 @@ def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str, 
         assert len(numbers) < LENGTHS[rank]
         if name == "block":
             with monkeypatch.context() as patch:
-                patch.setattr(start, "make_schedule", lambda drafting, *_, n=numbers: Replayed(drafting, n))
+                patch.setattr(start, "make_schedule", lambda *_, n=numbers: Replayed(n))
                 patch.setattr(candidates, "Growth", lambda *given: Growth(*given[:3], False, given[4]))
                 assert found == text(tiny(), near(tiny(), 0.1), name, rank)[0]
         else:

@@ -12,7 +12,7 @@ from tiny import Forwards, tiny
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.drafting import matching
+from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.other_tokenizer import OwnText
 from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
@@ -52,8 +52,7 @@ def test_the_draft_never_reads_its_text_again(rows: int):
     assert max(steps) < 40
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
-def test_many_prompts(match: str):
+def test_many_prompts():
     target, tokenizer = target_of(KIND), tokenizer_of(KIND)
     prompts = ["The cat", "12 dogs and the other cats sat there", "🙂", "naïve", "def count", "a", "in the house"]
     asked = [Request(tokenizer(text)["input_ids"], 5 + 3 * n, seed=n) for n, text in enumerate(prompts)]
@@ -64,33 +63,30 @@ def test_many_prompts(match: str):
         options = SAMPLED | {"max_new_tokens": request.max_new_tokens, "pad_token_id": 1}
         alone = target.generate(ids, attention_mask=torch.ones_like(ids), **options)
         expected.append(alone[0, ids.shape[1] :].tolist())
-    strategy = made(tokenizer_match=match)
+    strategy = made()
     done = strategy.generate_many(target, asked, batch_size=3, ordered=True, pad_token_id=1, **SAMPLED)
     assert [one.tokens for one in done] == expected
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
 @pytest.mark.parametrize("number", [5, "auto"])
-def test_with_a_suffix_draft(number: int | str, match: str, draft_pays):
-    strategy = made([SuffixDraft(), draft_of(KIND, OTHER)], num_draft_tokens=number, tokenizer_match=match)
+def test_with_a_suffix_draft(number: int | str, draft_pays):
+    strategy = made([SuffixDraft(), draft_of(KIND, OTHER)], num_draft_tokens=number)
     assert torch.equal(run(strategy), run())
-    assert strategy.report.sources.keys() >= {"model" if match == "tokens" else "text"}
-    assert strategy.report.tokenizer_match["match"] == match
+    assert strategy.report.sources.keys() >= {"model"}
+    assert strategy.report.tokenizer_match["match"] == "tokens"
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
-def test_rows_end_one_after_another(match: str):
+def test_rows_end_one_after_another():
     """Tokens of which some end a row; what was drafted after them is nowhere."""
     settings = {"eos_token_id": [*range(60, 75)], "max_new_tokens": 60}
-    strategy = made(tokenizer_match=match)
+    strategy = made()
     output = run(strategy, rows=8, **settings)
     assert torch.equal(output, run(rows=8, **settings))
     assert len(set(strategy.report.emitted_per_row)) > 3
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
-def test_masks_and_ids_are_the_targets(match: str):
+def test_masks_and_ids_are_the_targets():
     """A function of the text and of target ids, and options that name ids; the draft is held to them as well."""
     allowed = [number for number, own in enumerate(vocabularies_of(KIND, OTHER).to_draft) if number % 3][5:]
     settings = {
@@ -98,7 +94,7 @@ def test_masks_and_ids_are_the_targets(match: str):
         "suppress_tokens": allowed[10:20],
         "sequence_bias": {(allowed[30],): 2.0},
     }
-    strategy = made(tokenizer_match=match)
+    strategy = made()
     assert torch.equal(run(strategy, **settings), run(**settings))
     assert strategy.report.forced > 0
 
@@ -126,18 +122,17 @@ def test_forced_tokens_leave_candidates_of_no_model_as_such():
         processor = Automaton(vocab_size, width, free=(0, 1))
         return {"logits_processor": [processor], "do_sample": False, "max_new_tokens": 40}
 
-    strategy = made([SuffixDraft(min_match=3), draft_of(KIND, OTHER)], tokenizer_match="text")
+    strategy = made([SuffixDraft(min_match=3), draft_of(KIND, OTHER)])
     strategy.listeners = (Steps(),)
     assert torch.equal(run(strategy, **settings()), run(**settings()))
-    assert {"suffix", "text"} <= {source for source, _ in steps}
+    assert {"suffix", "model"} <= {source for source, _ in steps}
     assert sum(drafted for source, drafted in steps if source == "suffix") == 0
-    assert sum(drafted for source, drafted in steps if source == "text") > 0
+    assert sum(drafted for source, drafted in steps if source == "model") > 0
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-def test_layouts_of_the_target(layout: str, match: str):
-    strategy = made(layout=layout, tokenizer_match=match)
+def test_layouts_of_the_target(layout: str):
+    strategy = made(layout=layout)
     assert torch.equal(run(strategy), run())
     assert strategy.report.layout == layout
 
@@ -160,8 +155,7 @@ def test_a_draft_in_the_padded_layout(monkeypatch: pytest.MonkeyPatch):
     assert max(found) < 1e-3
 
 
-@pytest.mark.parametrize("match", ["tokens", "text"])
-def test_of_an_encoder_decoder_target(match: str):
+def test_of_an_encoder_decoder_target():
     sizes = {"vocab_size": len(tokenizer_of(KIND)), "d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
     sizes |= dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads"], 2)
     sizes |= dict.fromkeys(["encoder_ffn_dim", "decoder_ffn_dim"], 32)
@@ -169,7 +163,7 @@ def test_of_an_encoder_decoder_target(match: str):
     special = {"decoder_start_token_id": 0, "eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 1}
     config = BartConfig(**sizes, **special, init_std=0.4, forced_eos_token_id=None)
     target = BartForConditionalGeneration(config).eval()
-    strategy = made(tokenizer_match=match)
+    strategy = made()
     assert torch.equal(run(strategy, target), run(target=target))
 
 
@@ -184,8 +178,7 @@ def test_rows_with_seeds_stand_alone(verification: str):
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("match", ["tokens", "text"])
-def test_rows_with_little_room_left_stand_alone(match: str, verification: str):
+def test_rows_with_little_room_left_stand_alone(verification: str):
     """What a row that is nearly done proposes is not changed by rows that go on; a word is several of the draft's."""
     kind, other = "word pieces in lower case", "byte-level, other merges"
     both = {"tokenizer": tokenizer_of(kind), "draft_tokenizer": tokenizer_of(other)}
@@ -193,7 +186,7 @@ def test_rows_with_little_room_left_stand_alone(match: str, verification: str):
     asked = [Request(ids, 6 + 9 * (row % 2), seed=row) for row, ids in enumerate(prompts * 6)]
 
     def completed(requests: list[Request], **options) -> list[list[int]]:
-        settings = {"num_draft_tokens": 8, "verification": verification, "tokenizer_match": match}
+        settings = {"num_draft_tokens": 8, "verification": verification}
         strategy = SpeculativeDecoding(draft_of(kind, other), **settings, **both)
         done = strategy.generate_many(target_of(kind), requests, ordered=True, pad_token_id=1, **SAMPLED, **options)
         return [one.tokens for one in done]
@@ -215,24 +208,28 @@ def test_the_arguments_of_transformers():
 
 
 def test_the_report_of_the_same_tokenizer_says_nothing_of_it():
-    strategy = SpeculativeDecoding(
-        target_of(KIND), num_draft_tokens=2, tokenizer_match="text", tokenizer=BOTH["tokenizer"]
-    )
+    strategy = SpeculativeDecoding(target_of(KIND), num_draft_tokens=2, tokenizer=BOTH["tokenizer"])
     run(strategy)
     assert strategy.report.to_dict()["tokenizer_match"] is None
 
 
-@pytest.mark.parametrize(("enough", "match"), [(0.5, "tokens"), (0.6, "text")])
-def test_little_coverage_goes_by_text(monkeypatch: pytest.MonkeyPatch, enough: float, match: str):
+def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     """No two tokenizers of these tests have less than a half in common, so the limit goes up instead."""
-    assert matching.ENOUGH_COMMON == 0.5
-    monkeypatch.setattr(matching, "ENOUGH_COMMON", enough)
     few = "word pieces in lower case"
     strategy = made(draft_of(KIND, few), draft_tokenizer=tokenizer_of(few))
     assert torch.equal(run(strategy), run())
     assert strategy.report.accepted > 0
-    assert strategy.report.tokenizer_match["match"] == match
     assert 0.5 < strategy.report.tokenizer_match["coverage"] < 0.6
+    monkeypatch.setattr(other_tokenizer, "ENOUGH_COMMON", 0.6)
+    with pytest.raises(ValueError, match="only 5.% of the tokens of a sample text .* tokenizer_match='tokens'"):
+        run(strategy)
+    strategy.tokenizer_match = "tokens"
+    assert torch.equal(run(strategy), run())
+
+
+def test_drafting_by_text_is_no_more():
+    with pytest.raises(ValueError, match="tokenizer_match='text' is no more, .* choose a draft with the target's own"):
+        made(tokenizer_match="text")
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def test_the_prompt_is_read_without_pads(monkeypatch: pytest.MonkeyPatch):
     target.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
     read = PackedDecoder.read
     monkeypatch.setattr(PackedDecoder, "read", lambda self: stored.append(self.cache) or read(self))
-    ours(target, near(target, 0.05), inputs, **GREEDY, max_new_tokens=1)
+    ours(target, near(target, 0.05), inputs, **GREEDY, max_new_tokens=4)
     assert seen[0]["input_ids"].tolist() == [[5, 6, 1, 7, 2, 8]]
     assert seen[0]["position_ids"].tolist() == [[0, 1, 0, 2, 1, 3]]
     visible = [

@@ -16,7 +16,7 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 import hf_specx
-from hf_specx import DraftTargetPair
+from hf_specx import DraftTargetPair, SpeculationReport
 from hf_specx.common.devices import hardware
 from hf_specx.hub.publish import write_repository
 from hf_specx.pair_files import find_draft as resolve
@@ -222,6 +222,11 @@ def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: b
         hf_specx.generate(**prompts(3), **SETTINGS, **call)
 
 
+def first_number(report: SpeculationReport) -> int:
+    """Candidates of the first round that has any; where little is gained, plain steps are timed before."""
+    return next(record.drafted for record in report.history[0] if record.drafted)
+
+
 FREE_DRAFTS = {"3": {"target": {"1": 1.0, "9": 1.0}, "draft": 0.02}}
 
 
@@ -236,9 +241,9 @@ def test_what_a_pair_has_measured_is_gone_by(
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
     torch.manual_seed(0)
     expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")
-    assert loaded.report.history[0][1].drafted == number  # then it goes by what it sees
+    assert first_number(loaded.report) == number  # then it goes by what it sees
     output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
-    assert output.speculation_report.history[0][1].drafted == number
+    assert first_number(output.speculation_report) == number
     assert torch.equal(output.sequences, expected)
 
 

@@ -76,7 +76,7 @@ def test_a_good_cheap_draft_is_asked_for_much():
     target, strategy, _ = clocked(0.0, 0.02)
     strategy.calibrate(target, prompts(4)["input_ids"])
     run(target, prompts(4), strategy, **COUPLED)
-    assert drafted(strategy).count(MAX_DRAFT_TOKENS) >= 4
+    assert drafted(strategy).count(MAX_DRAFT_TOKENS) >= 2
     assert 0 not in drafted(strategy)[:-1]
 
 
@@ -130,9 +130,9 @@ def test_what_a_call_begins_with(monkeypatch: pytest.MonkeyPatch, layout: str, e
     made: list[Auto] = []
 
     def note(*args: Any) -> Auto:
-        assert args[1:3] == ("block", [NEW_TOKENS] * 4)
+        assert args[1:4] == ("block", [NEW_TOKENS] * 4, 11)
         made.append(Auto(*args))
-        assert made[0].chooser.survival.expected_tokens()[1] == pytest.approx(1 + expected)
+        assert made[0].survival.chances(1) == [pytest.approx(expected)]
         return made[0]
 
     monkeypatch.setattr(schedule, "Auto", note)

@@ -23,7 +23,7 @@ from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.scheduling import schedule
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.scheduling.schedule import Drafting, Schedule
+from hf_specx.scheduling.schedule import Schedule
 
 
 FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
@@ -37,7 +37,7 @@ class Forced(Schedule):
     """Drafts given numbers in turns."""
 
     def __init__(self, *given: Any, numbers: Iterable[int] = FORCED):
-        super().__init__(Drafting(), MAX_DRAFT_TOKENS, room=given[2])
+        super().__init__(MAX_DRAFT_TOKENS, room=given[2])
         self.numbers = itertools.cycle(numbers)
         self.wanted = next(self.numbers)
 

@@ -107,6 +107,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "learned": lambda: tiny("gpt2"),
     "unknown": lambda: called("never_heard_of"),
     "doge": lambda: called("doge"),
+    "recurrent": lambda: zoo.build("causal", "mamba2"),
     "own cache": lambda: called("rwkv"),
     "by mask": lambda: called("moshi", "flash_attention_2"),
     "led": lambda: zoo.build("seq2seq", "led"),

@@ -116,13 +116,17 @@ CASES = {
         "TokenizersBackend is none of byte-level, .*its decoder is None.*choose a draft with the target's own",
         partial(call, OTHER | {"draft_tokenizer": letters("gfe", decoder=False)}),
     ),
-    "no_common_tokens": (
-        "'tokens' needs tokens that both tokenizers have.*use tokenizer_match='text'",
+    "too_few_common_tokens": (
+        "only 0% of the tokens of a sample text are in both tokenizers.*choose a draft with the target's own",
         partial(call, OTHER | {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}),
     ),
     "own_text_with_an_encoder": (
         "T5ForConditionalGeneration has an encoder and another tokenizer .*choose a decoder-only draft",
         partial(call, OTHER, draft="encoder"),
+    ),
+    "own_text_in_lockstep": (
+        "the draft .* has another tokenizer .*one row at a time; choose a draft with attention",
+        partial(call, OTHER, draft="recurrent"),
     ),
     "own_text_without_ids": (
         "LlamaForCausalLM has another tokenizer .* cannot read inputs_embeds; pass input_ids",
