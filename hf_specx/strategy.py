@@ -4,7 +4,6 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,17 +20,30 @@ from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
 from hf_specx.engine.attached import attached
-from hf_specx.engine.in_order import decode_call
+from hf_specx.engine.decode import decode
 from hf_specx.engine.many import complete_all, in_order
 from hf_specx.engine.places import Places
-from hf_specx.engine.plan import Listener, Plan, Withheld, check_asked, make_call, make_plan, warn_of_lockstep
+from hf_specx.engine.plain import decode_plainly
+from hf_specx.engine.plan import (
+    Call,
+    Listener,
+    Withheld,
+    check_asked,
+    make_call,
+    make_plan,
+    warn_of_lockstep,
+    warn_of_plain,
+    why_plain,
+)
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Request, Waiting
 from hf_specx.engine.run import Run
 from hf_specx.engine.start import calibrate, prepare_processors, start
-from hf_specx.engine.streaming import ended
+from hf_specx.engine.streaming import Stream, ended
 from hf_specx.layouts.compiled import compilations
 from hf_specx.layouts.prompts import Prompt, prepare
+from hf_specx.sampling.processors import Processor
+from hf_specx.sampling.rewindable import in_use
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
@@ -42,6 +54,9 @@ from hf_specx.validation.options import check_options
 from hf_specx.validation.rows import as_list
 
 
+NOTHING_WITHHELD = Withheld()
+
+
 class SpeculativeDecoding(NoModel):
     """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
 
@@ -50,7 +65,8 @@ class SpeculativeDecoding(NoModel):
     target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that serves one call at a time. `generate`
     takes one more argument: `seeds`, one int for each row (after `num_return_sequences`) in a list, range, tensor or
     array, makes each row independent of the others; under "coupled" its text is that of plain `generate` for this row
-    alone under `torch.manual_seed` of its seed.
+    alone under `torch.manual_seed` of its seed. What cannot be speculated exactly (a processor or criterion that may
+    keep state, attentions or hidden states as outputs) is decoded by transformers' own sampler, with a warning.
 
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
@@ -61,10 +77,9 @@ class SpeculativeDecoding(NoModel):
             of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
-            same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
-            "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
-            `SuffixDraft`, or rows with `seeds` advance together. "token" and "block" accept a candidate x that was not
-            drawn with probability p(x) or more.
+            same `torch.manual_seed`. None is "block", but "coupled" if candidates are not drawn from a distribution,
+            as those of a `CandidateGenerator` or `SuffixDraft`, or rows with `seeds` advance together. "token" and
+            "block" accept a candidate x that was not drawn with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
@@ -172,21 +187,48 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
-        user_cache: Any = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # as Mamba calls it
-        given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
-        earlier = self.report if withheld.adds_reports else None
         stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
         prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens)
-        prompt.keeps_past = bool(generation_config.return_dict_in_generate or given)
-        run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
-        text = decode_call(run, plan.in_order)
-        self._end(run, earlier)
+        earlier = self.report if withheld.adds_reports else None
+        given = prompt, inputs_tensor, logits_processor, stopping, as_list(seeds), earlier
+        return self.decode_prepared(*given, withheld)
+
+    def decode_prepared(
+        self,
+        prompt: Prompt,
+        inputs_tensor: torch.Tensor | None,
+        processors: LogitsProcessorList,
+        stopping: Stopping,
+        seeds: list[int] | None,
+        earlier: SpeculationReport | None,
+        withheld: Withheld = NOTHING_WITHHELD,
+    ) -> torch.Tensor | ModelOutput:
+        """Decode one batch to its end; the report goes on from an earlier one."""
+        config = prompt.generation_config
+        user_cache: Any = prompt.kwargs.get("past_key_values", prompt.kwargs.get("cache_params"))  # as Mamba calls it
+        given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
+        prompt.keeps_past = bool(config.return_dict_in_generate or given)
+        call, drafter = self._ask(withheld, prompt, processors, seeds)
+        prepared, stateful = prepare_processors(processors, prompt, stopping)
+        reason = why_plain(prompt, stateful)
+        if reason:
+            warn_of_plain(reason, self._said)
+            stream = Stream(call.streamer, call.stream_by, stopping)
+            output, report = decode_plainly(prompt, processors, stopping, seeds, stream, call.synced, reason)
+            self.report = report if earlier is None else earlier + report
+            if config.return_dict_in_generate:
+                output.speculation_report = self.report
+            return output
+        run = self._start(call, prompt, inputs_tensor, drafter, prepared, stopping)
+        with in_use(run.processors.at_once, run.batch):
+            text = decode(run)
+        self.end(run, earlier)
         past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
         past = fill(user_cache, past) if given else past
-        if not generation_config.return_dict_in_generate:
+        if not config.return_dict_in_generate:
             return text
-        decodes = model.config.is_encoder_decoder
-        return run.outputs.finish(text, stopping.columns, past, model_kwargs, decodes, self.report)
+        decodes = prompt.model.config.is_encoder_decoder
+        return run.outputs.finish(text, stopping.columns, past, decodes, self.report)
 
     def generate_many(
         self,
@@ -227,7 +269,7 @@ class SpeculativeDecoding(NoModel):
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
         waiting = Waiting(models, requests, options, max_batch_tokens or free_tokens(models))
-        completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
+        completions = complete_all(waiting, self, batch_size, logprobs)
         return in_order(completions) if ordered else completions
 
     def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
@@ -243,35 +285,52 @@ class SpeculativeDecoding(NoModel):
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
         return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
 
-    def _start(
+    def _ask(
         self,
         withheld: Withheld,
         prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        processors: LogitsProcessorList,
-        stopping: Stopping,
+        processors: Sequence[Processor],
         seeds: list[int] | None,
-        places: Places | None = None,
-    ) -> tuple[Run, Plan]:
-        """Check what was asked for, and put together what decodes it; nothing is read yet."""
+        longest: int | None = None,
+    ) -> tuple[Call, Drafter]:
+        """What a call asks for, checked; `longest` is as in `check_asked`."""
         drafter = self._drafter(prompt.model)
         prompt.gives_hidden = drafter.needs_hidden
         call = make_call(self, withheld, prompt, drafter, seeds)
-        longest = None if places is None else max(entry.longest for entry in places.entries)
         check_asked(call, prompt, processors, drafter, longest, self.tokenizer, self.draft_tokenizer)
         prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        prepared, waiting = prepare_processors(processors, prompt, stopping, places)
-        plan = make_plan(call, prompt, drafter, waiting)
+        return call, drafter
+
+    def _start(
+        self,
+        call: Call,
+        prompt: Prompt,
+        inputs_tensor: torch.Tensor | None,
+        drafter: Drafter,
+        processors: Sequence[Processor],
+        stopping: Stopping,
+        places: Places | None = None,
+    ) -> Run:
+        """Put together what decodes a call; nothing is read yet."""
+        plan = make_plan(call, prompt, drafter)
         if places is not None:
             plan = places.settle(plan, prompt, drafter)
         self.meet(prompt.model)
         warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
-        given = inputs_tensor, drafter, prepared, stopping, self.costs, self.schedule, places
+        given = inputs_tensor, drafter, processors, stopping, self.costs, self.schedule, places
         run = start(call, plan, prompt, *given)
         self.report = run.report
-        return run, plan
+        return run
 
-    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
+    def start_batch(
+        self, places: Places, prompt: Prompt, inputs_tensor: torch.Tensor | None, seeds: list[int] | None
+    ) -> Run:
+        """The same for a batch of requests."""
+        processors, longest = places.entries[0].processors, max(entry.longest for entry in places.entries)
+        call, drafter = self._ask(NOTHING_WITHHELD, prompt, processors, seeds, longest)
+        return self._start(call, prompt, inputs_tensor, drafter, processors, places.stopping, places)
+
+    def end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
         """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
         self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)

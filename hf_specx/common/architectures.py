@@ -64,11 +64,6 @@ ENCODERS = """
     bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta
     roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod
 """.split()  # noqa: SIM905
-# With output_attentions, by the attention that is meant; None is any
-WITHOUT_ATTENTIONS = {
-    "falcon": ("sdpa", "its text is another when its attentions are asked for; load it with 'eager'"),
-    "minimax": (None, "its linear layers give a state instead; leave it out"),
-}
 _STEPS = "its forward of several tokens after cached ones gives other logits than single steps do (transformers 5.23)"
 _OWN_CACHE = "it keeps its past in a structure of its own, which cannot be taken back"
 # As targets; as drafts they are as good as any, since their candidates are judged by the distribution that they gave

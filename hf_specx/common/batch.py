@@ -37,8 +37,6 @@ class Batch:
         ends: [R] int64, the column of each decoding row's next token.
         together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
-        over: [R] bool, rows that have ended but stay in the batch and are fed pads, as in `generate`; None if there
-            are none.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Batch:
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
         self.together: int | None = 0
-        self.over: torch.Tensor | None = None
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
@@ -100,19 +97,14 @@ class Batch:
             self.ids[self.index[:, None], columns] = tokens
 
     def take(self, draft: Draft) -> Draft:
-        """Write candidates after each row's end, where the target reads them; rows that are over get pads instead."""
+        """Write candidates after each row's end, where the target reads them."""
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
             told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
-        tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
-        self.put(tokens)
-        return draft._replace(tokens=tokens)
-
-    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next tokens [R] of the rows, with pads for those that are over."""
-        return tokens if self.over is None else tokens.masked_fill(self.over, self.pad_token_id)
+        self.put(draft.tokens)
+        return draft
 
     def prefix(self, emitted: int) -> torch.Tensor:
         """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
@@ -220,7 +212,7 @@ class Batch:
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
         one = copy.copy(self)
-        one.width, one.counts, one.over = self.prompt_lengths[row], [self.counts[row]], None
+        one.width, one.counts = self.prompt_lengths[row], [self.counts[row]]
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
         # made on the device: numbers that are sent there wait for what it has to do
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
@@ -257,11 +249,6 @@ class Batch:
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
         return torch.tensor(stay, dtype=torch.int64, device=self.ids.device)
-
-    @property
-    def is_over(self) -> list[bool]:
-        """[R], which rows are `over`."""
-        return [False] * len(self.rows) if self.over is None else self.over.tolist()
 
     def revive(self) -> None:
         """Take all rows as decoding again."""

@@ -60,14 +60,6 @@ class Draft(NamedTuple):
         lengths = torch.tensor(self.lengths).to(device, non_blocking=True)  # else it would wait for the forward
         return torch.arange(most, device=device) < lengths[:, None]
 
-    def at(self, position: int) -> "Draft":
-        """The candidates at one position as a draft of their own; an empty one after the last position."""
-        here = slice(position, position + 1)
-        lengths = [int(length > position) for length in self.lengths]
-        probs = None if self.probs is None else self.probs[:, here]
-        forced = None if self.forced is None else [flags[here] for flags in self.forced]
-        return self._replace(tokens=self.tokens[:, here], lengths=lengths, probs=probs, forced=forced, estimate=None)
-
 
 class Judgement(NamedTuple):
     """What a verification rule says of a draft, for each of the R rows.

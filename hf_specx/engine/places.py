@@ -66,8 +66,7 @@ class Places:
         options = self.waiting.options | {"max_new_tokens": self.stopping.max_new_tokens, "stop_strings": None}
         prompt, *_ = prepared(self.waiting.model, ids, mask, options)
         prompt.max_new_tokens, prompt.limits = UNLIMITED, self.stopping.limits
-        if not self.entries[0].stateful:  # whose criteria may see scores; completions have no other outputs
-            prompt.generation_config.return_dict_in_generate = False
+        prompt.generation_config.return_dict_in_generate = False  # completions have no other outputs
         return prompt, ids if encodes else None
 
     def settle(self, plan: Plan, prompt: Prompt, drafter: Drafter) -> Plan:
@@ -97,7 +96,7 @@ class Places:
         If a prompt was much longer than those that are left, it cannot: forwards would go on reading that width.
         """
         entry = self.waiting.peek() if self.refills else None
-        if entry is None or entry.stateful:
+        if entry is None or entry.alone:
             return False
         live = [entry, *(self.coming.get(number, self.entries[number]) for number in batch.rows if number != row)]
         widest = max(len(one.input_ids) for one in live)
@@ -141,7 +140,7 @@ class PlacesStopping(RequestStopping):
 
     def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         leaving = super().update(batch, new, ended)
-        self.places.ended = {row: self.by_limit(batch, row) for row in leaving}
+        self.places.ended = {row: self.by_limit_in(batch, row) for row in leaving}
         return [row for row in leaving if not self.places.refill(batch, row)]
 
 

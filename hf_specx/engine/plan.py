@@ -1,4 +1,4 @@
-"""What one call asks for, and how it is decoded: its verification, its layouts, and whether position by position."""
+"""What one call asks for, and how it is decoded: its verification and its layouts."""
 
 import warnings
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from transformers.generation.logits_process import LogitsProcessor, UnbatchedCla
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.cache.slots import has_columns
-from hf_specx.common.architectures import vocabulary
+from hf_specx.common.architectures import WHOLE, vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
@@ -21,13 +21,14 @@ from hf_specx.layouts.compiled import check_compile
 from hf_specx.layouts.position_tables import position_table
 from hf_specx.layouts.prompts import Prompt
 from hf_specx.scheduling.schedule import Drafting, choose_drafting
-from hf_specx.validation.calls import check_call, check_noise, check_outputs, check_past
+from hf_specx.validation.calls import check_call, check_noise, check_past
 from hf_specx.validation.inputs import check_inputs, check_positions
 from hf_specx.validation.models import check_own_text, check_pair, check_target
 from hf_specx.validation.options import check_assistant_settings
-from hf_specx.validation.rows import check_fixed, check_guidance, check_in_order, check_seeds, check_synced
+from hf_specx.validation.rows import check_fixed, check_guidance, check_seeds, check_synced
 
 from .ranks import is_synced, shares_rows
+from .report import PLAIN
 
 
 LOCKSTEP_COST = (
@@ -106,7 +107,6 @@ class Plan(NamedTuple):
         verification: "greedy", "token", "block" or "coupled".
         layout: the target's; `reason` says why.
         draft_layout: the draft's.
-        stateful: names of processors and criteria that must be shown each emitted token once, in order.
         states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
         compiled: whether forwards after the prompts are compiled.
     """
@@ -115,19 +115,13 @@ class Plan(NamedTuple):
     layout: str
     reason: str
     draft_layout: str
-    stateful: list[str]
     states: bool
     compiled: bool = False
 
     @property
-    def in_order(self) -> bool:
-        """Whether positions are judged one by one."""
-        return bool(self.stateful)
-
-    @property
     def lockstep(self) -> bool:
         """Whether all rows must advance alike."""
-        return self.in_order or "lockstep" in (self.layout, self.draft_layout)
+        return "lockstep" in (self.layout, self.draft_layout)
 
 
 def make_call(
@@ -157,25 +151,19 @@ def make_call(
     )
 
 
-def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str]) -> Plan:
+def make_plan(call: Call, prompt: Prompt, drafter: Drafter) -> Plan:
     """Choose how a call is decoded.
 
     Args:
         call: what was asked for.
         prompt: the target's.
         drafter: who proposes.
-        stateful: names of processors and criteria that must be shown each emitted token once, in order.
 
     Raises:
         ValueError: if what was asked for cannot be done exactly.
     """
     able, sampled = layouts_of(prompt.model), prompt.generation_config.do_sample
-    if stateful:
-        check_in_order(stateful, call.layout, call.verification if sampled else None)
-        chosen = "lockstep" if "lockstep" in able else able[0]
-        reason = f"needed: {', '.join(stateful)} must be shown each token once, in order"
-    else:
-        chosen, reason = _layout(prompt, call.layout)
+    chosen, reason = _layout(prompt, call.layout)
     verification = call.verification if sampled else "greedy"
     draft_layout, states = chosen, able[0] == "lockstep"
     if drafter.model is not None:
@@ -186,9 +174,8 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         states = states or draft_able[0] == "lockstep"
     if verification is None:
         # where all rows advance alike, only the text of "coupled" is that of a row alone
-        beside = len(prompt.input_ids) > 1 or not stateful  # a request with states of its own never has others
-        tied = call.seeds is not None and beside and "lockstep" in (chosen, draft_layout)
-        verification = "coupled" if tied or not drafter.has_probs else "token" if stateful else "block"
+        tied = call.seeds is not None and "lockstep" in (chosen, draft_layout)
+        verification = "coupled" if tied or not drafter.has_probs else "block"
     if call.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
@@ -197,7 +184,7 @@ def make_plan(call: Call, prompt: Prompt, drafter: Drafter, stateful: list[str])
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             why = "its best for a draft"
             check_compile(drafter.model, draft_layout, why, prompt.generation_config, ranks)
-    plan = Plan(verification, chosen, reason, draft_layout, stateful, states, call.compile)
+    plan = Plan(verification, chosen, reason, draft_layout, states, call.compile)
     _check(plan, call, prompt.input_ids, drafter)
     return plan
 
@@ -227,7 +214,6 @@ def check_asked(
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
-    check_outputs(model, config)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
@@ -273,15 +259,44 @@ def _check(plan: Plan, call: Call, input_ids: torch.Tensor, drafter: Drafter) ->
         check_seeds(call.seeds, len(input_ids), plan.verification, "lockstep" if plan.lockstep else plan.layout)
     if call.synced:
         check_fixed(drafting.schedule, drafting.threshold)
-        check_synced(plan.states, plan.stateful, several=bool(drafter.parts))
+        check_synced(plan.states, several=bool(drafter.parts))
         told = (
             "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
         )
         require(not drafter.own_text, told)
 
 
+def why_plain(prompt: Prompt, stateful: list[str]) -> str:
+    """Why a call cannot be speculated exactly; empty if it can.
+
+    Args:
+        prompt: the target's.
+        stateful: names of processors and criteria that keep state, or may.
+    """
+    if stateful:
+        return (
+            f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
+            "stateless = True if it keeps none)"
+        )
+    config = prompt.generation_config
+    names = ("output_attentions", "output_hidden_states")
+    asked = [name for name in names if config.return_dict_in_generate and getattr(config, name)]
+    if asked:
+        return f"{asked[0]}=True wants what the model gives for each token alone"
+    kind = prompt.model.config.model_type
+    return f"{type(prompt.model).__name__} is exact without a cache only" if kind in WHOLE else ""
+
+
 def warn_of_lockstep(plan: Plan, asked: str, rows: int, said: set[str]) -> None:
     """Warn of a layout that is slow, unless it was asked for or that was said before."""
-    if plan.lockstep and not plan.in_order and rows > 1 and asked == "auto" and LOCKSTEP_COST not in said:
+    if plan.lockstep and rows > 1 and asked == "auto" and LOCKSTEP_COST not in said:
         said.add(LOCKSTEP_COST)
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=2)
+
+
+def warn_of_plain(reason: str, said: set[str]) -> None:
+    """Say once that a call has no speed-up, and why."""
+    if PLAIN not in said:
+        said.add(PLAIN)
+        told = f"transformers' own sampler decodes this call, with the same text and without any speed-up: {reason}."
+        warnings.warn(told, UserWarning, stacklevel=2)

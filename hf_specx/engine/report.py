@@ -13,6 +13,7 @@ from hf_specx.scheduling.draft_length import expected_tokens
 from .history import RoundCounts, RoundRecord
 
 
+PLAIN = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
 REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
 REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
@@ -26,8 +27,8 @@ class SpeculationReport(RoundCounts):
     """Counters of one call of `generate`; rounds are target forwards that judged candidates.
 
     Attributes:
-        verification: "greedy", "token", "block" or "coupled".
-        layout: how rows shared the batch; `layout_reason` says why.
+        verification: "greedy", "token", "block" or "coupled"; "plain" where transformers' own sampler decoded it.
+        layout: how rows shared the batch, "plain" as well; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
         history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
         keeps: of the calls of a queue the first round of each row is in `history` and at least so many of the last
@@ -100,6 +101,11 @@ class SpeculationReport(RoundCounts):
                 if record[0]:
                     self._count(sources[index], {"rounds": 1, "drafted": record[0], "accepted": record[1]})
                 self._let_go(row)
+
+    def note_plain(self, columns: int, emitted: list[int], seconds: float) -> None:
+        """Count a call without candidates: its forwards, the tokens of each row [B], and the time that it took."""
+        self.plain_steps, self.seconds = columns, {"total": seconds}
+        self.history = [[RoundRecord(0, 0, 1, gained=1)] * number for number in emitted]
 
     def _count(self, source: str, counts: dict[str, int]) -> None:
         known = self.sources.get(source, {})

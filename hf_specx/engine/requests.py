@@ -23,6 +23,7 @@ from hf_specx.validation.inputs import check_encoder_positions, check_positions,
 from hf_specx.validation.models import check_adapter, frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
+from .plan import why_plain
 from .ranks import synced_by_default
 from .stop_strings import bind_stop_strings
 
@@ -81,7 +82,7 @@ class Entry:
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
         processors, stopping: made for it; `alike` says that it has no processors of its own beside those of the call.
-        stateful: names of those that must be shown each token once, in order.
+        alone: why it needs a batch of its own; empty if it does not.
     """
 
     index: int
@@ -92,7 +93,7 @@ class Entry:
     processors: Sequence[Processor]
     alike: bool
     stopping: Stopping
-    stateful: list[str]
+    alone: str
 
     @property
     def limit(self) -> int:
@@ -163,10 +164,10 @@ class Waiting:
         """As many requests as may share a batch of at most so many rows."""
         entries: list[Entry] = []
         while len(entries) < rows and (entry := self.peek()) is not None and self.fits([*entries, entry]):
-            if entries and entry.stateful:
+            if entries and entry.alone:
                 break
             entries.append(self.take())
-            if entry.stateful:
+            if entry.alone:
                 break
         return entries
 
@@ -197,13 +198,13 @@ class Waiting:
         prompt, processors, criteria = self._generated(ids[None], options)
         start = prompt.input_ids[0]
         stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
-        ours, stateful = self._with_masks(processors, prompt, stopping)
+        ours, alone = self._with_masks(processors, prompt, stopping)
         draws = request.seed is None and prompt.generation_config.do_sample
         seed = int(torch.randint(MAX_SEED - 1, ())) if draws else 0 if request.seed is None else request.seed
         told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
         require(is_int(seed) and 0 <= seed < MAX_SEED, told)
         alike = request.logits_processor is None
-        entry = Entry(index, ids, start, seed, request.seed is not None, ours, alike, stopping, stateful)
+        entry = Entry(index, ids, start, seed, request.seed is not None, ours, alike, stopping, alone)
         frequencies_that_change(self.model, entry.longest)
         check_positions(self.model, len(start), entry.limit)
         if self.model.config.is_encoder_decoder:
@@ -240,8 +241,8 @@ class Waiting:
 
     def _with_masks(
         self, processors: LogitsProcessorList, prompt: Prompt, stopping: Stopping
-    ) -> tuple[Sequence[Processor], list[str]]:
-        """Processors with the masks of grammars, and names of what needs a batch of its own, where all are as given.
+    ) -> tuple[Sequence[Processor], str]:
+        """Processors with the masks of grammars, and why the request needs a batch of its own, where all are as given.
 
         Raises:
             ValueError: if something that keeps state was given for all requests.
@@ -251,11 +252,12 @@ class Waiting:
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + stopping.stateful
         stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        if stateful:
-            return processors, stateful
+        alone = f"{', '.join(stateful)} keeps state" if stateful else why_plain(prompt, [])
+        if alone:
+            return processors, alone
         for mask in masks:
             mask.begin(1)
-        return ours, []
+        return ours, ""
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""

@@ -74,7 +74,7 @@ def start(
             keeps=None if places is None else KEPT_ROUNDS,
             matching=drafter.matching,
         ),
-        outputs=Outputs(prompt.generation_config, len(prompt.input_ids), reading.target.notes),
+        outputs=Outputs(prompt.generation_config, len(prompt.input_ids)),
         stream=Stream(call.streamer, call.stream_by, stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, stopping),
@@ -139,30 +139,17 @@ def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
 
 
 def prepare_processors(
-    processors: Sequence[LogitsProcessor], prompt: Prompt, stopping: Stopping, places: Places | None = None
+    processors: Sequence[LogitsProcessor], prompt: Prompt, stopping: Stopping
 ) -> tuple[Sequence[Processor], list[str]]:
-    """Processors with `TokenMasks` in place of some, and the names of what must be shown each token once, in order.
-
-    Where there are such names, and for requests with their own, all processors are as they were given.
-    """
-    if places is None:
-        ours = masked(processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-        if not stopping.stateful and not stateful_processors(ours, prompt):
-            return ours, []
-    return processors, [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
-
-
-def stateful_processors(processors: Sequence[Processor], prompt: Prompt) -> list[Processor]:
-    """Those that must be shown each emitted token once, in order."""
-    return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
+    """Processors with `TokenMasks` in place of some, and the names of what must be shown each token once, in order."""
+    ours = masked(processors, prompt.input_ids, vocabulary(prompt.model), stopping)
+    unknown = [p for p in ours if not (can_look_ahead(p) or is_guidance(p, prompt))]
+    return ours, [type(p).__name__ for p in unknown] + stopping.stateful
 
 
 def _target_processors(processors: Sequence[Processor], prompt: Prompt, layout: str) -> list[Processor]:
-    """All of them, with guidance replaced by our own unless a stateful one comes before it."""
-    waiting = stateful_processors(processors, prompt)
-    first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
-    early = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in processors[:first]]
-    return [*early, *processors[first:]]
+    """All of them, with guidance replaced by our own."""
+    return [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in processors]
 
 
 def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
@@ -224,7 +211,7 @@ def calibrate(call: Call, prompt: Prompt, input_ids: torch.Tensor, drafter: Draf
     """Time bare forwards of both models after a prompt, made of `input_ids`, and put the times into `costs`."""
     rows, width = prompt.input_ids.shape
     stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
-    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs, None)
+    run = start(call, make_plan(call, prompt, drafter), prompt, input_ids, drafter, [], stopping, costs, None)
     run.target.read()
     drafter.read(run.reading)
     step = drafter.cost(run.batch) or (lambda _: None)

@@ -144,12 +144,6 @@ class RequestStopping(Stopping):
                 if emitted <= self.stopped_at.get(row, emitted) and self.own[row].criteria(prefix, None).item():
                     self.stopped_at[row] = emitted
 
-    def by_limit(self, batch: Batch, row: int) -> bool:
+    def by_limit_in(self, batch: Batch, row: int) -> bool:
         """Whether a row that has stopped did so at its limit alone."""
-        if batch.counts[row] < self.limits[row]:
-            return False
-        text = batch.row(row)[None]
-        if self.eos_token_id is not None and torch.isin(text[:, -1], self.eos_token_id.to(text.device)).any():
-            return False
-        criteria = self.own[row].criteria
-        return not (criteria and criteria(text, None).item())
+        return self.own[row].by_limit(batch.row(row)[None], batch.counts[row])

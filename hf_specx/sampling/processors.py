@@ -3,8 +3,8 @@
 There are five kinds. A warper reads only the scores, so one call serves all positions. Those of transformers that read
 the text are computed for all positions at once where `one_pass` knows how. Any other stateless one is called as
 `generate` would, on the whole batch with the exact prefix, once for each prefix length. One whose state can be taken
-back follows the candidates: see `rewindable`. Any other that keeps state between calls, or may, must see each emitted
-token once: see `in_order`.
+back follows the candidates: see `rewindable`. A call with any other that keeps state between calls, or may, is decoded
+by transformers' own sampler: see `engine/plain.py`.
 """
 
 import sys
@@ -17,7 +17,6 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     LogitsProcessor,
-    LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
 )
 
@@ -116,8 +115,6 @@ class Processors:
     that are rejected later; rows that have no such position then hold meaningless text and scores.
 
     Attributes:
-        in_order: the first that must see each emitted token once, in order, and all that follow it, for the loop to
-            call position by position.
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
         barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
             no token, or raised. Where that text has a rejected candidate in it, the error does not count.
@@ -138,9 +135,7 @@ class Processors:
             memory: what is computed once for a call, which draft and target may share.
         """
         self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
-        first = next((i for i, p in enumerate(processors) if not can_look_ahead(p)), len(processors))
-        self.at_once = in_runs(processors[:first])
-        self.in_order = LogitsProcessorList(processors[first:])
+        self.at_once = in_runs(processors)
         self.barred: dict[tuple[int, int], Exception] = {}
         limits = [(p.max_rollback, p.name) for p in self.at_once if isinstance(p, RoundProcessor)]
         self.max_rollback, self.limited_by = min(limits, default=(sys.maxsize, ""))
@@ -155,7 +150,7 @@ class Processors:
             ahead: candidates before the first of these positions, 0 unless given.
 
         Returns:
-            [R, P, V] float32 scores as `generate` has them at each of these prefixes, before `in_order` is applied.
+            [R, P, V] float32 scores as `generate` has them at each of these prefixes.
         """
         scores, cells = logits.float(), None
         prefixes = Prefixes(batch, ahead, scores.shape[1], self.memory)
@@ -211,8 +206,6 @@ class Processors:
         ends = torch.zeros_like(drafted)
         if self.eos_token_id is not None:
             ends = torch.isin(drafted, self.eos_token_id.to(drafted.device)).cumsum(-1)
-        if batch.over is not None:
-            ends = ends.masked_fill(batch.over[:, None], 0)
         reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
         for index, row in enumerate(batch.rows):

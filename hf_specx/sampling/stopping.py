@@ -107,22 +107,11 @@ class Stopping:
             batch.truncate(row, ends[row])
         return leaving
 
-    def update_in_order(self, batch: Batch, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Call every criterion once, as `generate` does after each column; returns whether all rows have stopped.
-
-        Args:
-            batch: all B rows, with equally many tokens.
-            scores: [B, V] for each column so far; None where they are not kept.
-        """
-        emitted = batch.counts[0]
-        stops = self.all(batch.prefix(emitted), scores).tolist()
-        for row, stop in enumerate(stops):
-            if stop:
-                self.stopped_at.setdefault(row, emitted)
-        if self.pads_finished_rows and self.stopped_at:
-            over = [row in self.stopped_at for row in batch.rows]
-            batch.over = torch.tensor(over, device=batch.ids.device)
-        return len(self.stopped_at) == len(stops)
+    def by_limit(self, text: torch.Tensor, emitted: int) -> bool:
+        """Whether the one row of text [1, L] that has emitted so many tokens ended at its limit alone."""
+        if emitted < self.max_new_tokens or int(text[0, -1]) in self.ends:
+            return False
+        return not (self.criteria and self.criteria(text, None).item())
 
     def settled(self, batch: Batch) -> list[int]:
         """How many tokens of each row are certain to be in the output.

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StaticCache
+from transformers import GenerationConfig, StaticCache
 
-from hf_specx.common.architectures import WITHOUT_ATTENTIONS
 from hf_specx.common.errors import kind, refusal, require
 
 
@@ -107,16 +106,6 @@ def check_call(
         f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave "
         "the streamer out.",
     )
-
-
-@refusal
-def check_outputs(model: PreTrainedModel, generation_config: GenerationConfig) -> str | None:
-    """Check that a model gives the outputs that a call wants besides the text."""
-    attention, reason = WITHOUT_ATTENTIONS.get(model.config.model_type, (None, ""))
-    asked = generation_config.return_dict_in_generate and generation_config.output_attentions
-    if not asked or not reason or attention not in (None, model.config._attn_implementation):
-        return None
-    return f"output_attentions=True is not available for model type {model.config.model_type!r}: {reason}."
 
 
 @refusal

@@ -6,7 +6,6 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.common.architectures import WHOLE
 from hf_specx.common.errors import is_int, kind, require, similar
 
 from .entry import check_entry, known_arguments
@@ -35,8 +34,6 @@ def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str)
     for model in models:
         if model.config.is_encoder_decoder:
             return f"{type(model).__name__} has an encoder"
-        if model.config.model_type in WHOLE:
-            return f"{type(model).__name__} is exact without a cache only"
     if {layout, draft_layout} != {"ragged"}:
         return f"the layout is {layout!r}" + (f", that of the draft {draft_layout!r}" * (layout != draft_layout))
     return None

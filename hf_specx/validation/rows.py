@@ -1,6 +1,5 @@
 """Checks of what ties the rows of a batch together: seeds, order, negative prompts, ranks."""
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -36,28 +35,6 @@ def seeds_in_lockstep(rows: int, verification: str, layout: str) -> str | None:
 
 
 @refusal
-def layout_out_of_order(names: list[str], layout: str) -> str | None:
-    if layout in ("auto", "lockstep"):
-        return None
-    return (
-        f"layout={layout!r} lets rows advance on their own, and {', '.join(names)} must be shown each token once, in "
-        "order, of all rows together; use layout='auto' or 'lockstep', or set the attribute stateless = True of one "
-        "that keeps no state from call to call."
-    )
-
-
-@refusal
-def block_out_of_order(names: list[str], verification: str | None) -> str | None:
-    if verification != "block":
-        return None
-    return (
-        f"verification='block' looks at all candidates of a round, and {', '.join(names)} must be shown each token "
-        "once, in order; use verification='token' or 'coupled', or set the attribute stateless = True of one that "
-        "keeps no state from call to call."
-    )
-
-
-@refusal
 def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
     if not model.config.is_encoder_decoder:
         return None
@@ -86,16 +63,6 @@ def ranks_with_states(states: bool) -> str | None:
         "synced_gpus=True needs the same forwards on every rank, and a model that takes layout='lockstep' only is fed "
         "again what was accepted, on some ranks more often; use a target and a draft that take another layout, or "
         "replicas without synced_gpus."
-    )
-
-
-@refusal
-def ranks_with_guidance(stateful: Collection[str]) -> str | None:
-    if UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__ not in stateful:
-        return None
-    return (
-        "synced_gpus=True needs the same forwards on every rank, and guidance that was used before, or is for another "
-        "model, has one for each token; pass guidance_scale= instead of a processor."
     )
 
 
@@ -139,17 +106,6 @@ def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     seeds_in_lockstep(rows, verification, layout)
 
 
-def check_in_order(names: list[str], layout: str, verification: str | None) -> None:
-    """Check that layout and verification let processors and criteria see each emitted token once, in order.
-
-    Args:
-        names: of these processors and criteria.
-        layout, verification: as they were asked for; None is unset.
-    """
-    layout_out_of_order(names, layout)
-    block_out_of_order(names, verification)
-
-
 def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
@@ -173,12 +129,11 @@ def check_guidance(
         negative_prompt_that_ends_in_a_pad(mask)
 
 
-def check_synced(states: bool, stateful: Collection[str], several: bool = False) -> None:
+def check_synced(states: bool, several: bool = False) -> None:
     """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.
-        stateful: names of processors that are called in order.
         several: whether rows choose among several drafts.
     """
     told = (
@@ -186,4 +141,3 @@ def check_synced(states: bool, stateful: Collection[str], several: bool = False)
     )
     require(not several, told)
     ranks_with_states(states)
-    ranks_with_guidance(stateful)

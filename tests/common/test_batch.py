@@ -117,6 +117,3 @@ def test_in_lockstep_all_rows_gain_what_the_least_one_does():
 def test_a_draft_knows_its_candidates():
     assert UNEVEN.proposed.tolist() == [[True, True, True], [True, False, False]]
     assert UNEVEN._replace(lengths=[3, 3]).proposed is None
-    second = UNEVEN.at(1)
-    assert (second.tokens.tolist(), second.lengths, second.probs) == ([[6], [0]], [1, 0], None)
-    assert UNEVEN.at(3).tokens.shape == (2, 0)

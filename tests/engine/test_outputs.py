@@ -17,11 +17,11 @@ from hf_specx import SpeculativeDecoding
 
 NEW_TOKENS, WIDTH, ROWS = 14, 11, 4
 MODES = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "top_k": 12, "temperature": 0.8}}
-EVERYTHING = {f"output_{name}": True for name in ("scores", "logits", "hidden_states", "attentions")}
+EVERYTHING = {"output_scores": True, "output_logits": True}
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
-DECODERS = [(name, layout) for name in ("llama", "mistral", "gpt2") for layout in LAYOUTS] + [("openai-gpt", "auto")]
+DECODERS = [(name, layout) for name in ("llama", "mistral", "gpt2") for layout in LAYOUTS]
 DECODERS += [("llama4_text", "ragged"), ("falcon_h1", "lockstep")]
-PAIRS = [("t5", "padded"), ("t5", "lockstep"), ("bart", "padded"), ("bart", "lockstep"), ("fsmt", "auto")]
+PAIRS = [("t5", "padded"), ("t5", "lockstep"), ("bart", "padded"), ("bart", "lockstep")]
 
 
 @cache
@@ -29,7 +29,7 @@ def model(model_type: str, attention: str = "eager") -> PreTrainedModel:
     if model_type in ("llama", "mistral", "gpt2"):
         target = tiny(model_type)
     else:
-        target = zoo.build("seq2seq" if model_type in ("t5", "bart", "fsmt", "led") else "causal", model_type)
+        target = zoo.build("seq2seq" if model_type in ("t5", "bart") else "causal", model_type)
     target.set_attn_implementation(attention)
     return target
 
@@ -67,27 +67,17 @@ def assert_entry(ours: torch.Tensor, stock: torch.Tensor, alive: list[bool], pla
     assert not ours[[not x for x in alive]].any(), place
 
 
-def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int], pads: list[int] | None = None) -> None:
-    """Every entry; with `pads`, those that belong to the pads of a row are left out: some layouts do not feed them."""
+def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int]) -> None:
     assert torch.equal(ours.sequences, stock.sequences)
-    others = {"sequences", "past_key_values", "encoder_attentions", "encoder_hidden_states"}
-    assert ours.keys() - others == stock.keys() - others
-    for name in stock.keys() - others:
+    assert ours.keys() - {"past_key_values"} == stock.keys() - {"past_key_values"}
+    for name in stock.keys() - {"sequences", "past_key_values"}:
         assert len(ours[name]) == len(stock[name]) == max(counts), name
         for step, (entry, expected) in enumerate(zip(ours[name], stock[name], strict=True)):
-            alive = [step < count for count in counts]
-            layers = [(entry, expected)] if name in ("scores", "logits") else zip(entry, expected, strict=True)
-            for number, (layer, wanted) in enumerate(layers):
-                if pads is not None and name in ("hidden_states", "attentions") and wanted.shape[-2] > 1:
-                    layer, wanted = layer.clone(), wanted.clone()
-                    for row, pad in enumerate(pads):
-                        layer[row, ..., :pad, :] = wanted[row, ..., :pad, :] = 0
-                assert_entry(layer, wanted, alive, f"{name}, step {step}, layer {number}")
+            assert_entry(entry, expected, [step < count for count in counts], f"{name}, step {step}")
 
 
 @pytest.mark.parametrize(("decoder", "mode", "ends"), all_pairs(DECODERS, MODES, [False, True]))
 def test_decoders(decoder: tuple[str, str], mode: str, ends: bool):
-    """The window of Mistral is shorter than its prompt, so that stock's attentions stop growing."""
     model_type, layout = decoder
     target = model(model_type)
     call, counts = calls(target, mode, ends)
@@ -95,8 +85,7 @@ def test_decoders(decoder: tuple[str, str], mode: str, ends: bool):
     with Forwards(target) as forwards:
         output = generate(target, call, layout)
     assert max(forwards.lengths[1:]) > 1
-    unfed = (call["attention_mask"] == 0).sum(-1).tolist()
-    assert_like_stock(output, generate(target, call), counts, unfed if layout in ("packed", "auto") else None)
+    assert_like_stock(output, generate(target, call), counts)
     assert output.speculation_report.emitted == sum(counts)
 
 
@@ -105,24 +94,17 @@ def test_encoder_decoders(pair: tuple[str, str], mode: str, ends: bool):
     model_type, layout = pair
     target = model(model_type)
     call, counts = calls(target, mode, ends)
-    assert_both_sides_like_stock(target, call | EVERYTHING, layout, counts)
-
-
-def assert_both_sides_like_stock(target: PreTrainedModel, call: dict, layout: str, counts: list[int]) -> None:
-    output, expected = generate(target, call, layout, noise=0.1), generate(target, call)
-    assert_like_stock(output, expected, counts)
-    for name in ("encoder_attentions", "encoder_hidden_states"):
-        for layer, wanted in zip(output[name], expected[name], strict=True):
-            torch.testing.assert_close(layer, wanted)
+    call |= EVERYTHING
+    assert_like_stock(generate(target, call, layout, noise=0.1), generate(target, call), counts)
 
 
 @pytest.mark.parametrize(("model_type", "layout"), PAIRS)
 def test_several_texts_of_each_prompt(model_type: str, layout: str):
-    """Of an encoder's states stock repeats the last ones only, so that the others have fewer rows than texts."""
     target = model(model_type)
     call, counts = calls(target, "coupled", ends=True, num_return_sequences=2)
     assert len(counts) == 2 * ROWS
-    assert_both_sides_like_stock(target, call | EVERYTHING, layout, counts)
+    call |= EVERYTHING
+    assert_like_stock(generate(target, call, layout, noise=0.1), generate(target, call), counts)
 
 
 @pytest.mark.parametrize("name", EVERYTHING)
@@ -135,74 +117,25 @@ def test_one_kind_alone(name: str):
     assert_like_stock(output, generate(target, call), counts)
 
 
-def test_hidden_states_in_copies():
-    """Gemma 3n has several of each, before the rows."""
-    target = model("gemma3n_text")
-    call, counts = calls(target, "greedy", ends=True, output_hidden_states=True)
-    output, expected = generate(target, call, "ragged"), generate(target, call)
-    for step, (entry, wanted) in enumerate(zip(output.hidden_states, expected.hidden_states, strict=True)):
-        alive = [step < count for count in counts]
-        for number, (layer, other) in enumerate(zip(entry, wanted, strict=True)):
-            assert layer.shape == other.shape
-            rows_first = (x.transpose(0, 1) if x.ndim == 4 else x for x in (layer, other))
-            assert_entry(*rows_first, alive, f"step {step}, layer {number}")
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_attentions_that_the_implementation_does_not_give(layout: str):
-    """Under sdpa stock returns an empty entry for each token."""
-    target = model("llama", "sdpa")
-    call, _ = calls(target, "greedy", ends=False, output_attentions=True)
-    assert generate(target, call).attentions == ((),) * NEW_TOKENS
-    assert generate(target, call, layout).attentions == ((),) * NEW_TOKENS
-
-
-def note_flags(flags: set[bool], _, __, given: dict) -> None:
-    flags |= {bool(given.get(name)) for name in ("output_attentions", "output_hidden_states")}
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-@pytest.mark.parametrize("model_type", ["gpt2", "led"])
-def test_only_the_target_is_asked_and_only_where_it_is_wanted(model_type: str, wanted: bool):
-    target = copy.deepcopy(model(model_type))
-    draft = near(target, 0.02)
-    call = calls(target, "greedy", ends=False, output_attentions=True, output_hidden_states=True)[0]
-    of_target, of_draft = set[bool](), set[bool]()
-    target.register_forward_pre_hook(partial(note_flags, of_target), with_kwargs=True)
-    for part in (draft, draft.get_encoder() if target.config.is_encoder_decoder else draft):
-        part.register_forward_pre_hook(partial(note_flags, of_draft), with_kwargs=True)
-    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
-    target.generate(**call, return_dict_in_generate=wanted, custom_generate=strategy)
-    assert (of_target, of_draft) == ({wanted}, {False})
-
-
 class Divisible(StoppingCriteria):
-    """Stops a row at a token that 3 divides, and notes the scores that it is shown."""
+    """Stops a row at a token that 3 divides."""
 
-    def __init__(self, stateless: bool):
-        self.stateless = stateless
-        self.shown: list[tuple[torch.Tensor, ...]] = []
+    stateless = True
 
     def __call__(self, input_ids, scores, **kwargs):
-        self.shown.append(scores)
         return (input_ids[:, WIDTH:] % 3 == 0).any(-1)
 
 
-@pytest.mark.parametrize("stateless", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_that_are_stopped_without_an_end_token_go_on(mode: str, stateless: bool):
+def test_rows_that_are_stopped_without_an_end_token_go_on(mode: str):
     """Until all are stopped, as in stock; what a row emitted behind that column does not count."""
     target = model("llama")
-    call = calls(target, mode, ends=False)[0] | EVERYTHING
-    ours, stocks = Divisible(stateless), Divisible(stateless)
-    output = generate(target, call | {"stopping_criteria": [ours]}, "ragged" if stateless else "lockstep")
-    expected = generate(target, call | {"stopping_criteria": [stocks]})
+    call = calls(target, mode, ends=False)[0] | EVERYTHING | {"stopping_criteria": [Divisible()]}
+    output, expected = generate(target, call, "ragged"), generate(target, call)
     columns = len(expected.scores)
     assert len({(row % 3 == 0).int().argmax().item() for row in expected.sequences[:, WIDTH:]}) > 1
     assert columns < NEW_TOKENS
     assert_like_stock(output, expected, [columns] * ROWS)
-    if not stateless:
-        torch.testing.assert_close(ours.shown, stocks.shown, rtol=1e-4, atol=1e-4)
 
 
 def later(call: dict, text: torch.Tensor, counts: list[int], width: int) -> dict[str, torch.Tensor]:
@@ -256,7 +189,7 @@ def test_the_cache_of_a_recurrence_is_returned_if_its_rows_end_together(ends: bo
 
 
 @pytest.mark.parametrize("ends", [False, True])
-@pytest.mark.parametrize(("model_type", "layout"), [case for case in PAIRS if case[0] != "fsmt"])
+@pytest.mark.parametrize(("model_type", "layout"), PAIRS)
 def test_the_cache_of_an_encoder_decoder_serves_the_next_turn(model_type: str, layout: str, ends: bool):
     target = model(model_type)
     call, counts = calls(target, "coupled", ends)

@@ -107,14 +107,12 @@ def test_each_row_goes_by_its_own_rounds():
 
 
 def test_rows_draft_no_more_than_they_can_emit():
-    """And nothing before their first token, or where they are over."""
+    """And nothing before their first token."""
     numbers, batch = moving("constant", 3, room=[4] * 4), some_batch()
     assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
     assert numbers(batch) == [2, 2, 2]
     batch.counts = [1, 2, 4]
     assert numbers(batch) == [2, 1, 0]
-    batch.over = torch.tensor([True, False, False])
-    assert numbers(batch) == [0, 1, 0]
     assert moving("constant", 3)(batch) == [0, 3, 3]  # where all ranks must draft alike
 
 
@@ -172,15 +170,3 @@ def test_auto_lets_a_row_rest_while_the_others_draft(together: bool):
     assert all(first == second for first, second, _ in seen)
     assert any(first > 0 == third for first, _, third in seen) is not together
     assert all(first == third for first, _, third in seen) is together
-
-
-def test_rows_that_were_finished_before_do_not_count():
-    """In lockstep the least of the others decides; a row that is fed pads gains nothing, and has no candidates."""
-    costs = Costs({3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}})
-    auto, batch = Auto(costs, "greedy", [100] * 3, together=True), some_batch()
-    batch.over = torch.tensor([False, False, True])
-    for _ in range(30):
-        first, second, over = auto(batch)
-        assert first == second > over == 0
-        gained = [first + 1, second + 1, 0]
-        auto.observe(made_round([first, second, 0], [first, second, 0], gained, batch=batch, gained=gained))

@@ -12,9 +12,7 @@ from misuse import (
     IDS,
     ONES,
     OTHER,
-    Counting,
     Tokens,
-    both_pasts,
     call,
     early,
     embeds,
@@ -38,7 +36,6 @@ from misuse import (
     without_a_model_elsewhere,
 )
 from transformers import StaticCache
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx import generate
 from hf_specx.generate import NAMED
@@ -57,10 +54,6 @@ CASES = {
         "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
         partial(to_compile, {"layout": "padded"}),
     ),
-    "compiled_in_another_layout, in order": (
-        "decoded in 'lockstep' .needed: Counting must be shown",
-        lambda: to_compile(logits_processor=[Counting()]),
-    ),
     "forward_that_cannot_be_compiled": (
         "cannot compile LlamaForCausalLM: its frequencies follow the length of the text; use compile=False",
         partial(to_compile, target="long"),
@@ -78,10 +71,6 @@ CASES = {
     "compiled_without_compiler, torch": (
         "compile=True needs torch 2.9 or later for device 'cpu'; install one, or use compile=False",
         to_compile_by_an_old_torch,
-    ),
-    "compiled_with_outputs": (
-        "output_hidden_states=True is not compiled; leave it out, or use compile=False",
-        partial(to_compile, return_dict_in_generate=True, output_hidden_states=True),
     ),
     # The models
     "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
@@ -170,21 +159,9 @@ CASES = {
         "past_key_values is a StaticCache, .*pass a DynamicCache",
         lambda: call(past_key_values=StaticCache(get("target").config, max_cache_len=40)),
     ),
-    "check_outputs": (
-        "output_attentions=True is not available for model type 'falcon'.*load it with 'eager'",
-        partial(call, target="falcon", return_dict_in_generate=True, output_attentions=True),
-    ),
     "check_past": (
         "layout='ragged' needs the keys of all tokens.*use layout='auto'",
         lambda: call({"layout": "ragged"}, "sliding", past_key_values=copy.deepcopy(full_window()), **later()),
-    ),
-    "past_without_a_cache": (
-        "past_key_values= cannot be continued by FSMT.*pass the whole text",
-        lambda: call(target="encoder without cache", draft="encoder", past_key_values=both_pasts()),
-    ),
-    "chunks_without_a_cache": (
-        "prefill_chunk_size=4 cannot be honoured by OpenAIGPT.*leave it out",
-        partial(call, target="no cache", draft="no cache", prefill_chunk_size=4),
     ),
     "packed_past": (
         "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
@@ -218,10 +195,6 @@ CASES = {
     "empty_row": ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
     "padding_on_the_right": ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),
     "holes_in_the_mask": ("decoder_attention_mask has zeros between.*on the left only", holed_decoder),
-    "decoder_prompt_without_a_cache": (
-        "decoder_input_ids of 4 tokens.*give one token a row",
-        lambda: call(target="encoder without cache", draft="encoder without cache", decoder_input_ids=ONES),
-    ),
     "packed_holes": (
         "attention_mask has zeros between tokens; use layout='ragged'",
         partial(masked, put(0, 3), options={"layout": "packed"}),
@@ -235,24 +208,12 @@ CASES = {
         "verification='token' and layout='lockstep', where.*use verification='coupled'",
         partial(call, {"verification": "token", "layout": "lockstep"}, seeds=[1, 2], **SAMPLED),
     ),
-    "layout_out_of_order": (
-        "layout='ragged' lets rows advance on their own, and Counting must.*use layout='auto'",
-        lambda: call({"layout": "ragged"}, logits_processor=[Counting()]),
-    ),
-    "block_out_of_order": (
-        "verification='block' looks at all candidates .*Counting must.*use verification='token'",
-        lambda: call({"verification": "block"}, logits_processor=[Counting()], **SAMPLED),
-    ),
     "guided_encoder_decoder": (
         "guidance_scale= works for decoder-only models.*T5ForConditionalGeneration has an encoder; leave",
         partial(call, target="encoder", draft="encoder", guidance_scale=1.5),
     ),
     "negative_prompt_that_ends_in_a_pad": ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
     "ranks_with_states": ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
-    "ranks_with_guidance": (
-        "guidance that was used before.*pass guidance_scale=",
-        lambda: spread(logits_processor=[UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, get("draft"))]),
-    ),
     "schedule_that_varies": (
         "schedule='heuristic' changes the number.*use 'constant'",
         partial(spread, num_assistant_tokens_schedule="heuristic"),
