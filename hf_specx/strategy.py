@@ -170,7 +170,7 @@ class SpeculativeDecoding(NoModel):
         """
         given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
         with ended(self.streamer):
-            check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
+            check_withheld(sys._getframe())
             return self.decode(Withheld(), model, input_ids, *given, **model_kwargs)
 
     @torch.no_grad()

@@ -79,6 +79,40 @@ class Judgement(NamedTuple):
     undefined: torch.Tensor
 
 
+class RoundRecord(NamedTuple):
+    """One row's part in one round, in numbers alone.
+
+    Attributes:
+        drafted: candidates of the row.
+        accepted: candidates that the verifier kept, before any cut at a stop.
+        emitted: tokens that entered the text, after such a cut.
+        judged: candidates whose predecessors were all kept, as far as the round went.
+        gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
+        longest: candidates of the row that had most of them.
+        forced: positions of candidates that were the only token allowed.
+        steps: steps of a draft model in the round; None if as many as candidates of that row.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    judged: int = 0
+    gained: int = 0
+    longest: int = 0
+    forced: tuple[int, ...] = ()
+    steps: int | None = None
+
+    @property
+    def draft_steps(self) -> int:
+        """Steps of the draft in the round."""
+        return self.width if self.steps is None else self.steps
+
+    @property
+    def width(self) -> int:
+        """Candidates that the forwards of the round were made for."""
+        return max(self.drafted, self.longest)
+
+
 @dataclass
 class Round:
     """What a round did; every listener gets it once the text has grown.
@@ -125,3 +159,15 @@ class Round:
             return found
         pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
         return [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        """[R], the part of each row."""
+        longest, flags = max(self.draft.lengths), self.draft.forced
+        steps = None if flags is None and self.draft.free is None else self.draft.steps
+        counts = zip(self.draft.lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
+        found = []
+        for index, record in enumerate(counts):
+            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
+            found.append(RoundRecord(*record, longest, forced, steps))
+        return found

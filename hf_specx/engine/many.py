@@ -87,7 +87,8 @@ def _complete_alone(
     """Complete a request as any call of `generate`; its own processors may not allow that. Returns the report."""
     (entry,), config = places.entries, prompt.generation_config
     prompt.max_new_tokens, prompt.limits = entry.limit, None
-    config.return_dict_in_generate, processors = True, LogitsProcessorList(entry.processors)
+    processors = LogitsProcessorList(entry.processors)
+    config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
     if places.logprobs:
         config.output_scores = config.output_logits = True
         processors.insert(0, _Copied())

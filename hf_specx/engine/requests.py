@@ -28,6 +28,7 @@ from .ranks import synced_by_default
 from .stop_strings import bind_stop_strings
 
 
+NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
 MANY_TOKENS = 1 << 30  # a limit beyond any `min_new_tokens`, of which transformers would warn
 
 
@@ -58,7 +59,7 @@ class Completion:
 
     Attributes:
         index: the number of the request, counted from 0.
-        tokens: the new tokens, an end token among them.
+        tokens: the new tokens, an end token among them; None of a request that was refused.
         finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
         logprobs: of each token, under the distribution after all processors; None unless asked for.
         raw_logprobs: of each token, under the model's own distribution; None unless asked for.
@@ -66,7 +67,7 @@ class Completion:
     """
 
     index: int
-    tokens: list[int]
+    tokens: list[int] | None
     finish_reason: str
     logprobs: list[float] | None = None
     raw_logprobs: list[float] | None = None
@@ -144,15 +145,18 @@ class Waiting:
             if numbered is None:
                 return None
             index, request = numbered
+            request = request if isinstance(request, Request) else Request(request)
+            if index == 0:  # the type of the first is that of all
+                as_ids(request.input_ids)
             try:
-                self.next = self._prepare(index, request if isinstance(request, Request) else Request(request))
+                self.next = self._prepare(index, request)
             except ValueError as error:
                 self.refuse(index, error)
         return self.next
 
     def refuse(self, index: int, error: ValueError) -> None:
         """A request cannot be served; the others go on."""
-        self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
+        self.refused.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
     def take(self) -> Entry:
         """The request that `peek` has shown."""
@@ -196,7 +200,7 @@ class Waiting:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
         prompt, processors, criteria = self._generated(ids[None], options)
-        start = prompt.input_ids[0]
+        start, prompt.generation_config.return_dict_in_generate = prompt.input_ids[0], False
         stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
         ours, alone = self._with_masks(processors, prompt, stopping)
         draws = request.seed is None and prompt.generation_config.do_sample
@@ -228,14 +232,8 @@ class Waiting:
         Raises:
             ValueError: if it is something else, or the model does not know a token.
         """
-        try:
-            ids = torch.as_tensor(given)
-            is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
-            ok = is_integer and ids.ndim == 1 and len(ids) > 0 and not ids.is_meta
-        except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
-            ok = False
-        told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
-        require(ok, told)
+        ids = as_ids(given)
+        require(len(ids) > 0, NO_PROMPT.format(brief(given)))
         unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         return ids.to(self.device, torch.int64)
 
@@ -268,6 +266,17 @@ class Waiting:
             shared = next((kind for kind in kinds if kind in stateful), None)
             told = f"{shared} may keep state, and all requests would share it; {remedy}, or set its attribute "
             require(shared is None, f"{told}stateless = True if it keeps none.")
+
+
+def as_ids(given: Any) -> torch.Tensor:
+    """A prompt as a tensor [L] of integers; a ValueError if it is of another type."""
+    try:
+        ids = torch.as_tensor(given if len(given) else torch.zeros(0, dtype=torch.int64))
+        ok = ids.ndim == 1 and not (ids.is_floating_point() or ids.dtype == torch.bool or ids.is_meta)
+    except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
+        ok = False
+    require(ok, NO_PROMPT.format(brief(given)))
+    return ids
 
 
 def _check_types(request: Request) -> None:

@@ -192,10 +192,10 @@ class Completer:
             raise ValueError((waiting.refused[0].error or "").removeprefix("request 0: "))
 
     def _completed(self, prompt: NumberedText, done: Completion) -> CompletedText:
-        if done.error is None:
+        if done.tokens is not None:
             text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
             return CompletedText(prompt, text, done.finish_reason)
-        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
+        error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
         return CompletedText(prompt, None, done.finish_reason, error)
 
 

@@ -69,4 +69,7 @@ def check_requests(requests: Any) -> None:
     is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
     require(is_iterable, f"requests is {kind(requests)}; {told}")
     alone = isinstance(requests, list | tuple) and requests and is_int(requests[0])
-    require(not alone and getattr(requests, "ndim", 2) != 1, f"requests is a single prompt; {told}")
+    dimensions = getattr(requests, "ndim", None)
+    require(not alone and dimensions != 1, f"requests is a single prompt; {told}")
+    padded = f"requests is {kind(requests)} of {dimensions} dimensions, whose rows may hold pads; {told}"
+    require(dimensions is None, padded)

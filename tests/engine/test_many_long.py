@@ -69,8 +69,7 @@ def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pyt
 
 def test_a_queue_keeps_no_outputs_that_nobody_can_read(monkeypatch: pytest.MonkeyPatch):
     """Hidden states and scores that a config asks for are not in completions."""
-    for kind in (outputs.Steps, outputs.LayerOutputs):
-        monkeypatch.setattr(kind, "put", pytest.fail)
+    monkeypatch.setattr(outputs.Steps, "put", pytest.fail)
     target, asked = tiny(num_hidden_layers=1), requests(6)
     wanted = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
     strategy, asked_for = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2), []
