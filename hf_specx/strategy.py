@@ -9,42 +9,28 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.matching import match_tokenizers
 from hf_specx.engine.attached import attached
+from hf_specx.engine.call import Call, Listener, Withheld, make_call, warn_once
 from hf_specx.engine.decode import decode
-from hf_specx.engine.many import complete_all, in_order
-from hf_specx.engine.places import Places
+from hf_specx.engine.many import complete_all
 from hf_specx.engine.plain import decode_plainly
-from hf_specx.engine.plan import (
-    Call,
-    Listener,
-    Withheld,
-    check_asked,
-    make_call,
-    make_plan,
-    warn_of_lockstep,
-    warn_of_plain,
-    why_plain,
-)
+from hf_specx.engine.queue import Queue, in_order
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.requests import Completion, Request, Waiting
+from hf_specx.engine.requests import Completion, Prepared, Request
 from hf_specx.engine.run import Run
-from hf_specx.engine.start import calibrate, prepare_processors, start
-from hf_specx.engine.streaming import Stream, ended
+from hf_specx.engine.start import calibrate, start
+from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
-from hf_specx.layouts.prompts import Prompt, prepare
-from hf_specx.sampling.processors import Processor
-from hf_specx.sampling.rewindable import in_use
-from hf_specx.sampling.stopping import Stopping
+from hf_specx.layouts.prompts import prepare
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.schedule import Schedule
@@ -52,9 +38,6 @@ from hf_specx.validation.entry import AskedSignature, check_withheld
 from hf_specx.validation.many import check_many
 from hf_specx.validation.options import check_options
 from hf_specx.validation.rows import as_list
-
-
-NOTHING_WITHHELD = Withheld()
 
 
 class SpeculativeDecoding(NoModel):
@@ -187,48 +170,9 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
-        stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
-        prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens)
-        earlier = self.report if withheld.adds_reports else None
-        given = prompt, inputs_tensor, logits_processor, stopping, as_list(seeds), earlier
-        return self.decode_prepared(*given, withheld)
-
-    def decode_prepared(
-        self,
-        prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        processors: LogitsProcessorList,
-        stopping: Stopping,
-        seeds: list[int] | None,
-        earlier: SpeculationReport | None,
-        withheld: Withheld = NOTHING_WITHHELD,
-    ) -> torch.Tensor | ModelOutput:
-        """Decode one batch to its end; the report goes on from an earlier one."""
-        config = prompt.generation_config
-        user_cache: Any = prompt.kwargs.get("past_key_values", prompt.kwargs.get("cache_params"))  # as Mamba calls it
-        given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
-        prompt.keeps_past = bool(config.return_dict_in_generate or given)
-        call, drafter = self._ask(withheld, prompt, processors, seeds)
-        prepared, stateful = prepare_processors(processors, prompt, stopping)
-        reason = why_plain(prompt, stateful)
-        if reason:
-            warn_of_plain(reason, self._said)
-            stream = Stream(call.streamer, call.stream_by, stopping)
-            output, report = decode_plainly(prompt, processors, stopping, seeds, stream, call.synced, reason)
-            self.report = report if earlier is None else earlier + report
-            if config.return_dict_in_generate:
-                output.speculation_report = self.report
-            return output
-        run = self._start(call, prompt, inputs_tensor, drafter, prepared, stopping)
-        with in_use(run.processors.at_once, run.batch):
-            text = decode(run)
-        self.end(run, earlier)
-        past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
-        past = fill(user_cache, past) if given else past
-        if not config.return_dict_in_generate:
-            return text
-        decodes = prompt.model.config.is_encoder_decoder
-        return run.outputs.finish(text, stopping.columns, past, decodes, self.report)
+        given = model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
+        call = make_call(self, Prepared(*given), self._drafter(model), withheld, as_list(seeds))
+        return self.complete(call, self.report if withheld.adds_reports else None)
 
     def generate_many(
         self,
@@ -268,8 +212,8 @@ class SpeculativeDecoding(NoModel):
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        waiting = Waiting(models, requests, options, max_batch_tokens or free_tokens(models))
-        completions = complete_all(waiting, self, batch_size, logprobs)
+        queue = Queue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
+        completions = complete_all(queue, self, batch_size)
         return in_order(completions) if ordered else completions
 
     def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
@@ -285,59 +229,39 @@ class SpeculativeDecoding(NoModel):
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
         return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
 
-    def _ask(
-        self,
-        withheld: Withheld,
-        prompt: Prompt,
-        processors: Sequence[Processor],
-        seeds: list[int] | None,
-        longest: int | None = None,
-    ) -> tuple[Call, Drafter]:
-        """What a call asks for, checked; `longest` is as in `check_asked`."""
-        drafter = self._drafter(prompt.model)
-        prompt.gives_hidden = drafter.needs_hidden
-        call = make_call(self, withheld, prompt, drafter, seeds)
-        check_asked(call, prompt, processors, drafter, longest, self.tokenizer, self.draft_tokenizer)
-        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        return call, drafter
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: Queue | None = None) -> Call:
+        """What a batch of a queue asks for, checked; for `complete_all`."""
+        return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
 
-    def _start(
-        self,
-        call: Call,
-        prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        drafter: Drafter,
-        processors: Sequence[Processor],
-        stopping: Stopping,
-        places: Places | None = None,
-    ) -> Run:
-        """Put together what decodes a call; nothing is read yet."""
-        plan = make_plan(call, prompt, drafter)
-        if places is not None:
-            plan = places.settle(plan, prompt, drafter)
-        self.meet(prompt.model)
-        warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
-        given = inputs_tensor, drafter, processors, stopping, self.costs, self.schedule, places
-        run = start(call, plan, prompt, *given)
+    def begin(self, call: Call) -> Run:
+        """What decodes a call; nothing is read yet."""
+        self.meet(call.prompt.model)
+        warn_once(call, self.layout, self._said)
+        run = start(call, self.costs, self.schedule)
         self.report = run.report
         return run
 
-    def start_batch(
-        self, places: Places, prompt: Prompt, inputs_tensor: torch.Tensor | None, seeds: list[int] | None
-    ) -> Run:
-        """The same for a batch of requests."""
-        processors, longest = places.entries[0].processors, max(entry.longest for entry in places.entries)
-        call, drafter = self._ask(NOTHING_WITHHELD, prompt, processors, seeds, longest)
-        return self._start(call, prompt, inputs_tensor, drafter, processors, places.stopping, places)
+    def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
+        """Decode a call to its end; the report goes on from an earlier one."""
+        if not call.plain:
+            run = self.begin(call)
+            text = decode(run)
+            self.end(run, earlier)
+            return run.output(text, self.report)
+        warn_once(call, self.layout, self._said)
+        output, report = decode_plainly(call)
+        self.report = report if earlier is None else earlier + report
+        if call.prompt.generation_config.return_dict_in_generate:
+            output.speculation_report = self.report
+        return output
 
-    def end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
-        """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
+    def end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
+        """Remember what a call has shown; the report goes on from an earlier one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
         self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
         self.schedule = run.schedule
-        return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs and schedule if the last call had another target."""
@@ -356,4 +280,6 @@ class SpeculativeDecoding(NoModel):
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
-        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, input_ids, drafter, self.costs)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
+        own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
+        calibrate(start(make_call(self, Prepared(model, *own), drafter), self.costs, None), self.costs)

@@ -7,7 +7,7 @@ ids: the pad id may be the end id, and a model may emit either.
 
 import copy
 import itertools
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ class Stops(Protocol):
         """How many of its first `num_new` [R] tokens each row emits, and whether the last of these ends it."""
 
     def update(self, batch: "Batch", new: list[int], ended: list[bool]) -> list[int]:
-        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that leave."""
+        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that are over."""
 
 
 class Batch:
@@ -133,11 +133,23 @@ class Batch:
         """[R, count], the columns from `first` after each decoding row's end on."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
-    def append(self, draft: Draft, judgement: Judgement, stopping: Stops) -> Round:
-        """Emit the accepted candidates and the token after them, up to a stop; rows that have ended leave.
+    def append(
+        self,
+        draft: Draft,
+        judgement: Judgement,
+        stopping: Stops,
+        forward: Any = None,
+        scores: torch.Tensor | None = None,
+    ) -> Round:
+        """Emit the accepted candidates and the token after them, up to a stop.
 
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
         models are fed by the ends of the rows.
+
+        Args:
+            draft, judgement: of the R rows.
+            stopping: says where they end.
+            forward, scores: the target's, for the record.
         """
         rows, before = self.rows, [self.counts[row] for row in self.rows]
         accepted, next_token, *figures = judgement
@@ -150,10 +162,10 @@ class Batch:
             gained = [min(gained)] * len(gained)
         kept, ended = stopping.cut(self, new, gained)
         self.emit(tokens, kept)
-        leaving = stopping.update(self, kept, ended)
+        over = stopping.update(self, kept, ended)
         lengths = draft.lengths
         emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
-        done = Round(
+        return Round(
             batch=self,
             rows=rows,
             draft=draft,
@@ -166,11 +178,10 @@ class Batch:
             survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
-            finished=len(leaving) == len(rows),  # the last rows to end stay in the batch
+            ended=over,
+            forward=forward,
+            scores=scores,
         )
-        if not done.finished:
-            done.stay = self.retire(leaving)
-        return done
 
     def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
         """Emit the first `kept` [R] of tokens [R, n]."""

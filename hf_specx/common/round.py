@@ -128,9 +128,10 @@ class Round:
         gained: [R], tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
         survival, overlap: of `Judgement`, for the candidates of each row.
         undefined: [R], the first position of each row without a distribution; K + 1 if there is none.
-        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
-        finished: whether all rows have ended.
+        ended: rows that have ended.
         forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
+        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
+        finished: whether all rows have ended and nothing comes in their places; both are said to the models only.
     """
 
     batch: Any
@@ -145,10 +146,11 @@ class Round:
     survival: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
+    ended: list[int] = field(default_factory=list)
+    forward: Any = None
+    scores: Any = None
     stay: torch.Tensor | None = None
     finished: bool = False
-    forward: Any = None
-    scores: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def chances(self) -> list[list[float]]:

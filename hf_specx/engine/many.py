@@ -5,15 +5,12 @@ from typing import Any, Protocol
 
 import torch
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
-from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.layouts.prompts import Prompt
-from hf_specx.sampling.stopping import Stopping
-
+from .call import Call
 from .decode import rounds
-from .places import Places
+from .queue import Queue
 from .report import SpeculationReport
-from .requests import Completion, Waiting
+from .requests import Completion, Prepared
 from .run import Run
 
 
@@ -22,28 +19,21 @@ class Decodes(Protocol):
 
     report: SpeculationReport | None
 
-    def start_batch(
-        self, places: Places, prompt: Prompt, inputs_tensor: torch.Tensor | None, seeds: list[int] | None
-    ) -> Run:
-        """What decodes a batch of requests."""
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: Queue | None = None) -> Call:
+        """What a batch asks for, checked."""
 
-    def decode_prepared(
-        self,
-        prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        processors: LogitsProcessorList,
-        stopping: Stopping,
-        seeds: list[int] | None,
-        earlier: SpeculationReport | None,
-    ) -> ModelOutput:
-        """Decode one batch to its end, as a call of its own; the report goes on from an earlier one."""
+    def begin(self, call: Call) -> Run:
+        """What decodes it."""
 
-    def end(self, run: Run, earlier: SpeculationReport | None) -> SpeculationReport:
-        """Remember what a batch has shown; returns the report of it and of what was before."""
+    def complete(self, call: Call, earlier: SpeculationReport | None) -> Any:
+        """Decode it to its end; the report goes on from an earlier one."""
+
+    def end(self, run: Run, earlier: SpeculationReport | None) -> None:
+        """Remember what a batch has shown; the report goes on from an earlier one."""
 
 
 @torch.no_grad()
-def complete_all(waiting: Waiting, strategy: Decodes, batch_size: int, logprobs: bool) -> Iterator[Completion]:
+def complete_all(queue: Queue, strategy: Decodes, batch_size: int) -> Iterator[Completion]:
     """What becomes of each request, as soon as it is done.
 
     Rows are filled again as long as the next request fits beside the others. If it does not, or rows cannot be filled
@@ -51,61 +41,55 @@ def complete_all(waiting: Waiting, strategy: Decodes, batch_size: int, logprobs:
     call of its own.
 
     Args:
-        waiting: the requests.
+        queue: the requests.
         strategy: decodes them.
         batch_size: the most rows of a batch.
-        logprobs: whether completions have those of their tokens.
     """
     report: SpeculationReport | None = None
-    while entries := waiting.take_while_fits(batch_size):
-        places = Places(entries, waiting, logprobs)
-        prompt, inputs_tensor = places.prompt()
-        seeds = places.seeds if prompt.generation_config.do_sample else None
-        if entries[0].alone:
-            report = _complete_alone(places, strategy, prompt, inputs_tensor, seeds, report)
+    while queue.begin(batch_size):
+        given = queue.prepared()
+        if queue.entries[0].alone:
+            report = _complete_alone(queue, strategy, given, report)
         else:
-            run = strategy.start_batch(places, prompt, inputs_tensor, seeds)
+            run = strategy.begin(strategy.call(given, queue.seeds(given), queue))
             for _ in rounds(run):
-                yield from places.handed_on()
+                yield from queue.handed_on()
                 run.lap("handing on")
             run.finish()
-            report = strategy.end(run, report)
-        yield from places.handed_on()
-    yield from waiting.hand_on()
-    if waiting.failed is not None:
-        raise waiting.failed
+            strategy.end(run, report)
+            report = strategy.report
+        yield from queue.handed_on()
+    yield from queue.handed_on()
+    if queue.failed is not None:
+        raise queue.failed
 
 
 def _complete_alone(
-    places: Places,
-    strategy: Decodes,
-    prompt: Prompt,
-    inputs_tensor: torch.Tensor | None,
-    seeds: list[int] | None,
-    earlier: SpeculationReport | None,
+    queue: Queue, strategy: Decodes, given: Prepared, earlier: SpeculationReport | None
 ) -> SpeculationReport | None:
     """Complete a request as any call of `generate`; its own processors may not allow that. Returns the report."""
-    (entry,), config = places.entries, prompt.generation_config
-    prompt.max_new_tokens, prompt.limits = entry.limit, None
-    processors = LogitsProcessorList(entry.processors)
+    (entry,), config = queue.entries, given.config
     config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
-    if places.logprobs:
+    processors = LogitsProcessorList(entry.processors)
+    if queue.logprobs:
         config.output_scores = config.output_logits = True
         processors.insert(0, _Copied())
-    given: Any = prompt, inputs_tensor, processors, entry.stopping, seeds
+    own = Prepared(
+        given.model, given.input_ids, processors, entry.stopping.all, config, given.kwargs, given.inputs_tensor
+    )
     try:
-        output = strategy.decode_prepared(*given, earlier)
+        output = strategy.complete(strategy.call(own, queue.seeds(given)), earlier)
     except ValueError as error:
         if entry.alike:
             raise
-        places.waiting.refuse(entry.index, error)
+        queue.refuse(entry.index, error)
         return earlier
-    new = output.sequences[:, prompt.input_ids.shape[1] :]
-    if places.logprobs:
+    new = output.sequences[:, given.input_ids.shape[1] :]
+    if queue.logprobs:
         kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
         found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
-        places.chances[0] = list(zip(*found, strict=True))
-    places.close(0, new[0].tolist(), entry.stopping.by_limit(output.sequences, new.shape[1]))
+        queue.chances[0] = list(zip(*found, strict=True))
+    queue.close(0, new[0].tolist(), entry.stopping.by_limit(output.sequences, new.shape[1]))
     return strategy.report
 
 
@@ -116,14 +100,3 @@ class _Copied(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.clone()
-
-
-def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
-    """Completions in the order in which their requests were given."""
-    early: dict[int, Completion] = {}
-    number = 0
-    for completion in completions:
-        early[completion.index] = completion
-        while number in early:
-            yield early.pop(number)
-            number += 1

@@ -6,52 +6,35 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList
-from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.errors import require
-from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.stopping import Stopping
 
+from .call import Call
 from .report import PLAIN, SpeculationReport
 from .start import make_batch
 from .streaming import Stream
 
 
-def decode_plainly(
-    prompt: Prompt,
-    processors: LogitsProcessorList,
-    stopping: Stopping,
-    seeds: list[int] | None,
-    stream: Stream,
-    synced: bool,
-    reason: str,
-) -> tuple[torch.Tensor | ModelOutput, SpeculationReport]:
-    """What `generate` gives without a strategy, under its own random numbers or those of one seed.
-
-    Args:
-        prompt: the target's; `processors`: as `generate` prepared them; `stopping`: made of its criteria.
-        seeds: one for each row; None for the default generator.
-        stream: gets the text.
-        synced: whether other ranks have to run the same forwards.
-        reason: of `why_plain`.
+def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
+    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report.
 
     Raises:
         ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
     """
-    rows, config = len(prompt.input_ids), prompt.generation_config
-    alone = seeds is None or rows == 1 or not config.do_sample
-    told = f"seeds= for {rows} rows cannot be kept apart by transformers' own sampler, which decodes this call since "
-    require(alone, f"{told}{reason}; call generate for each row, or leave the seeds out.")
-    watch, begun = _Watch(stopping, stream, prompt.input_ids), time.perf_counter()
+    prompt, seeds, stream = call.prompt, call.seeds, Stream(call.streamer, call.stream_by, call.stopping)
+    ids, config = prompt.input_ids, prompt.generation_config
+    alone = seeds is None or len(ids) == 1 or not config.do_sample
+    told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
+    require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
+    watch, begun = _Watch(call.stopping, stream, ids), time.perf_counter()
     stream.prompt(make_batch(prompt))
-    with _seeded(None if seeds is None else seeds[0], prompt.input_ids.device):
-        output = prompt.model._sample(  # type: ignore[operator]
-            prompt.input_ids, processors, watch, config, synced_gpus=synced, **prompt.kwargs
-        )
-    columns = getattr(output, "sequences", output).shape[1] - prompt.input_ids.shape[1]
-    report = SpeculationReport(PLAIN, PLAIN, f"transformers' own sampler: {reason}", rows)
+    model: Any = prompt.model
+    with _seeded(None if seeds is None else seeds[0], ids.device):
+        output = model._sample(ids, call.given, watch, config, synced_gpus=call.synced, **prompt.kwargs)
+    columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
+    report = SpeculationReport(PLAIN, PLAIN, f"transformers' own sampler: {call.plain}", len(ids))
     report.note_plain(columns, watch.emitted.clamp(max=columns).tolist(), time.perf_counter() - begun)
     return output, report
 

@@ -19,6 +19,11 @@ REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_positi
 REPORTED += ["mean_acceptance_length", "tokens_per_round", "tokenizer_match", "cost_coefficient"]
 REPORTED += ["expected_speedup", "forward_limited_speedup", "seconds"]
 
+SUMS = ["rounds", "plain_steps", "drafted", "judged", "accepted", "forced", "overlap", "gained", "steps"]
+SUMS += ["gained_in_steps", "compilations"]
+SUMS_OF_LISTS = ["rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"]
+SUMS_OF_LISTS += ["drafted_per_position", "judged_per_position", "accepted_per_position"]
+
 
 @dataclass
 class SpeculationReport:
@@ -287,12 +292,6 @@ class SpeculationReport:
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
             lines.append(f"{self.seconds['total']:.2f} s ({phases})")
         return "\n".join(lines)
-
-
-SUMS = ("rounds", "plain_steps", "drafted", "judged", "accepted", "forced", "overlap", "gained", "steps")
-SUMS += ("gained_in_steps", "compilations")
-SUMS_OF_LISTS = ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row")
-SUMS_OF_LISTS += ("drafted_per_position", "judged_per_position", "accepted_per_position")
 
 
 def _added(one: list[int], other: list[int]) -> list[int]:

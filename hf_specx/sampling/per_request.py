@@ -143,7 +143,3 @@ class RequestStopping(Stopping):
                 prefix = text[:, : batch.prompt_lengths[row] + emitted]
                 if emitted <= self.stopped_at.get(row, emitted) and self.own[row].criteria(prefix, None).item():
                     self.stopped_at[row] = emitted
-
-    def by_limit_in(self, batch: Batch, row: int) -> bool:
-        """Whether a row that has stopped did so at its limit alone."""
-        return self.own[row].by_limit(batch.row(row)[None], batch.counts[row])

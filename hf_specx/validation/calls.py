@@ -1,11 +1,21 @@
 """Checks of what a call asks for: a way of generating, a cache, a stream."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StaticCache
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
+from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import kind, refusal, require
+from hf_specx.drafting.drafter import Drafter
+from hf_specx.layouts.position_tables import position_table
+from hf_specx.layouts.prompts import Prompt
+
+from .inputs import check_inputs, check_positions
+from .models import check_own_text, check_pair, check_target
+from .rows import check_guidance
 
 
 NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
@@ -117,3 +127,54 @@ def check_past(layout: str) -> str | None:
         f"layout={layout!r} needs the keys of all tokens, and past_key_values= does not have them (a window drops "
         "some); use layout='auto' or leave past_key_values out."
     )
+
+
+def check_asked(
+    prompt: Prompt,
+    processors: Sequence[LogitsProcessor],
+    drafter: Drafter,
+    tokenizer: PreTrainedTokenizerBase | None,
+    draft_tokenizer: PreTrainedTokenizerBase | None,
+    streamer: Any,
+    longest: int | None = None,
+) -> None:
+    """Check that the models can be served exactly, and what was given to `generate`.
+
+    Args:
+        prompt: the target's; `processors`: as `generate` prepared them.
+        drafter: who proposes.
+        tokenizer, draft_tokenizer: of the models, where they are known.
+        streamer: of the strategy.
+        longest: tokens that a row can come to hold; None is what the prompt says.
+    """
+    model, config, tokenizers = prompt.model, prompt.generation_config, (tokenizer, draft_tokenizer)
+    check_target(model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
+    check_call(prompt.input_ids, config, prompt.kwargs, streamer)
+    check_inputs(model, prompt.input_ids, config, prompt.kwargs)
+    if longest is None:
+        check_positions(model, _positions(prompt), prompt.max_new_tokens)
+    for processor in processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            check_guidance(processor, model, len(prompt.input_ids))
+    drafter.meet(vocabulary(model), tokenizer)
+    if drafter.model is not None and drafter.own_text:
+        check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
+    elif drafter.model is not None:
+        check_pair(model, drafter.model, *tokenizers)
+
+
+def _width(prompt: Prompt) -> int:
+    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
+    if prompt.model.config.is_encoder_decoder:
+        return prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get("attention_mask")
+    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
+    return known if mask is None else mask.shape[-1]
+
+
+def _positions(prompt: Prompt) -> int:
+    """Positions of the text so far, of its longest row; pads have none, unless positions are those of columns."""
+    positions = None if prompt.model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or position_table(prompt.model) is None:
+        return _width(prompt)
+    return int(positions.max()) + 1

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specx.common.architectures import WHOLE
 from hf_specx.common.errors import is_int, kind, require, similar
 
 from .entry import check_entry, known_arguments
@@ -37,6 +38,11 @@ def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str)
     if {layout, draft_layout} != {"ragged"}:
         return f"the layout is {layout!r}" + (f", that of the draft {draft_layout!r}" * (layout != draft_layout))
     return None
+
+
+def why_uncached(model: PreTrainedModel) -> str:
+    """Why the cache of a model cannot be used, so that transformers' own sampler has to; empty if it can."""
+    return f"{type(model).__name__} is exact without a cache only" if model.config.model_type in WHOLE else ""
 
 
 def check_many(

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx.common.errors import is_int, refusal, require
+from hf_specx.drafting.drafter import Drafter
 
 
 MAX_SEED = 2**63
@@ -66,32 +67,6 @@ def ranks_with_states(states: bool) -> str | None:
     )
 
 
-@refusal
-def schedule_that_varies(schedule: str) -> str | None:
-    if schedule == "constant":
-        return None
-    return (
-        f"num_assistant_tokens_schedule={schedule!r} changes the number of candidates by what all rows accept, and "
-        f"{WHERE_FIXED}; use 'constant'."
-    )
-
-
-@refusal
-def threshold_that_varies(threshold: float) -> str | None:
-    if not threshold:
-        return None
-    return (
-        f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
-        f"{WHERE_FIXED}; set it to 0."
-    )
-
-
-def check_fixed(schedule: str, threshold: float) -> None:
-    """Check that every round drafts the same number of candidates, as ranks that keep step need it."""
-    schedule_that_varies(schedule)
-    threshold_that_varies(threshold)
-
-
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     """Check that `seeds` can make each of so many rows independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
@@ -129,15 +104,20 @@ def check_guidance(
         negative_prompt_that_ends_in_a_pad(mask)
 
 
-def check_synced(states: bool, several: bool = False) -> None:
+def check_synced(states: bool, schedule: str, threshold: float, drafter: Drafter) -> None:
     """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.
-        several: whether rows choose among several drafts.
+        schedule, threshold: by which the number of candidates would change.
+        drafter: who proposes.
     """
-    told = (
-        "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one."
-    )
-    require(not several, told)
+    same = "synced_gpus=True needs the same forwards on every rank, and "
+    told = f"num_assistant_tokens_schedule={schedule!r} changes the number of candidates by what all rows accept, and "
+    require(schedule == "constant", f"{told}{WHERE_FIXED}; use 'constant'.")
+    told = f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
+    require(not threshold, f"{told}{WHERE_FIXED}; set it to 0.")
+    require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
     ranks_with_states(states)
+    told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
+    require(not drafter.own_text, told)

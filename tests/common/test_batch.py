@@ -86,24 +86,15 @@ def test_append_emits_what_was_accepted_and_the_next_token():
     assert done.survival == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
     assert done.overlap == [[0.25, 0.125, 0.0625], [0.375]]
     assert done.undefined == [2, 4]
-    assert (done.stay, done.finished) == (None, False)
+    assert done.ended == []
 
 
-def test_append_cuts_at_a_stop_and_the_row_leaves():
+def test_append_cuts_at_a_stop():
     batch = two_rows()
     done = batch.append(UNEVEN, judged([3, 0]), at_most(3))
     assert batch.output(3)[:, 3:].tolist() == [[4, 6, 7], [2, 9, 9]]
     assert (done.emitted, done.accepted, done.judged, done.gained) == ([3, 1], [3, 0], [3, 1], [4, 1])
-    assert (done.stay.tolist(), done.finished) == ([1], False)
-    assert (done.rows, batch.rows) == ([0, 1], [1])
-
-
-def test_the_last_rows_to_end_stay():
-    """What looks at the batch after the last round needs rows."""
-    batch = two_rows()
-    done = batch.append(UNEVEN, judged([1, 1]), at_most(2))
-    assert (done.stay, done.finished) == (None, True)
-    assert batch.rows == [0, 1]
+    assert (done.rows, done.ended) == ([0, 1], [0])
 
 
 def test_in_lockstep_all_rows_gain_what_the_least_one_does():

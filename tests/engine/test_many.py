@@ -378,7 +378,7 @@ def test_an_offloaded_target():
 def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypatch: pytest.MonkeyPatch):
     """The target or the draft."""
     models = [tiny(), near(tiny(), 0.2)]
-    monkeypatch.setattr("hf_specx.engine.requests.synced_by_default", lambda *asked: models[spread] in asked)
+    monkeypatch.setattr("hf_specx.engine.queue.synced_by_default", lambda *asked: models[spread] in asked)
     told = r"spread over processes \(FSDP or ZeRO-3\)"
     with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
         SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)
