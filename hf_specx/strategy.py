@@ -23,7 +23,7 @@ from hf_specx.engine.call import Call, Listener, Withheld, make_call, warn_once
 from hf_specx.engine.decode import decode
 from hf_specx.engine.many import complete_all
 from hf_specx.engine.plain import decode_plainly
-from hf_specx.engine.queue import Queue, in_order
+from hf_specx.engine.queue import RequestQueue, in_order
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.requests import Completion, Prepared, Request
 from hf_specx.engine.run import Run
@@ -212,7 +212,7 @@ class SpeculativeDecoding(NoModel):
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        queue = Queue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
+        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
         completions = complete_all(queue, self, batch_size)
         return in_order(completions) if ordered else completions
 
@@ -229,7 +229,7 @@ class SpeculativeDecoding(NoModel):
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
         return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
 
-    def call(self, given: Prepared, seeds: list[int] | None = None, queue: Queue | None = None) -> Call:
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
         """What a batch of a queue asks for, checked; for `complete_all`."""
         return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
 

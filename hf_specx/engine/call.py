@@ -29,7 +29,7 @@ from hf_specx.validation.many import why_uncached, why_whole
 from hf_specx.validation.options import check_assistant_settings
 from hf_specx.validation.rows import check_seeds, check_synced
 
-from .queue import Queue
+from .queue import RequestQueue
 from .ranks import is_synced, shares_rows
 from .report import PLAIN
 from .requests import Prepared
@@ -140,7 +140,7 @@ class Call:
     streamer: BaseStreamer | None = None
     stream_by: str = "token"
     listeners: tuple[Listener, ...] = ()
-    queue: Queue | None = None
+    queue: RequestQueue | None = None
     refills: bool = False
 
 
@@ -150,7 +150,7 @@ def make_call(
     drafter: Drafter,
     withheld: Withheld = NOTHING,
     seeds: list[int] | None = None,
-    queue: Queue | None = None,
+    queue: RequestQueue | None = None,
 ) -> Call:
     """What one call asks for, and how it is decoded.
 
@@ -172,7 +172,7 @@ def make_call(
     tokenizers = options.tokenizer, options.draft_tokenizer
     longest = None if queue is None else queue.longest
     check_asked(prompt, given.processors, drafter, *tokenizers, options.streamer, longest)
-    processors, stateful = _processors(given.processors, prompt, stopping, queue)
+    processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
     plain, sampled = why_plain(prompt, stateful), given.config.do_sample
     layout = Layout(PLAIN, PLAIN, plain) if plain else _layout(options, prompt, drafter)
     refills = False
@@ -240,7 +240,7 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _prompt(given: Prepared, drafter: Drafter, stopping: Stopping, synced: bool, queue: Queue | None) -> Prompt:
+def _prompt(given: Prepared, drafter: Drafter, stopping: Stopping, synced: bool, queue: RequestQueue | None) -> Prompt:
     keeps = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
     return Prompt(
         given.model,
@@ -254,8 +254,8 @@ def _prompt(given: Prepared, drafter: Drafter, stopping: Stopping, synced: bool,
     )
 
 
-def _processors(
-    given: LogitsProcessorList, prompt: Prompt, stopping: Stopping, queue: Queue | None
+def _with_own_masks(
+    given: LogitsProcessorList, prompt: Prompt, stopping: Stopping, queue: RequestQueue | None
 ) -> tuple[Sequence[Processor], list[str]]:
     """Processors with `TokenMasks` in place of some, and names of what must be shown each token once, in order.
 

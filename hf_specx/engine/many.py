@@ -8,7 +8,7 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from .call import Call
 from .decode import rounds
-from .queue import Queue
+from .queue import RequestQueue
 from .report import SpeculationReport
 from .requests import Completion, Prepared
 from .run import Run
@@ -19,7 +19,7 @@ class Decodes(Protocol):
 
     report: SpeculationReport | None
 
-    def call(self, given: Prepared, seeds: list[int] | None = None, queue: Queue | None = None) -> Call:
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
         """What a batch asks for, checked."""
 
     def begin(self, call: Call) -> Run:
@@ -33,7 +33,7 @@ class Decodes(Protocol):
 
 
 @torch.no_grad()
-def complete_all(queue: Queue, strategy: Decodes, batch_size: int) -> Iterator[Completion]:
+def complete_all(queue: RequestQueue, strategy: Decodes, batch_size: int) -> Iterator[Completion]:
     """What becomes of each request, as soon as it is done.
 
     Rows are filled again as long as the next request fits beside the others. If it does not, or rows cannot be filled
@@ -65,7 +65,7 @@ def complete_all(queue: Queue, strategy: Decodes, batch_size: int) -> Iterator[C
 
 
 def _complete_alone(
-    queue: Queue, strategy: Decodes, given: Prepared, earlier: SpeculationReport | None
+    queue: RequestQueue, strategy: Decodes, given: Prepared, earlier: SpeculationReport | None
 ) -> SpeculationReport | None:
     """Complete a request as any call of `generate`; its own processors may not allow that. Returns the report."""
     (entry,), config = queue.entries, given.config

@@ -19,7 +19,7 @@ from .requests import Completion, Entry, Prepared, Preparing, Request, as_ids
 LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
 
 
-class Queue:
+class RequestQueue:
     """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
 
     Args:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from hf_specx.common.errors import brief, is_int, require
-from hf_specx.engine.queue import Queue
+from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Completion, Request
 from hf_specx.validation.many import check_many
@@ -188,7 +188,7 @@ class Completer:
         most = options.pop("max_batch_tokens", None)
         check_many(self.pair.target, [], self.batch_size, most, None, options)
         options = {"tokenizer": self.pair.tokenizer} | options
-        queue = Queue(self.pair.models, [Request([0], seed=0)], options, most)
+        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, most)
         if not queue.begin(1):
             raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
 

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import is_int, refusal, require
+from hf_specx.common.errors import is_int, require
 from hf_specx.drafting.drafter import Drafter
 
 
@@ -24,49 +23,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-@refusal
-def seeds_in_lockstep(rows: int, verification: str, layout: str) -> str | None:
-    if rows == 1 or layout != "lockstep" or verification not in ("token", "block"):
-        return None
-    return (
-        f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
-        "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or another "
-        "layout if the model takes one."
-    )
-
-
-@refusal
-def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
-    if not model.config.is_encoder_decoder:
-        return None
-    return (
-        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
-        "encoder; leave it out."
-    )
-
-
-@refusal
-def negative_prompt_that_ends_in_a_pad(mask: torch.Tensor) -> str | None:
-    if mask[:, -1].all():
-        return None
-    row = int((mask[:, -1] == 0).nonzero()[0])
-    return (
-        f"row {row} of negative_prompt_attention_mask ends in 0: it must hold a token and be padded on the left; set "
-        "tokenizer.padding_side='left'."
-    )
-
-
-@refusal
-def ranks_with_states(states: bool) -> str | None:
-    if not states:
-        return None
-    return (
-        "synced_gpus=True needs the same forwards on every rank, and a model that takes layout='lockstep' only is fed "
-        "again what was accepted, on some ranks more often; use a target and a draft that take another layout, or "
-        "replicas without synced_gpus."
-    )
-
-
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     """Check that `seeds` can make each of so many rows independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
@@ -78,14 +34,23 @@ def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
     told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
     require(wrong is None, told)
-    seeds_in_lockstep(rows, verification, layout)
+    require(
+        rows == 1 or layout != "lockstep" or verification not in ("token", "block"),
+        f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
+        "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or another "
+        "layout if the model takes one.",
+    )
 
 
 def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
     """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
-    guided_encoder_decoder(model)
+    require(
+        not model.config.is_encoder_decoder,
+        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
+        "encoder; leave it out.",
+    )
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
@@ -101,7 +66,9 @@ def check_guidance(
             f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
             f"{tuple(ids.shape)}; pass both as the tokenizer gives them.",
         )
-        negative_prompt_that_ends_in_a_pad(mask)
+        row = int((mask[:, -1] == 0).int().argmax())
+        told = f"row {row} of negative_prompt_attention_mask ends in 0: pad it on the left; set "
+        require(bool(mask[:, -1].all()), f"{told}tokenizer.padding_side='left'.")
 
 
 def check_synced(states: bool, schedule: str, threshold: float, drafter: Drafter) -> None:
@@ -118,6 +85,7 @@ def check_synced(states: bool, schedule: str, threshold: float, drafter: Drafter
     told = f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
     require(not threshold, f"{told}{WHERE_FIXED}; set it to 0.")
     require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
-    ranks_with_states(states)
+    told = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often; use "
+    require(not states, f"{same}{told}a target and a draft that take another layout, or replicas without synced_gpus.")
     told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
     require(not drafter.own_text, told)
