@@ -7,6 +7,7 @@ ids: the pad id may be the end id, and a model may emit either.
 
 import copy
 import itertools
+import sys
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ class Batch:
         ids: [B, W] int64; columns `width` and up hold emitted tokens, then pads.
         width: L, the columns of the left-padded prompts.
         starts: [B] int64, the first column of each row that holds a token.
-        counts: [B], tokens emitted so far.
+        counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
         rows: [R], the numbers of the rows that still decode, in ascending order.
         index: [R] int64, the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
@@ -45,12 +46,14 @@ class Batch:
         attention_mask: torch.Tensor | None,
         pad_token_id: int,
         lockstep: bool = False,
+        limits: list[int] | None = None,
     ):
         """
         Args:
             input_ids: [B, L] int64, left-padded.
             attention_mask: [B, L], 0 at the pads; None where there are none.
             pad_token_id: what stands after the end of a row.
+            lockstep, limits: as the attributes; without limits rows have none.
         """
         self.ids = input_ids.to(torch.int64, copy=True)
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
@@ -61,6 +64,7 @@ class Batch:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
+        self.limits = [sys.maxsize] * rows if limits is None else limits
         self.together: int | None = 0
         self._select(list(range(rows)))
 
@@ -215,6 +219,10 @@ class Batch:
         earlier._select(self.rows)
         return earlier
 
+    def room(self, row: int) -> int:
+        """How many tokens a row may still emit."""
+        return self.limits[row] - self.counts[row]
+
     def row(self, row: int) -> torch.Tensor:
         """The tokens of one row, without pads: [length]."""
         end = self.width + self.counts[row]
@@ -223,7 +231,7 @@ class Batch:
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
         one = copy.copy(self)
-        one.width, one.counts = self.prompt_lengths[row], [self.counts[row]]
+        one.width, one.counts, one.limits = self.prompt_lengths[row], [self.counts[row]], [self.limits[row]]
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
         # made on the device: numbers that are sent there wait for what it has to do
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
@@ -238,8 +246,9 @@ class Batch:
         self.counts[row] = count
         self._note_together()
 
-    def replace(self, row: int, prompt: torch.Tensor) -> None:
-        """Put a prompt [l] in the place of a row that has ended, where `width` has room for it."""
+    def replace(self, row: int, prompt: torch.Tensor, limit: int = sys.maxsize) -> None:
+        """Put a prompt [l] with a limit of its own in the place of a row that has ended; `width` has room for it."""
+        self.limits[row] = limit
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - len(prompt) : self.width] = prompt
         self.starts[row], self.prompt_lengths[row], self.counts[row] = self.width - len(prompt), len(prompt), 0

@@ -250,7 +250,7 @@ def _prompt(given: Prepared, drafter: Drafter, stopping: Stopping, synced: bool,
         stopping.max_new_tokens,
         keeps_past=bool(keeps) and not synced,  # it may take forwards that other ranks do not run
         gives_hidden=drafter.needs_hidden,
-        limits=None if queue is None else queue.stopping.limits,
+        limits=None if queue is None else [entry.limit for entry in queue.entries],
     )
 
 

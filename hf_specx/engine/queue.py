@@ -88,7 +88,7 @@ class RequestQueue:
         """Those of the rows; `look_ahead` leaves out those that keep state, for a draft."""
         own = [[p for p in entry.processors if not look_ahead or can_look_ahead(p)] for entry in self.entries]
         alike = [entry.alike for entry in self.entries]
-        return RequestProcessors(own, self.stopping.eos_token_id, self.stopping.limits, alike)
+        return RequestProcessors(own, self.stopping.eos_token_id, alike)
 
     def admit(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
         """Give the places of rows that have ended to the next requests; returns these by row."""
@@ -107,7 +107,7 @@ class RequestQueue:
         if widest > batch.width:
             batch.widen(widest - batch.width)
         for row, entry in coming.items():
-            batch.replace(row, entry.input_ids)
+            batch.replace(row, entry.input_ids, entry.limit)
             self.stopping.admit(row, entry.stopping)
         return coming
 

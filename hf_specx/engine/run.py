@@ -91,7 +91,7 @@ class Run:
             self.rule.admit(row, entry.seed)
             for processors in (self.processors, self.reading.processors):
                 assert isinstance(processors, RequestProcessors)
-                processors.admit(row, entry.processors, entry.limit, entry.alike)
+                processors.admit(row, entry.processors, entry.alike)
             self.schedule.most = self.processors.max_rollback
             self.schedule.admit(row, entry.limit, entry.seeded and self.report.verification in ("token", "block"))
             self.dead_ends.admit(row)

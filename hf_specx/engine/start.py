@@ -96,11 +96,11 @@ def _processors(call: Call) -> tuple[Processors, Processors]:
     """Those of the target, and those of the draft."""
     if call.queue is not None:
         return call.queue.processors(), call.queue.processors(look_ahead=True)
-    prompt, limits = call.prompt, (call.stopping.eos_token_id, call.stopping.max_new_tokens)
-    of_draft = Processors([processor for processor in call.processors if can_look_ahead(processor)], *limits)
+    prompt, ends = call.prompt, call.stopping.eos_token_id
+    of_draft = Processors([processor for processor in call.processors if can_look_ahead(processor)], ends)
     layout = call.layout.target
     own = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in call.processors]
-    return Processors(own, *limits, of_draft.memory), of_draft
+    return Processors(own, ends, of_draft.memory), of_draft
 
 
 def _rule(call: Call) -> Rule:
@@ -115,7 +115,8 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
     pad = prompt.generation_config._pad_token_tensor
     width = prompt.input_ids.shape[1]
     mask = None if mask is None or width == 0 else mask[:, -width:]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep)
+    limits = [prompt.max_new_tokens] * len(prompt.input_ids) if prompt.limits is None else prompt.limits
+    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)
 
 
 def _schedule(costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
@@ -130,7 +131,7 @@ def _schedule(costs: Costs, earlier: Schedule | None, run: Run) -> Schedule:
             _measure(costs, run, step)
             known = costs
     device, fixed = run.batch.ids.device, call.synced and known is None
-    room = None if fixed else [stopping.limit(row) for row in run.batch.rows]
+    room = None if fixed else list(run.batch.limits)
     most, earlier = run.drafter.max_candidates, None if call.seeds else earlier  # rows with seeds stand alone
     schedule = make_schedule(call.drafting, known, call.verification, run.batch, room, earlier, most)
     schedule.most = run.processors.max_rollback

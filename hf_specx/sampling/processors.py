@@ -124,17 +124,15 @@ class Processors:
         self,
         processors: Sequence[Processor],
         eos_token_id: torch.Tensor | None = None,
-        max_new_tokens: int = 0,
         memory: dict[Hashable, Any] | None = None,
     ):
         """
         Args:
             processors: as `generate` prepared them, or a `RoundProcessor` in place of some.
             eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-            max_new_tokens: positions beyond the last token that can be emitted are skipped; 0 is no limit.
             memory: what is computed once for a call, which draft and target may share.
         """
-        self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
+        self.eos_token_id = eos_token_id
         self.at_once = in_runs(processors)
         self.barred: dict[tuple[int, int], Exception] = {}
         limits = [(p.max_rollback, p.name) for p in self.at_once if isinstance(p, RoundProcessor)]
@@ -189,7 +187,7 @@ class Processors:
 
     def room(self, batch: Batch, row: int) -> int:
         """How many tokens a row may still emit."""
-        return (self.max_new_tokens or sys.maxsize) - batch.counts[row]
+        return batch.room(row)
 
     def observe(self, done: Round) -> None:
         """Let go of rows that have left."""
@@ -212,7 +210,7 @@ class Processors:
             last = positions - 1 if draft is None else draft.lengths[index]
             for position in range(last + 1):
                 emitted = batch.counts[row] + ahead + position
-                if reached[index][position] and not 0 < self.max_new_tokens <= emitted:
+                if reached[index][position] and emitted < batch.limits[row]:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 

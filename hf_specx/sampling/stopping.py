@@ -69,16 +69,12 @@ class Stopping:
         """
         kept, ended = [], []
         for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
-            room = self.limit(row) - batch.counts[row]
+            room = batch.room(row)
             number = min(number, room)
             end = next((i for i, token in enumerate(new[:number], 1) if token in self.ends), 0)
             kept.append(end or number)
             ended.append(end > 0 or number == room)
         return kept, ended
-
-    def limit(self, row: int) -> int:
-        """The most tokens that a row emits."""
-        return self.max_new_tokens
 
     def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         """Note which rows stopped within their new tokens, and cut the rows that leave the batch.

@@ -71,13 +71,14 @@ def judged(accepted: list[int], undefined: list[list[bool]] | None = None) -> Ju
     return Judgement(torch.tensor(accepted), torch.tensor([8, 2]), CHANCES, CHANCES / 2, nowhere)
 
 
-def at_most(emitted: int) -> Stopping:
+def at_most(emitted: int, batch: Batch) -> Stopping:
+    batch.limits = [emitted] * 2
     return Stopping(StoppingCriteriaList(), width=3, max_length=3 + emitted)
 
 
 def test_append_emits_what_was_accepted_and_the_next_token():
     batch = two_rows()
-    done = batch.append(UNEVEN, judged([1, 1], [[False, False, True, True], [False] * 4]), at_most(9))
+    done = batch.append(UNEVEN, judged([1, 1], [[False, False, True, True], [False] * 4]), at_most(9, batch))
     assert batch.output(2)[:, 3:].tolist() == [[4, 8], [5, 2]]
     assert batch.counts == [2, 2]
     assert (done.batch, done.rows, done.draft) == (batch, [0, 1], UNEVEN)
@@ -91,7 +92,7 @@ def test_append_emits_what_was_accepted_and_the_next_token():
 
 def test_append_cuts_at_a_stop():
     batch = two_rows()
-    done = batch.append(UNEVEN, judged([3, 0]), at_most(3))
+    done = batch.append(UNEVEN, judged([3, 0]), at_most(3, batch))
     assert batch.output(3)[:, 3:].tolist() == [[4, 6, 7], [2, 9, 9]]
     assert (done.emitted, done.accepted, done.judged, done.gained) == ([3, 1], [3, 0], [3, 1], [4, 1])
     assert (done.rows, done.ended) == ([0, 1], [0])
@@ -99,7 +100,7 @@ def test_append_cuts_at_a_stop():
 
 def test_in_lockstep_all_rows_gain_what_the_least_one_does():
     batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 6]]), None, pad_token_id=9, lockstep=True)
-    done = batch.append(UNEVEN, judged([3, 1]), at_most(9))
+    done = batch.append(UNEVEN, judged([3, 1]), at_most(9, batch))
     assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
     assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
     assert batch.together == 2

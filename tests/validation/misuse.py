@@ -16,7 +16,6 @@ from transformers import (
     BertConfig,
     BertLMHeadModel,
     DynamicCache,
-    EncoderDecoderCache,
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -218,10 +217,6 @@ def two_tokens() -> DynamicCache:
     past = DynamicCache(config=get("target").config)
     get("target")(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=past)
     return past
-
-
-def both_pasts() -> EncoderDecoderCache:
-    return EncoderDecoderCache(copy.deepcopy(two_tokens()), DynamicCache())
 
 
 def negative(ids: torch.Tensor, mask: torch.Tensor | None = None, **settings):
