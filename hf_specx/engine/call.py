@@ -1,11 +1,11 @@
 """One call: what was asked for, with the checks and choices that say how it is decoded; none of it changes later."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
@@ -107,25 +107,23 @@ class Call:
     """One call of `generate`, or one batch of a queue.
 
     Attributes:
-        prompt: the target's; `inputs_tensor`: what its encoder reads, before rows were repeated, None without one.
-        given: processors as `generate` prepared them; `processors`: with masks of grammars in place of some.
-        stopping: made of its criteria.
+        options: of the strategy.
+        prompt: the target's, made of what `generate` has given.
+        processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
         drafter: who proposes; `drafting`: how many candidates in a round.
         verification: "greedy", "token", "block" or "coupled".
         layout: how rows share the batch.
         plain: why transformers' own sampler decodes this call; empty if it is speculated.
         seeds: one for each row; None for the default generator.
-        compiled: whether forwards after the prompts are compiled.
         synced: whether other ranks have to run the same forwards, each for rows of its own.
         shared: whether other ranks decode the same rows, with other parts of the models.
-        streamer, stream_by, listeners: of the strategy.
         queue: what follows in the places of rows that end; None for a call of its own.
         refills: whether prompts of the queue can be read in these places.
     """
 
+    options: Options
     prompt: Prompt
-    inputs_tensor: torch.Tensor | None
-    given: LogitsProcessorList
+    given: Prepared
     processors: Sequence[Processor]
     stopping: Stopping
     drafter: Drafter
@@ -134,12 +132,8 @@ class Call:
     layout: Layout
     plain: str = ""
     seeds: list[int] | None = None
-    compiled: bool = False
     synced: bool = False
     shared: bool = False
-    streamer: BaseStreamer | None = None
-    stream_by: str = "token"
-    listeners: tuple[Listener, ...] = ()
     queue: RequestQueue | None = None
     refills: bool = False
 
@@ -169,40 +163,31 @@ def make_call(
     synced, shared = is_synced(withheld.synced_gpus, *models), shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
     prompt = _prompt(given, drafter, stopping, synced, queue)
-    tokenizers = options.tokenizer, options.draft_tokenizer
-    longest = None if queue is None else queue.longest
-    check_asked(prompt, given.processors, drafter, *tokenizers, options.streamer, longest)
+    check_asked(prompt, given.processors, drafter, options, None if queue is None else queue.longest)
     processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
     plain, sampled = why_plain(prompt, stateful), given.config.do_sample
     layout = Layout(PLAIN, PLAIN, plain) if plain else _layout(options, prompt, drafter)
-    refills = False
-    if queue is not None and not plain:
-        whole = why_whole(models, layout.target, layout.draft)
-        refills = whole is None
-        if whole is None:
-            prompt = replace(prompt, max_new_tokens=UNLIMITED)
-        else:
-            layout = replace(layout, reason=f"{layout.reason}; whole batches, since {whole}")
+    whole = None if queue is None else why_whole(models, layout.target, layout.draft)
+    if whole is not None:
+        layout = replace(layout, reason=f"{layout.reason}; whole batches, since {whole}")
+    elif queue is not None:
+        prompt = replace(prompt, max_new_tokens=UNLIMITED)
     call = Call(
-        prompt=prompt,
-        inputs_tensor=given.inputs_tensor,
-        given=given.processors,
-        processors=processors,
-        stopping=stopping,
-        drafter=drafter,
+        copy.copy(options),  # which may change later
+        prompt,
+        given,
+        processors,
+        stopping,
+        drafter,
         drafting=choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model),
         verification=_verification(options, layout, drafter, seeds) if sampled else "greedy",
         layout=layout,
         plain=plain,
         seeds=seeds,
-        compiled=options.compile,
         synced=synced,
         shared=shared,
-        streamer=options.streamer,
-        stream_by=options.stream_by,
-        listeners=options.listeners,
         queue=queue,
-        refills=refills,
+        refills=queue is not None and whole is None,
     )
     _check_chosen(call)
     return call
@@ -302,7 +287,7 @@ def _check_chosen(call: Call) -> None:
     if call.plain:
         return
     check_noise(ids.device, call.verification)
-    if call.compiled:
+    if call.options.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
         config = call.prompt.generation_config

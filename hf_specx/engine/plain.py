@@ -23,7 +23,11 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     Raises:
         ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
     """
-    prompt, seeds, stream = call.prompt, call.seeds, Stream(call.streamer, call.stream_by, call.stopping)
+    prompt, seeds, stream = (
+        call.prompt,
+        call.seeds,
+        Stream(call.options.streamer, call.options.stream_by, call.stopping),
+    )
     ids, config = prompt.input_ids, prompt.generation_config
     alone = seeds is None or len(ids) == 1 or not config.do_sample
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
@@ -32,7 +36,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     stream.prompt(make_batch(prompt))
     model: Any = prompt.model
     with _seeded(None if seeds is None else seeds[0], ids.device):
-        output = model._sample(ids, call.given, watch, config, synced_gpus=call.synced, **prompt.kwargs)
+        output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
     report = SpeculationReport(PLAIN, PLAIN, f"transformers' own sampler: {call.plain}", len(ids))
     report.note_plain(columns, watch.emitted.clamp(max=columns).tolist(), time.perf_counter() - begun)

@@ -110,7 +110,7 @@ class Run:
 
     def publish(self, done: Round) -> None:
         """Tell those of a round who only look on."""
-        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.listeners]
+        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.options.listeners]
         for listener in [*told, *([] if self.call.queue is None else [self.call.queue])]:
             listener.observe(done)
 

@@ -39,48 +39,45 @@ def start(call: Call, costs: Costs, earlier: Schedule | None) -> Run:
         costs: what "auto" goes by.
         earlier: the schedule of the call before.
     """
-    prompt, drafter = call.prompt, call.drafter
+    prompt, options = call.prompt, call.options
     of_target, of_draft = _processors(call)
-    reading = Reading(
-        batch=make_batch(prompt, call.layout.lockstep),
-        target=make_decoder(call.layout.target, prompt, compiled=call.compiled),
-        vocab_size=vocabulary(prompt.model),
-        rule=_rule(call),
-        processors=of_draft,
-        threshold=call.drafting.threshold,
-        prompt=None
-        if drafter.model is None or drafter.own_text
-        else draft_prompt(drafter.model, prompt, call.inputs_tensor),
-        layout=call.layout.draft,
-        compiled=call.compiled,
-        forces=not (call.synced or call.compiled),
-        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
-        number=call.drafting.number,
-        alpha=None if call.shared else costs.alpha.get(call.verification),
-    )
-    report = SpeculationReport(
-        call.verification,
-        call.layout.target,
-        call.layout.reason,
-        len(prompt.input_ids),
-        costs=costs,
-        keeps=None if call.queue is None else KEPT_ROUNDS,
-        matching=drafter.matching,
-    )
+    reading = _reading(call, of_draft, costs)
+    described = call.verification, call.layout.target, call.layout.reason, len(prompt.input_ids)
+    keeps = None if call.queue is None else KEPT_ROUNDS
     return Run(
         call=call,
         target=reading.target,
-        drafter=_with_forced(drafter, reading, call.queue is not None),
+        drafter=_with_forced(call.drafter, reading, call.queue is not None),
         rule=reading.rule,
         processors=of_target,
         batch=reading.batch,
-        report=report,
+        report=SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids)),
-        stream=Stream(call.streamer, call.stream_by, call.stopping),
+        stream=Stream(options.streamer, options.stream_by, call.stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
         dead_ends=DeadEnds(of_target, call.stopping),
         reading=reading,
         make_schedule=partial(_schedule, costs, earlier),
+    )
+
+
+def _reading(call: Call, processors: Processors, costs: Costs) -> Reading:
+    """What the drafter is told of the call, with the decoder of the target."""
+    prompt, model = call.prompt, None if call.drafter.own_text else call.drafter.model
+    return Reading(
+        batch=make_batch(prompt, call.layout.lockstep),
+        target=make_decoder(call.layout.target, prompt, compiled=call.options.compile),
+        vocab_size=vocabulary(prompt.model),
+        rule=_rule(call),
+        processors=processors,
+        threshold=call.drafting.threshold,
+        prompt=None if model is None else draft_prompt(model, prompt, call.given.inputs_tensor),
+        layout=call.layout.draft,
+        compiled=call.options.compile,
+        forces=not (call.synced or call.options.compile),
+        costs=None if call.shared else costs,  # a draft that goes by times would differ from rank to rank
+        number=call.drafting.number,
+        alpha=None if call.shared else costs.alpha.get(call.verification),
     )
 
 
@@ -154,7 +151,7 @@ def _measure(costs: Costs, run: Run, step: Callable[[int], object]) -> None:
 
 def _prior(run: Run) -> dict[str, Any] | None:
     """What forwards are assumed to cost; None where only timing tells, or all ranks have to run the same forwards."""
-    if run.call.shared or run.call.compiled:
+    if run.call.shared or run.call.options.compile:
         return None
     target, draft = size_of(run.target.model), run.drafter.size()
     if target is None or draft is None:

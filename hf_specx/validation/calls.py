@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase, StaticCache
+from transformers import GenerationConfig, StaticCache
 from transformers.generation.logits_process import LogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx.common.architectures import vocabulary
@@ -110,9 +110,7 @@ def check_asked(
     prompt: Prompt,
     processors: Sequence[LogitsProcessor],
     drafter: Drafter,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-    streamer: Any,
+    options: Any,
     longest: int | None = None,
 ) -> None:
     """Check that the models can be served exactly, and what was given to `generate`.
@@ -120,20 +118,19 @@ def check_asked(
     Args:
         prompt: the target's; `processors`: as `generate` prepared them.
         drafter: who proposes.
-        tokenizer, draft_tokenizer: of the models, where they are known.
-        streamer: of the strategy.
+        options: of the strategy.
         longest: tokens that a row can come to hold; None is what the prompt says.
     """
-    model, config, tokenizers = prompt.model, prompt.generation_config, (tokenizer, draft_tokenizer)
+    model, config, tokenizers = prompt.model, prompt.generation_config, (options.tokenizer, options.draft_tokenizer)
     check_target(model, _width(prompt) + prompt.max_new_tokens if longest is None else longest)
-    check_call(prompt.input_ids, config, prompt.kwargs, streamer)
+    check_call(prompt.input_ids, config, prompt.kwargs, options.streamer)
     check_inputs(model, prompt.input_ids, config, prompt.kwargs)
     if longest is None:
         check_positions(model, _positions(prompt), prompt.max_new_tokens)
     for processor in processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
-    drafter.meet(vocabulary(model), tokenizer)
+    drafter.meet(vocabulary(model), options.tokenizer)
     if drafter.model is not None and drafter.own_text:
         check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
     elif drafter.model is not None:
