@@ -16,7 +16,7 @@ from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
-from hf_specx.engine.plan import Withheld
+from hf_specx.engine.call import Withheld
 from hf_specx.engine.stop_strings import bind_stop_strings, setting, unset
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.prompts import shallow_copy

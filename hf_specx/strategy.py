@@ -4,35 +4,33 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
-from hf_specx.cache.export import fill
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.other_tokenizer import match_tokenizers
 from hf_specx.engine.attached import attached
-from hf_specx.engine.in_order import decode_call, own_sampler, wants_layers
-from hf_specx.engine.many import complete_all, in_order
-from hf_specx.engine.places import Places
-from hf_specx.engine.plan import Listener, Plan, Withheld, check_asked, make_call, make_plan, warn_of_lockstep
+from hf_specx.engine.call import Call, Listener, Withheld, make_call, warn_once
+from hf_specx.engine.decode import decode
+from hf_specx.engine.many import complete_all
+from hf_specx.engine.plain import decode_plainly
+from hf_specx.engine.queue import RequestQueue, in_order
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.engine.requests import Completion, Request, Waiting
+from hf_specx.engine.requests import Completion, Prepared, Request
 from hf_specx.engine.run import Run
-from hf_specx.engine.start import calibrate, prepare_processors, start
+from hf_specx.engine.start import calibrate, start
 from hf_specx.engine.streaming import ended
 from hf_specx.layouts.compiled import compilations
-from hf_specx.layouts.prompts import Prompt, prepare
-from hf_specx.sampling.stopping import Stopping
+from hf_specx.layouts.prompts import prepare
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.validation.entry import AskedSignature, check_withheld
@@ -49,7 +47,8 @@ class SpeculativeDecoding(NoModel):
     target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that serves one call at a time. `generate`
     takes one more argument: `seeds`, one int for each row (after `num_return_sequences`) in a list, range, tensor or
     array, makes each row independent of the others; under "coupled" its text is that of plain `generate` for this row
-    alone under `torch.manual_seed` of its seed.
+    alone under `torch.manual_seed` of its seed. What cannot be speculated exactly (a processor or criterion that may
+    keep state, attentions or hidden states as outputs) is decoded by transformers' own sampler, with a warning.
 
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
@@ -60,10 +59,9 @@ class SpeculativeDecoding(NoModel):
             of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
-            same `torch.manual_seed`. None is "block", but "token" if a processor or criterion keeps state, and
-            "coupled" if candidates are not drawn from a distribution, as those of a `CandidateGenerator` or
-            `SuffixDraft`, or rows with `seeds` advance together. "token" and "block" accept a candidate x that was not
-            drawn with probability p(x) or more.
+            same `torch.manual_seed`. None is "block", but "coupled" if candidates are not drawn from a distribution,
+            as those of a `CandidateGenerator` or `SuffixDraft`, or rows with `seeds` advance together. "token" and
+            "block" accept a candidate x that was not drawn with probability p(x) or more.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
@@ -151,7 +149,7 @@ class SpeculativeDecoding(NoModel):
         """
         given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
         with ended(self.streamer):
-            check_withheld(sys._getframe(2))  # 1 is torch.no_grad's wrapper
+            check_withheld(sys._getframe())
             return self.decode(Withheld(), model, input_ids, *given, **model_kwargs)
 
     @torch.no_grad()
@@ -168,21 +166,9 @@ class SpeculativeDecoding(NoModel):
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
         """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
-        if wants_layers(generation_config):
-            return own_sampler(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-        user_cache: Any = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))  # as Mamba calls it
-        given = getattr(user_cache, "_is_user_defined", False)  # then it is filled at the end, and read alone before
-        earlier = self.report if withheld.adds_reports else None
-        stopping = Stopping(stopping_criteria, input_ids.shape[1], generation_config.max_length)
-        prompt = Prompt(model, input_ids, generation_config, model_kwargs, stopping.max_new_tokens)
-        prompt.keeps_past = bool(generation_config.return_dict_in_generate or given)
-        run, plan = self._start(withheld, prompt, inputs_tensor, logits_processor, stopping, as_list(seeds))
-        text = decode_call(run, plan.in_order)
-        self._end(run, earlier)
-        past = run.target.past(run.batch, stopping.columns) if prompt.keeps_past else None
-        past = fill(user_cache, past) if given else past
-        ends = stopping.columns, past, model.config.is_encoder_decoder, self.report
-        return run.outputs.finish(text, *ends) if generation_config.return_dict_in_generate else text
+        given = model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
+        call = make_call(self, Prepared(*given), self._drafter(model), withheld, as_list(seeds))
+        return self.complete(call, self.report if withheld.adds_reports else None)
 
     def generate_many(
         self,
@@ -222,8 +208,8 @@ class SpeculativeDecoding(NoModel):
         check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
-        waiting = Waiting(models, requests, options, max_batch_tokens or free_tokens(models))
-        completions = complete_all(waiting, partial(self._start, Withheld()), self._end, batch_size, logprobs)
+        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
+        completions = complete_all(queue, self, batch_size)
         return in_order(completions) if ordered else completions
 
     def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
@@ -239,41 +225,38 @@ class SpeculativeDecoding(NoModel):
         how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
         return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
 
-    def _start(
-        self,
-        withheld: Withheld,
-        prompt: Prompt,
-        inputs_tensor: torch.Tensor | None,
-        processors: LogitsProcessorList,
-        stopping: Stopping,
-        seeds: list[int] | None,
-        places: Places | None = None,
-    ) -> tuple[Run, Plan]:
-        """Check what was asked for, and put together what decodes it; nothing is read yet."""
-        drafter = self._drafter(prompt.model)
-        prompt.gives_hidden = drafter.needs_hidden
-        call = make_call(self, withheld, prompt, drafter, seeds)
-        longest = None if places is None else max(entry.longest for entry in places.entries)
-        check_asked(call, prompt, processors, drafter, longest, self.tokenizer, self.draft_tokenizer)
-        prompt.keeps_past &= not call.synced  # it may take forwards that other ranks do not run
-        prepared, waiting = prepare_processors(processors, prompt, stopping, places)
-        plan = make_plan(call, prompt, drafter, waiting)
-        if places is not None:
-            plan = places.settle(plan, prompt, drafter)
-        self.meet(prompt.model)
-        warn_of_lockstep(plan, self.layout, len(prompt.input_ids), self._said)
-        given = inputs_tensor, drafter, prepared, stopping, self.costs, places
-        run = start(call, plan, prompt, *given)
-        self.report = run.report
-        return run, plan
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
+        """What a batch of a queue asks for, checked; for `complete_all`."""
+        return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
 
-    def _end(self, run: Run, earlier: SpeculationReport | None = None) -> SpeculationReport:
-        """Remember what a call has shown; returns its report, which goes on from an earlier one if there is one."""
+    def begin(self, call: Call) -> Run:
+        """What decodes a call; nothing is read yet."""
+        self.meet(call.prompt.model)
+        warn_once(call, self.layout, self._said)
+        run = start(call, self.costs)
+        self.report = run.report
+        return run
+
+    def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
+        """Decode a call to its end; the report goes on from an earlier one."""
+        if not call.plain:
+            run = self.begin(call)
+            text = decode(run)
+            self.end(run, earlier)
+            return run.output(text, self.report)
+        warn_once(call, self.layout, self._said)
+        output, report = decode_plainly(call)
+        self.report = report if earlier is None else earlier + report
+        if call.prompt.generation_config.return_dict_in_generate:
+            output.speculation_report = self.report
+        return output
+
+    def end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
+        """Remember what a call has shown; the report goes on from an earlier one."""
         run.report.compilations = compilations(run.target, run.drafter.decoder)
         self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
         self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
         self.report = run.report if earlier is None else earlier + run.report
-        return self.report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs if the last call had another target."""
@@ -292,4 +275,6 @@ class SpeculativeDecoding(NoModel):
         self.meet(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
-        calibrate(make_call(self, Withheld(), prompt, drafter), prompt, input_ids, drafter, self.costs)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
+        own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
+        calibrate(start(make_call(self, Prepared(model, *own), drafter), self.costs), self.costs)

@@ -9,7 +9,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.engine.history import RoundRecord
+from hf_specx.common.round import RoundRecord
 from hf_specx.strategy import SpeculativeDecoding
 
 

@@ -7,7 +7,8 @@ ids: the pad id may be the end id, and a model may emit either.
 
 import copy
 import itertools
-from typing import Protocol
+import sys
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +23,7 @@ class Stops(Protocol):
         """How many of its first `num_new` [R] tokens each row emits, and whether the last of these ends it."""
 
     def update(self, batch: "Batch", new: list[int], ended: list[bool]) -> list[int]:
-        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that leave."""
+        """Note how many tokens each row has just emitted, and which rows ended; returns the rows that are over."""
 
 
 class Batch:
@@ -33,14 +34,12 @@ class Batch:
         writes: how often tokens were put into them.
         width: L, the columns of the left-padded prompts.
         starts: [B] int64, the first column of each row that holds a token.
-        counts: [B], tokens emitted so far.
+        counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
         rows: [R], the numbers of the rows that still decode, in ascending order.
         index: [R] int64, the same as a tensor.
         ends: [R] int64, the column of each decoding row's next token.
         together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
-        over: [R] bool, rows that have ended but stay in the batch and are fed pads, as in `generate`; None if there
-            are none.
     """
 
     def __init__(
@@ -49,12 +48,14 @@ class Batch:
         attention_mask: torch.Tensor | None,
         pad_token_id: int,
         lockstep: bool = False,
+        limits: list[int] | None = None,
     ):
         """
         Args:
             input_ids: [B, L] int64, left-padded.
             attention_mask: [B, L], 0 at the pads; None where there are none.
             pad_token_id: what stands after the end of a row.
+            lockstep, limits: as the attributes; without limits rows have none.
         """
         self.ids, self.writes = input_ids.to(torch.int64, copy=True), 0
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
@@ -65,8 +66,8 @@ class Batch:
             self.starts = attention_mask.bool().int().argmax(-1)
         self.prompt_lengths = (self.width - self.starts).tolist()
         self.counts = [0] * rows
+        self.limits = [sys.maxsize] * rows if limits is None else limits
         self.together: int | None = 0
-        self.over: torch.Tensor | None = None
         self._select(list(range(rows)))
 
     def _select(self, rows: list[int]) -> None:
@@ -102,19 +103,14 @@ class Batch:
             self.ids[self.index[:, None], columns] = tokens
 
     def take(self, draft: Draft) -> Draft:
-        """Write candidates after each row's end, where the target reads them; rows that are over get pads instead."""
+        """Write candidates after each row's end, where the target reads them."""
         fits = draft.tokens.shape[0] == len(draft.lengths) == len(self.rows)
         if not fits or max(draft.lengths) > draft.tokens.shape[1] or min(draft.lengths) < 0:
             shape = list(draft.tokens.shape)
             told = f"a draft by {draft.source!r} has tokens of shape {shape} for lengths {draft.lengths}"
             raise ValueError(f"{told}; propose [{len(self.rows)}, the largest length] tokens.")
-        tokens = draft.tokens if self.over is None else draft.tokens.masked_fill(self.over[:, None], self.pad_token_id)
-        self.put(tokens)
-        return draft._replace(tokens=tokens)
-
-    def padded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The next tokens [R] of the rows, with pads for those that are over."""
-        return tokens if self.over is None else tokens.masked_fill(self.over, self.pad_token_id)
+        self.put(draft.tokens)
+        return draft
 
     def prefix(self, emitted: int) -> torch.Tensor:
         """Prompts and the first `emitted` columns after them, as processors see them: [B, L + emitted]."""
@@ -143,11 +139,23 @@ class Batch:
         """[R, count], the columns from `first` after each decoding row's end on."""
         return self.ends[:, None] + torch.arange(first, first + count, device=self.ids.device)
 
-    def append(self, draft: Draft, judgement: Judgement, stopping: Stops) -> Round:
-        """Emit the accepted candidates and the token after them, up to a stop; rows that have ended leave.
+    def append(
+        self,
+        draft: Draft,
+        judgement: Judgement,
+        stopping: Stops,
+        forward: Any = None,
+        scores: torch.Tensor | None = None,
+    ) -> Round:
+        """Emit the accepted candidates and the token after them, up to a stop.
 
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
         models are fed by the ends of the rows.
+
+        Args:
+            draft, judgement: of the R rows.
+            stopping: says where they end.
+            forward, scores: the target's, for the record.
         """
         rows, before = self.rows, [self.counts[row] for row in self.rows]
         accepted, next_token, *figures = judgement
@@ -160,10 +168,10 @@ class Batch:
             gained = [min(gained)] * len(gained)
         kept, ended = stopping.cut(self, new, gained)
         self.emit(tokens, kept)
-        leaving = stopping.update(self, kept, ended)
+        over = stopping.update(self, kept, ended)
         lengths = draft.lengths
         emitted = [max(0, self.counts[row] - count) for row, count in zip(rows, before, strict=True)]
-        done = Round(
+        return Round(
             batch=self,
             rows=rows,
             draft=draft,
@@ -176,11 +184,10 @@ class Batch:
             survival=[chances[:length] for chances, length in zip(survival, lengths, strict=True)],
             overlap=[shares[:length] for shares, length in zip(overlap, lengths, strict=True)],
             undefined=[flags.index(True) if True in flags else len(flags) for flags in undefined],
-            finished=len(leaving) == len(rows),  # the last rows to end stay in the batch
+            ended=over,
+            forward=forward,
+            scores=scores,
         )
-        if not done.finished:
-            done.stay = self.retire(leaving)
-        return done
 
     def emit(self, tokens: torch.Tensor, kept: list[int]) -> None:
         """Emit the first `kept` [R] of tokens [R, n]."""
@@ -214,6 +221,10 @@ class Batch:
         earlier._select(self.rows)
         return earlier
 
+    def room(self, row: int) -> int:
+        """How many tokens a row may still emit."""
+        return self.limits[row] - self.counts[row]
+
     def row(self, row: int) -> torch.Tensor:
         """The tokens of one row, without pads: [length]."""
         end = self.width + self.counts[row]
@@ -222,7 +233,7 @@ class Batch:
     def alone(self, row: int) -> "Batch":
         """A decoding row as a batch of one without pads, to be read only."""
         one = copy.copy(self)
-        one.width, one.counts, one.over = self.prompt_lengths[row], [self.counts[row]], None
+        one.width, one.counts, one.limits = self.prompt_lengths[row], [self.counts[row]], [self.limits[row]]
         one.ids, one.prompt_lengths = self.ids[row : row + 1, self.width - one.width :], [one.width]
         # made on the device: numbers that are sent there wait for what it has to do
         one.rows, one.index = [0], torch.zeros(1, dtype=torch.int64, device=self.ids.device)
@@ -237,8 +248,9 @@ class Batch:
         self.counts[row] = count
         self._note_together()
 
-    def replace(self, row: int, prompt: torch.Tensor) -> None:
-        """Put a prompt [l] in the place of a row that has ended, where `width` has room for it."""
+    def replace(self, row: int, prompt: torch.Tensor, limit: int = sys.maxsize) -> None:
+        """Put a prompt [l] with a limit of its own in the place of a row that has ended; `width` has room for it."""
+        self.limits[row] = limit
         self.ids[row] = self.pad_token_id
         self.ids[row, self.width - len(prompt) : self.width] = prompt
         self.starts[row], self.prompt_lengths[row], self.counts[row] = self.width - len(prompt), len(prompt), 0
@@ -259,11 +271,6 @@ class Batch:
         stay = [index for index, row in enumerate(self.rows) if row not in gone]
         self._select([self.rows[index] for index in stay])
         return sent(stay, self.ids.device, torch.int64)
-
-    @property
-    def is_over(self) -> list[bool]:
-        """[R], which rows are `over`."""
-        return [False] * len(self.rows) if self.over is None else self.over.tolist()
 
     def revive(self) -> None:
         """Take all rows as decoding again."""

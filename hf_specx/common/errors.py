@@ -1,4 +1,4 @@
-"""How bad input is refused: plainly by `require`, and by a `refusal` where wrong text or foreign code would follow."""
+"""How bad input is refused: by a ValueError that names the value and the remedy."""
 
 import difflib
 import numbers
@@ -8,7 +8,6 @@ from typing import Any, ParamSpec
 
 
 P = ParamSpec("P")
-CHECKS: dict[str, Callable[..., str | None]] = {}  # by name, so that a test can take any one of them away
 
 
 def require(ok: bool, message: str) -> None:
@@ -57,21 +56,11 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def refusal(check: Callable[P, str | None]) -> Callable[P, None]:
-    """Register a check that keeps text exact or files harmless; tests show of each that nothing else would.
-
-    Args:
-        check: returns a message that names the value and the remedy, or None.
-
-    Returns:
-        The same check, which now raises its message as a ValueError.
-    """
-    name = check.__name__
-    assert name not in CHECKS, f"two checks are called {name}"
-    CHECKS[name] = check
+    """A check that returns its message, or None, as one that raises it as a ValueError."""
 
     @wraps(check)
     def refuse(*args: P.args, **kwargs: P.kwargs) -> None:
-        message = CHECKS[name](*args, **kwargs)
+        message = check(*args, **kwargs)
         if message is not None:
             raise ValueError(message)
 

@@ -60,14 +60,6 @@ class Draft(NamedTuple):
         lengths = torch.tensor(self.lengths).to(device, non_blocking=True)  # else it would wait for the forward
         return torch.arange(most, device=device) < lengths[:, None]
 
-    def at(self, position: int) -> "Draft":
-        """The candidates at one position as a draft of their own; an empty one after the last position."""
-        here = slice(position, position + 1)
-        lengths = [int(length > position) for length in self.lengths]
-        probs = None if self.probs is None else self.probs[:, here]
-        forced = None if self.forced is None else [flags[here] for flags in self.forced]
-        return self._replace(tokens=self.tokens[:, here], lengths=lengths, probs=probs, forced=forced, estimate=None)
-
 
 class Judgement(NamedTuple):
     """What a verification rule says of a draft, for each of the R rows.
@@ -87,6 +79,40 @@ class Judgement(NamedTuple):
     undefined: torch.Tensor
 
 
+class RoundRecord(NamedTuple):
+    """One row's part in one round, in numbers alone.
+
+    Attributes:
+        drafted: candidates of the row.
+        accepted: candidates that the verifier kept, before any cut at a stop.
+        emitted: tokens that entered the text, after such a cut.
+        judged: candidates whose predecessors were all kept, as far as the round went.
+        gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
+        longest: candidates of the row that had most of them.
+        forced: positions of candidates that were the only token allowed.
+        steps: steps of a draft model in the round; None if as many as candidates of that row.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    judged: int = 0
+    gained: int = 0
+    longest: int = 0
+    forced: tuple[int, ...] = ()
+    steps: int | None = None
+
+    @property
+    def draft_steps(self) -> int:
+        """Steps of the draft in the round."""
+        return self.width if self.steps is None else self.steps
+
+    @property
+    def width(self) -> int:
+        """Candidates that the forwards of the round were made for."""
+        return max(self.drafted, self.longest)
+
+
 @dataclass
 class Round:
     """What a round did; every listener gets it once the text has grown.
@@ -102,9 +128,10 @@ class Round:
         gained: [R], tokens by which the row went on, before a cut; in lockstep all have that of the slowest row.
         survival, overlap: of `Judgement`, for the candidates of each row.
         undefined: [R], the first position of each row without a distribution; K + 1 if there is none.
-        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
-        finished: whether all rows have ended.
+        ended: rows that have ended.
         forward, scores: the target's, with scores [R, P, V] after all processors at the positions that were judged.
+        stay: [R'] int64, the row indices of those that go on; None if all do. The last rows to end stay.
+        finished: whether all rows have ended and nothing comes in their places; both are said to the models only.
     """
 
     batch: Any
@@ -119,10 +146,11 @@ class Round:
     survival: list[list[float]]
     overlap: list[list[float]]
     undefined: list[int]
+    ended: list[int] = field(default_factory=list)
+    forward: Any = None
+    scores: Any = None
     stay: torch.Tensor | None = None
     finished: bool = False
-    forward: Any = None
-    scores: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @property
     def chances(self) -> list[list[float]]:
@@ -133,3 +161,15 @@ class Round:
             return found
         pairs = [zip(*pair, strict=False) for pair in zip(found, forced, strict=True)]
         return [[chance for chance, is_forced in pair if not is_forced] for pair in pairs]
+
+    @property
+    def records(self) -> list[RoundRecord]:
+        """[R], the part of each row."""
+        longest, flags = max(self.draft.lengths), self.draft.forced
+        steps = None if flags is None and self.draft.free is None else self.draft.steps
+        counts = zip(self.draft.lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
+        found = []
+        for index, record in enumerate(counts):
+            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
+            found.append(RoundRecord(*record, longest, forced, steps))
+        return found

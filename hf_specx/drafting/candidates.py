@@ -136,7 +136,6 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             scores = growth.only(scores)
             drawn = [ahead + draws for draws in growth.draws]
             token, drawn_from = self.rule.choose(batch, scores, ahead, drawn)
-            token = batch.padded(token)
             batch.put(token[:, None], ahead)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from[:, None]]
@@ -255,10 +254,7 @@ class GeneratorDrafter(Drafter):
         return Draft(tokens, [len(candidates) for candidates in found], None, type(self.generator).__name__)
 
     def observe(self, done: Round) -> None:
-        """Tell the generator of each row what was kept, as transformers does after each of its rounds.
-
-        Where positions are judged in order there are scores up to the last one that was judged.
-        """
+        """Tell the generator of each row what was kept, as transformers does after each of its rounds."""
         counts = zip(done.rows, done.draft.lengths, done.accepted, done.gained, done.emitted, strict=True)
         for index, (row, length, accepted, gained, emitted) in enumerate(counts):
             if self.asked[index] and emitted and done.draft.sources[index] == type(self.generator).__name__:

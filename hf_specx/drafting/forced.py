@@ -74,8 +74,7 @@ class Growth:
         # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
         self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
-        lives = [not is_over and batch.counts[row] > 0 for row, is_over in zip(batch.rows, batch.is_over, strict=True)]
-        self.asks = [forces and each for each in lives]
+        self.asks = [forces and batch.counts[row] > 0 for row in batch.rows]
 
     def next(self) -> bool:
         """Go to the next position; False if no row has a candidate there."""

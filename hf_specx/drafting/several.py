@@ -122,8 +122,7 @@ class SeveralDrafts(Drafter):
             return lengths
         most = self.processors.max_rollback
         room = [min(most, max(0, self.processors.room(batch, row) - 1)) for row in batch.rows]
-        begun = [batch.counts[row] > 0 and not is_over for row, is_over in zip(batch.rows, batch.is_over, strict=True)]
-        return [number if has_begun else 0 for number, has_begun in zip(room, begun, strict=True)]
+        return [number if batch.counts[row] else 0 for number, row in zip(room, batch.rows, strict=True)]
 
     def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:
         """For each row the chance that its first i candidates are all kept: as the part says, or by what was kept."""

@@ -2,7 +2,6 @@
 
 from operator import itemgetter
 
-from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.stopping import Stopping
@@ -35,18 +34,6 @@ class DeadEnds:
     def admit(self, row: int) -> None:
         """A new prompt has the place of a row."""
         self.found.pop(row, None)
-
-    def refuse(self, batch: Batch, undefined: list[bool], over: list[bool]) -> None:
-        """Raise the error of a row that is about to emit a token where there is none to choose.
-
-        Args:
-            batch: all B rows, with equally many tokens.
-            undefined: whether each row has no distribution.
-            over: whether it is finished, so that it emits pads.
-        """
-        before, emitted = [batch.counts[0]] * len(batch.rows), [int(not is_over) for is_over in over]
-        for _, error in self._look(batch.rows, before, emitted, [int(not nowhere) for nowhere in undefined]).values():
-            raise error
 
     def _look(
         self, rows: list[int], before: list[int], emitted: list[int], undefined: list[int]

@@ -5,15 +5,20 @@ from collections.abc import Iterator
 import torch
 
 from hf_specx.common.round import Round
+from hf_specx.sampling.rewindable import in_use
 
 from .run import Run
 
 
 def decode(run: Run) -> torch.Tensor:
-    """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it."""
-    for _ in rounds(run):
-        pass
-    return run.finish()
+    """Generate until every row has stopped, and return [B, L + N] int64, as `generate` returns it.
+
+    Users' own processors are left where plain `generate` leaves them.
+    """
+    with in_use(run.processors.at_once, run.batch):
+        for _ in rounds(run):
+            pass
+        return run.finish()
 
 
 def rounds(run: Run) -> Iterator[Round]:
@@ -22,7 +27,7 @@ def rounds(run: Run) -> Iterator[Round]:
     After a round the target's cache holds exactly each row's prompt and emitted tokens except the last. The draft's
     holds a prefix of these, and is fed what is missing at its next step. Nothing else is visible to attention.
     """
-    run.admit()  # read the prompts
+    run.begin()  # read the prompts
     while run.active():  # here or on another rank
         lengths = run.schedule(run.batch)  # [R], each row its own number of candidates
         draft = run.batch.take(run.drafter.propose(run.batch, lengths))
@@ -31,8 +36,7 @@ def rounds(run: Run) -> Iterator[Round]:
         run.lap("target")
         scores = run.processors(run.batch, draft, forward.logits)
         judgement = run.rule.judge(run.batch, draft, scores)
-        done = run.batch.append(draft, judgement, run.stopping)
-        run.publish(done, forward, scores)
-        run.lap("verify")
-        run.admit()  # new prompts in the places of rows that ended
+        done = run.batch.append(draft, judgement, run.stopping, forward, scores)
+        run.publish(done)
+        run.admit(done)  # rows that ended leave, or new prompts have their places
         yield done

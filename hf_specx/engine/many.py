@@ -1,87 +1,102 @@
 """Any number of requests, in batches whose rows are filled again as they end."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
+from .call import Call
 from .decode import rounds
-from .in_order import decode_call
-from .places import Places
-from .plan import Plan
+from .queue import RequestQueue
 from .report import SpeculationReport
-from .requests import Completion, Waiting
+from .requests import Completion, Prepared
 from .run import Run
 
 
-Start = Callable[..., tuple[Run, Plan]]
-End = Callable[[Run, SpeculationReport | None], SpeculationReport]
+class Decodes(Protocol):
+    """What `SpeculativeDecoding` does for a queue."""
+
+    report: SpeculationReport | None
+
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
+        """What a batch asks for, checked."""
+
+    def begin(self, call: Call) -> Run:
+        """What decodes it."""
+
+    def complete(self, call: Call, earlier: SpeculationReport | None) -> Any:
+        """Decode it to its end; the report goes on from an earlier one."""
+
+    def end(self, run: Run, earlier: SpeculationReport | None) -> None:
+        """Remember what a batch has shown; the report goes on from an earlier one."""
 
 
 @torch.no_grad()
-def complete_all(waiting: Waiting, start: Start, end: End, batch_size: int, logprobs: bool) -> Iterator[Completion]:
+def complete_all(queue: RequestQueue, strategy: Decodes, batch_size: int) -> Iterator[Completion]:
     """What becomes of each request, as soon as it is done.
 
     Rows are filled again as long as the next request fits beside the others. If it does not, or rows cannot be filled
-    again, they are completed first, and another batch begins. A request whose processors or criteria keep state is a
-    batch of its own.
+    again, they are completed first, and another batch begins. A request that needs a batch of its own is decoded as a
+    call of its own.
 
     Args:
-        waiting: the requests.
-        start: gives the run of a batch, from what `generate` prepared.
-        end: is told of each run that is over and of the report so far; gives the report of both.
+        queue: the requests.
+        strategy: decodes them.
         batch_size: the most rows of a batch.
-        logprobs: whether completions have those of their tokens.
     """
     report: SpeculationReport | None = None
-    while entries := waiting.take_while_fits(batch_size):
-        places = Places(entries, waiting, logprobs)
-        run: Run | None
-        if entries[0].stateful:
-            run = _complete_one(places, start)
+    while queue.begin(batch_size):
+        given = queue.prepared()
+        if queue.entries[0].alone:
+            report = _complete_alone(queue, strategy, given, report)
         else:
-            prompt, inputs_tensor = places.prompt()
-            seeds = places.seeds if prompt.generation_config.do_sample else None
-            run, _ = start(prompt, inputs_tensor, entries[0].processors, places.stopping, seeds, places)
+            run = strategy.begin(strategy.call(given, queue.seeds(given), queue))
             for _ in rounds(run):
-                yield from places.handed_on()
+                yield from queue.handed_on()
                 run.lap("handing on")
             run.finish()
-        if run is not None:
-            report = end(run, report)
-        yield from places.handed_on()
-    yield from waiting.hand_on()
-    if waiting.failed is not None:
-        raise waiting.failed
+            strategy.end(run, report)
+            report = strategy.report
+        yield from queue.handed_on()
+    yield from queue.handed_on()
+    if queue.failed is not None:
+        raise queue.failed
 
 
-def _complete_one(places: Places, start: Start) -> Run | None:
-    """Complete a request in a batch of one, as any call of `generate`; None if its own processors do not allow it."""
-    (entry,) = places.entries
-    prompt, inputs_tensor = places.prompt()
-    prompt.max_new_tokens, prompt.limits = entry.limit, None
-    seeds: Any = places.seeds if prompt.generation_config.do_sample else None
+def _complete_alone(
+    queue: RequestQueue, strategy: Decodes, given: Prepared, earlier: SpeculationReport | None
+) -> SpeculationReport | None:
+    """Complete a request as any call of `generate`; its own processors may not allow that. Returns the report."""
+    (entry,), config = queue.entries, given.config
+    config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
+    processors = LogitsProcessorList(entry.processors)
+    if queue.logprobs:
+        config.output_scores = config.output_logits = True
+        processors.insert(0, _Copied())
+    own = Prepared(
+        given.model, given.input_ids, processors, entry.stopping.all, config, given.kwargs, given.inputs_tensor
+    )
     try:
-        run, plan = start(prompt, inputs_tensor, entry.processors, entry.stopping, seeds)
+        output = strategy.complete(strategy.call(own, queue.seeds(given)), earlier)
     except ValueError as error:
         if entry.alike:
             raise
-        places.waiting.refuse(entry.index, error)
-        return None
-    run.report.layout_reason += f"; requests one by one: {', '.join(entry.stateful)} keeps state"
-    run.listeners = (*run.listeners, places)
-    text = decode_call(run, plan.in_order)
-    tokens = text[0, run.batch.width :].tolist()
-    places.close(0, tokens, places.stopping.by_limit(run.batch, 0))
-    return run
+        queue.refuse(entry.index, error)
+        return earlier
+    new = output.sequences[:, given.input_ids.shape[1] :]
+    if queue.logprobs:
+        kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
+        found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
+        queue.chances[0] = list(zip(*found, strict=True))
+    queue.close(0, new[0].tolist(), entry.stopping.by_limit(output.sequences, new.shape[1]))
+    return strategy.report
 
 
-def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
-    """Completions in the order in which their requests were given."""
-    early: dict[int, Completion] = {}
-    number = 0
-    for completion in completions:
-        early[completion.index] = completion
-        while number in early:
-            yield early.pop(number)
-            number += 1
+class _Copied(LogitsProcessor):
+    """Keeps the logits of the model from processors that write to what they are given."""
+
+    stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.clone()

@@ -1,7 +1,7 @@
 """Scores and logits of a call, one entry for each emitted column, as in `generate`.
 
 Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it feeds to
-the row; here are zeros of the same shape.
+the row; here are zeros of the same shape. A call that wants attentions or hidden states is decoded in `plain.py`.
 """
 
 from typing import Any
@@ -26,7 +26,6 @@ class Outputs:
         config = generation_config if generation_config.return_dict_in_generate else GenerationConfig()
         self.scores = Steps(rows) if config.output_scores else None
         self.logits = Steps(rows) if config.output_logits else None
-        self.shown: list[torch.Tensor] = []
 
     def observe(self, done: Round) -> None:
         """Keep what belongs to the tokens that a round emitted."""
@@ -42,20 +41,8 @@ class Outputs:
             if steps is not None:
                 steps.put(row, step, values[index, position].float())
 
-    def shown_in_order(self, scores: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
-        """What criteria see after a column: scores [B, V] of each column so far; None if the call wants none."""
-        if self.scores is None:
-            return None
-        self.shown.append(scores)
-        return tuple(self.shown)
-
     def finish(
-        self,
-        sequences: torch.Tensor,
-        columns: int,
-        past: Cache | None,
-        is_encoder_decoder: bool,
-        report: Any,
+        self, sequences: torch.Tensor, columns: int, past: Cache | None, is_encoder_decoder: bool, report: Any
     ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
         """The output of `generate`.
 
@@ -66,14 +53,13 @@ class Outputs:
             is_encoder_decoder: of the model.
             report: becomes the attribute `speculation_report`, but no item, since Whisper splits every item by row.
         """
-        common: dict[str, Any] = {
-            "sequences": sequences,
-            "scores": None if self.scores is None else tuple(self.scores.entries[:columns]),
-            "logits": None if self.logits is None else tuple(self.logits.entries[:columns]),
-            "past_key_values": past,
-        }
         kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
-        output = kind(**common)
+        output = kind(
+            sequences=sequences,  # type: ignore[arg-type]
+            scores=None if self.scores is None else tuple(self.scores.entries[:columns]),  # type: ignore[arg-type]
+            logits=None if self.logits is None else tuple(self.logits.entries[:columns]),  # type: ignore[arg-type]
+            past_key_values=past,
+        )
         output.speculation_report = report
         return output
 

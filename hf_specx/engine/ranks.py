@@ -91,8 +91,7 @@ class OneNumber(Agreed):
     def __call__(self, batch: Batch) -> list[int]:
         """A rank asks once a round."""
         number = self._meet()
-        begin = [not batch.counts[row] for row in batch.rows]
-        return [0 if ended or begins else number for ended, begins in zip(batch.is_over, begin, strict=True)]
+        return [number if batch.counts[row] else 0 for row in batch.rows]
 
     def idle(self, batch: Batch) -> list[int]:
         return [self._meet()] * len(batch.rows)

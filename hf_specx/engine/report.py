@@ -5,14 +5,13 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from hf_specx.common.round import Round
+from hf_specx.common.round import Round, RoundRecord
 from hf_specx.drafting.drafter import TokenizerMatch
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import expected_tokens
 
-from .history import RoundCounts, RoundRecord
 
-
+PLAIN = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
 REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
 REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
@@ -20,89 +19,126 @@ REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_positi
 REPORTED += ["mean_acceptance_length", "tokens_per_round", "tokenizer_match", "cost_coefficient"]
 REPORTED += ["expected_speedup", "forward_limited_speedup", "seconds"]
 
+SUMS = ["rounds", "plain_steps", "drafted", "judged", "accepted", "forced", "overlap", "gained", "steps"]
+SUMS += ["gained_in_steps", "compilations"]
+SUMS_OF_LISTS = ["rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"]
+SUMS_OF_LISTS += ["drafted_per_position", "judged_per_position", "accepted_per_position"]
+
 
 @dataclass
-class SpeculationReport(RoundCounts):
+class SpeculationReport:
     """Counters of one call of `generate`; rounds are target forwards that judged candidates.
 
     Attributes:
-        verification: "greedy", "token", "block" or "coupled".
-        layout: how rows shared the batch; `layout_reason` says why.
+        verification: "greedy", "token", "block" or "coupled"; "plain" where transformers' own sampler decoded it.
+        layout: how rows shared the batch, "plain" as well; `layout_reason` says why.
         limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
-        history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
-        keeps: of the calls of a queue the first round of each row is in `history` and at least so many of the last
-            ones; what was between is counted in `older`, by row. None keeps all.
-        opened: of a sum of calls, the steps that read the prompts of the later ones.
+        rounds: target forwards with candidates; `plain_steps`: those without, the prompts' own among them.
+        drafted, judged, accepted, forced: candidates of all rows; those whose predecessors were all kept; those kept,
+            before any cut at a stop; those that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
-        seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
-        laps: seconds of each phase, round by round, in the last call; the first is that of the step after the prompts.
-        costs: the strategy's cost table.
-        plain_steps: target forwards without candidates, the one that read the prompts among them.
+        gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
+        rounds_per_row, drafted_per_row, accepted_per_row, emitted_per_row: [B]; tokens are emitted after such a cut.
+        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round.
+        steps: how often a row took a step, and what it gained in these, by (candidates, steps of the draft, candidates
+            that the forward was made for); those that read the prompts of a call are not among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
-        compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
-        matching: how the draft's tokens became the target's; None if both have the same tokenizer.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
+        seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
+        compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
+        costs: the strategy's cost table.
+        matching: how the draft's tokens became the target's; None if both have the same tokenizer.
+        history: for each row its rounds in order. One with drafted == 0 is a plain step, as the prompt's is.
+        keeps: how many of the last rounds of each row `history` holds at least; None keeps all.
     """
 
     verification: str
     layout: str
     layout_reason: str
     rows: int
-    history: list[list[RoundRecord]] = field(default_factory=list)
-    overlap: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    laps: dict[str, list[float]] = field(default_factory=dict, repr=False)
-    costs: Costs | None = None
+    limit_reason: str = ""
     rounds: int = 0
     plain_steps: int = 0
+    drafted: int = 0
+    judged: int = 0
+    accepted: int = 0
+    forced: int = 0
+    overlap: float = 0.0
+    gained: int = 0
+    rounds_per_row: list[int] = field(default_factory=list)
+    drafted_per_row: list[int] = field(default_factory=list)
+    accepted_per_row: list[int] = field(default_factory=list)
+    emitted_per_row: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    judged_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    steps: Counter[tuple[int, int, int]] = field(default_factory=Counter, repr=False)
+    gained_in_steps: int = 0
     num_draft_tokens: int = 0
     survival: tuple[float, float] = (0.0, 0.0)
-    compilations: int = 0
-    matching: TokenizerMatch | None = None
     sources: dict[str, dict[str, int]] = field(default_factory=dict)
-    limit_reason: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    compilations: int = 0
+    costs: Costs | None = None
+    matching: TokenizerMatch | None = None
+    history: list[list[RoundRecord]] = field(default_factory=list, repr=False)
     keeps: int | None = None
-    older: list[Counter[RoundRecord]] = field(default_factory=list, repr=False)
-    opened: Counter[RoundRecord] = field(default_factory=Counter, repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
+            setattr(self, name, [0] * self.rows)
         self.history = [[] for _ in range(self.rows)]
-        self.older = [Counter() for _ in range(self.rows)]
 
     def note_time(self, phase: str, seconds: float) -> None:
         """Add the seconds that a phase of a round took."""
-        laps = self.laps.setdefault(phase, [])
-        laps.append(seconds)
-        if self.keeps is not None and len(laps) > 2 * self.keeps:
-            del laps[: self.keeps]
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
+    def note_plain(self, columns: int, emitted: list[int], seconds: float) -> None:
+        """Count a call without candidates: its forwards, the tokens of each row [B], and the time that it took."""
+        self.plain_steps, self.emitted_per_row, self.seconds = columns, emitted, {"total": seconds}
+
     def observe(self, done: Round) -> None:
-        """Count a round; a row that gained nothing was finished before, and has no part in it."""
-        drafted, flags = max(done.draft.lengths), done.draft.forced
-        steps = None if flags is None and done.draft.free is None else done.draft.steps
-        self.rounds += drafted > 0
-        self.plain_steps += drafted == 0
-        self.num_draft_tokens = max(self.num_draft_tokens, drafted)
+        """Count a round."""
+        longest = max(done.draft.lengths)
+        self.rounds += longest > 0
+        self.plain_steps += longest == 0
+        self.num_draft_tokens = max(self.num_draft_tokens, longest)
         self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
         kept, tried = self.survival
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
-        sources = done.draft.sources
-        counts = zip(done.draft.lengths, done.accepted, done.emitted, done.judged, done.gained, strict=True)
-        for index, (row, record) in enumerate(zip(done.rows, counts, strict=True)):
-            forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
-            if record[-1]:
-                self.history[row].append(RoundRecord(*record, drafted, forced, steps))
-                if record[0]:
-                    self._count(sources[index], {"rounds": 1, "drafted": record[0], "accepted": record[1]})
-                self._let_go(row)
+        for row, record, source in zip(done.rows, done.records, done.draft.sources, strict=True):
+            self._count(row, record, source)
 
-    def _count(self, source: str, counts: dict[str, int]) -> None:
-        known = self.sources.get(source, {})
+    def _count(self, row: int, record: RoundRecord, source: str) -> None:
+        """Count the part of one row in a round."""
+        if record.drafted or self.emitted_per_row[row]:
+            self.steps[record.drafted, record.draft_steps, record.width] += 1
+            self.gained_in_steps += record.gained
+        self.emitted_per_row[row] += record.emitted
+        self.history[row].append(record)
+        if self.keeps is not None and len(self.history[row]) > 2 * self.keeps:
+            del self.history[row][: self.keeps]
+        if not record.drafted:
+            return
+        self.drafted += record.drafted
+        self.judged += record.judged
+        self.accepted += record.accepted
+        self.forced += len(record.forced)
+        self.gained += record.gained
+        self.rounds_per_row[row] += 1
+        self.drafted_per_row[row] += record.drafted
+        self.accepted_per_row[row] += record.accepted
+        for name in ("drafted", "judged", "accepted"):
+            reached = [1] * getattr(record, name) + [0] * (record.drafted - getattr(record, name))
+            setattr(self, f"{name}_per_position", _added(getattr(self, f"{name}_per_position"), reached))
+        self._add_source(source, {"rounds": 1, "drafted": record.drafted, "accepted": record.accepted})
+
+    def _add_source(self, source: str, counts: dict[str, int]) -> None:
+        known = self.sources.get(source) or {}
         self.sources[source] = {name: number + known.get(name, 0) for name, number in counts.items()}
 
     def finish(self, seconds: float, columns: int) -> None:
@@ -114,32 +150,42 @@ class SpeculationReport(RoundCounts):
         """
         self.seconds["total"] = seconds
         for row, records in enumerate(self.history):
-            room = columns
-            for i, record in enumerate(records):
-                self.history[row][i] = record._replace(emitted=min(record.emitted, room))
-                room -= self.history[row][i].emitted
+            beyond = max(0, self.emitted_per_row[row] - columns)
+            self.emitted_per_row[row] -= beyond
+            for i in range(len(records) - 1, -1, -1):
+                cut = min(beyond, records[i].emitted)
+                records[i] = records[i]._replace(emitted=records[i].emitted - cut)
+                beyond -= cut
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one: for each row number the rounds of both, one after another."""
-        both = replace(self, rows=max(self.rows, other.rows), overlap=self.overlap + other.overlap)
-        nothing: list[RoundRecord] = []
-        both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=nothing)]
-        both.older = [a + b for a, b in zip_longest(self.older, other.older, fillvalue=Counter[RoundRecord]())]
-        for row in range(both.rows):
-            both._let_go(row)
+        both = replace(self, rows=max(self.rows, other.rows))
+        both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())]
+        if both.keeps is not None:
+            both.history = [records[-2 * both.keeps :] for records in both.history]
+        for name in SUMS:
+            setattr(both, name, getattr(self, name) + getattr(other, name))
+        for name in SUMS_OF_LISTS:
+            setattr(both, name, _added(getattr(self, name), getattr(other, name)))
         names = self.seconds | other.seconds
         both.seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        again = [rows[1][0] for rows in zip(self.history, other.history, strict=False) if all(rows)]
-        both.opened = self.opened + other.opened + Counter(record for record in again if not record.drafted)
-        both.laps, both.sources = other.laps, dict(self.sources)
-        for source, counts in other.sources.items():
-            both._count(source, counts)
-        both.rounds += other.rounds
-        both.plain_steps += other.plain_steps
         both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
-        both.compilations += other.compilations
         both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
+        both.sources = dict(self.sources)
+        for source, counts in other.sources.items():
+            both._add_source(source, counts)
         return both
+
+    @property
+    def emitted(self) -> int:
+        """Tokens that entered the text, over all rows."""
+        return sum(self.emitted_per_row)
+
+    @property
+    def mean_draft_tokens(self) -> float:
+        """Candidates of a row in a round, over the rounds that had any."""
+        rounds = sum(self.rounds_per_row)
+        return self.drafted / rounds if rounds else 0.0
 
     @property
     def acceptance_rate(self) -> float:
@@ -160,14 +206,14 @@ class SpeculationReport(RoundCounts):
     @property
     def mean_acceptance_length(self) -> float:
         """1 + accepted / rounds of rows: tokens that a row could gain in a round, before any cut."""
-        rounds = self._judged_rounds.total()
+        rounds = sum(self.rounds_per_row)
         return 1 + self.accepted / rounds if rounds else 1.0
 
     @property
     def tokens_per_round(self) -> float:
         """Tokens that a row gains in a round, before a cut at a stop; in lockstep all gain what the slowest does."""
-        rounds = self._judged_rounds.total()
-        return self._total(lambda r: r.gained) / rounds if rounds else 1.0
+        rounds = sum(self.rounds_per_row)
+        return self.gained / rounds if rounds else 1.0
 
     @property
     def tokenizer_match(self) -> dict[str, Any] | None:
@@ -186,12 +232,11 @@ class SpeculationReport(RoundCounts):
         If γ varies, it is the number of tokens that all steps after the prompt are expected to emit, over the number
         of target steps that they should cost. Plain steps count with γ = 0.
         """
-        c, steps = self.cost_coefficient, self._steps
-        if c is None or not steps:
+        c, alpha = self.cost_coefficient, self.alpha
+        if c is None or not self.steps:
             return None if c is None else 1.0
-        alpha = self.alpha
-        expected = sum(n * expected_tokens(alpha, r.drafted) for r, n in steps.items())
-        return expected / sum(n * (r.draft_steps * c + 1) for r, n in steps.items())
+        expected = sum(n * expected_tokens(alpha, drafted) for (drafted, *_), n in self.steps.items())
+        return expected / sum(n * (draft_steps * c + 1) for (_, draft_steps, _), n in self.steps.items())
 
     @property
     def forward_limited_speedup(self) -> float | None:
@@ -199,13 +244,15 @@ class SpeculationReport(RoundCounts):
 
         That is the number of tokens that rows gained in them, over the number of plain steps that take as long.
         """
-        costs, steps = self._costs, self._steps
-        if costs is None or not steps:
+        costs = self._costs
+        if costs is None or not self.steps:
             return None if costs is None else 1.0
-        draft = costs.draft(self.rows)
-        target = {width: costs.target(self.rows, width + 1) for width in {0, *(r.width for r in steps)}}
-        taken = sum(n * (target[r.width] + r.draft_steps * draft) for r, n in steps.items())
-        return sum(n * r.gained for r, n in steps.items()) * target[0] / taken
+        draft, plain = costs.draft(self.rows), costs.target(self.rows, 1)
+        taken = sum(
+            n * (costs.target(self.rows, width + 1) + draft_steps * draft)
+            for (_, draft_steps, width), n in self.steps.items()
+        )
+        return self.gained_in_steps * plain / taken
 
     @property
     def _costs(self) -> Costs | None:
@@ -245,3 +292,8 @@ class SpeculationReport(RoundCounts):
             phases = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.items() if name != "total")
             lines.append(f"{self.seconds['total']:.2f} s ({phases})")
         return "\n".join(lines)
+
+
+def _added(one: list[int], other: list[int]) -> list[int]:
+    """Sums at each place of two lists, of which one may be longer."""
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]

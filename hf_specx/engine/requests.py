@@ -1,8 +1,8 @@
-"""Many requests in one batch: each is prepared as in a batch of one, and has the place of a row that ended."""
+"""Requests, each prepared by `generate` as in a batch of one, and what becomes of them."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -14,19 +14,19 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
-from hf_specx.layouts.prompts import Prompt
 from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.validation.inputs import check_encoder_positions, check_positions, unknown_token
+from hf_specx.validation.many import why_uncached
 from hf_specx.validation.models import check_adapter, frequencies_that_change
 from hf_specx.validation.rows import MAX_SEED
 
-from .ranks import synced_by_default
 from .stop_strings import bind_stop_strings
 
 
+NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
 MANY_TOKENS = 1 << 30  # a limit beyond any `min_new_tokens`, of which transformers would warn
 
 
@@ -57,7 +57,7 @@ class Completion:
 
     Attributes:
         index: the number of the request, counted from 0.
-        tokens: the new tokens, an end token among them.
+        tokens: the new tokens, an end token among them; None of a request that was refused.
         finish_reason: "stop" at an end token or another stopping criterion, "length" at the limit, or "refused".
         logprobs: of each token, under the distribution after all processors; None unless asked for.
         raw_logprobs: of each token, under the model's own distribution; None unless asked for.
@@ -65,7 +65,7 @@ class Completion:
     """
 
     index: int
-    tokens: list[int]
+    tokens: list[int] | None
     finish_reason: str
     logprobs: list[float] | None = None
     raw_logprobs: list[float] | None = None
@@ -81,7 +81,7 @@ class Entry:
         given: [l], the tokens of the request; `input_ids` is the prompt, or what a decoder starts with.
         seed: its own if it is `seeded`, else one that was drawn.
         processors, stopping: made for it; `alike` says that it has no processors of its own beside those of the call.
-        stateful: names of those that must be shown each token once, in order.
+        alone: why it needs a batch of its own; empty if it does not.
     """
 
     index: int
@@ -92,7 +92,7 @@ class Entry:
     processors: Sequence[Processor]
     alike: bool
     stopping: Stopping
-    stateful: list[str]
+    alone: str
 
     @property
     def limit(self) -> int:
@@ -105,84 +105,66 @@ class Entry:
         return max(len(self.given), len(self.input_ids)) + self.limit
 
 
-class Waiting:
-    """Requests that are still to be read, taken from an iterable as they are needed.
+@dataclass(frozen=True)
+class Prepared:
+    """What `generate` has prepared for a call.
 
-    Args:
-        models: the target, and the draft if it is a model.
-        requests: lists of tokens, or `Request`.
-        options: arguments of `generate` for all of them.
-        most: slots of a cache, rows times their length; None is no limit.
+    Attributes:
+        model: the target.
+        input_ids: [B, L] int64, for an encoder-decoder what its decoder starts with.
+        processors, criteria, config: as they are given to a decoding method.
+        kwargs: inputs of the model's forward, the cache among them.
+        inputs_tensor: what an encoder reads, before rows were repeated; None without one.
     """
 
-    def __init__(
-        self, models: Sequence[PreTrainedModel], requests: Iterable[Any], options: dict[str, Any], most: int | None
-    ):
-        told = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
-        require(not synced_by_default(*models), told + "load a copy on each process, or call generate for batches.")
-        self.model, self.requests, self.options = models[0], enumerate(requests), dict(options)
-        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(self.model)
-        self.max_batch_tokens = most
+    model: PreTrainedModel
+    input_ids: torch.Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    kwargs: dict[str, Any]
+    inputs_tensor: torch.Tensor | None = None
+
+    @cached_property
+    def stopping(self) -> Stopping:
+        """When rows end."""
+        return Stopping(self.criteria, self.input_ids.shape[1], self.config.max_length)
+
+    @property
+    def past(self) -> Any:
+        """The cache, which Mamba calls by another name."""
+        return self.kwargs.get("past_key_values", self.kwargs.get("cache_params"))
+
+
+class Preparing:
+    """Has `generate` prepare requests, each for a batch of one, and then batches of them.
+
+    Args:
+        model: the target.
+        options: arguments of `generate` for all requests, and the tokenizer.
+
+    Raises:
+        ValueError: what is wrong with the options for any request.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
+        self.model, self.options = model, dict(options)
+        self.tokenizer, self.device = self.options.pop("tokenizer", None), execution_device(model)
         self.make_stop = lru_cache(maxsize=8)(StopStringCriteria)  # each reads the whole vocabulary
-        self.next: Entry | None = None
-        self.refused: list[Completion] = []
-        self.failed: Exception | None = None  # of the iterable; it is raised once what was taken before is done
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         own = self.options | {"stop_strings": None}  # nor those of a config: they are bound for each request
         if not own.keys() & {"max_new_tokens", "max_length", "generation_config"}:
             own["max_new_tokens"] = MANY_TOKENS  # each request may have its own
-        self._generated(one, own)  # raises what is wrong with the options for any request
+        self._alone(one, own)
 
-    def peek(self) -> Entry | None:
-        """The next request that can be served; those before it that never can be are refused. None at the end."""
-        while self.next is None and self.failed is None:
-            try:
-                numbered = next(self.requests, None)
-            except Exception as error:
-                numbered, self.failed = None, error
-            if numbered is None:
-                return None
-            index, request = numbered
-            try:
-                self.next = self._prepare(index, request if isinstance(request, Request) else Request(request))
-            except ValueError as error:
-                self.refuse(index, error)
-        return self.next
+    def batch(self, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> Prepared:
+        """Prompts [B, L] with pads, and the mask that hides these."""
+        options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
+        found = prepared(self.model, ids, mask, options)
+        return replace(found, inputs_tensor=ids if self.model.config.is_encoder_decoder else None)
 
-    def refuse(self, index: int, error: ValueError) -> None:
-        """A request cannot be served; the others go on."""
-        self.refused.append(Completion(index, [], "refused", error=f"request {index}: {error}"))
-
-    def take(self) -> Entry:
-        """The request that `peek` has shown."""
-        entry, self.next = self.next, None
-        assert entry is not None
-        return entry
-
-    def take_while_fits(self, rows: int) -> list[Entry]:
-        """As many requests as may share a batch of at most so many rows."""
-        entries: list[Entry] = []
-        while len(entries) < rows and (entry := self.peek()) is not None and self.fits([*entries, entry]):
-            if entries and entry.stateful:
-                break
-            entries.append(self.take())
-            if entry.stateful:
-                break
-        return entries
-
-    def hand_on(self) -> Iterator[Completion]:
-        """What was refused since the last time."""
-        refused, self.refused = self.refused, []
-        yield from refused
-
-    def fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
-        """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
-        width = max(width, *(entry.longest - entry.limit for entry in entries))
-        longest = width + max(entry.limit for entry in entries)
-        return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
-
-    def _prepare(self, index: int, request: Request) -> Entry:
-        """Have `generate` prepare a request for a batch of one.
+    def entry(self, index: int, request: Request) -> Entry:
+        """A request by itself.
 
         Raises:
             ValueError: if it cannot be served.
@@ -194,28 +176,22 @@ class Waiting:
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
-        prompt, processors, criteria = self._generated(ids[None], options)
-        start = prompt.input_ids[0]
-        stopping = Stopping(criteria, len(start), prompt.generation_config.max_length)
-        ours, stateful = self._with_masks(processors, prompt, stopping)
-        draws = request.seed is None and prompt.generation_config.do_sample
+        given = self._alone(ids[None], options)
+        start, limit = given.input_ids[0], given.stopping.max_new_tokens
+        processors, alone = self._with_masks(given)
+        draws = request.seed is None and given.config.do_sample
         seed = int(torch.randint(MAX_SEED - 1, ())) if draws else 0 if request.seed is None else request.seed
         told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
         require(is_int(seed) and 0 <= seed < MAX_SEED, told)
         alike = request.logits_processor is None
-        entry = Entry(index, ids, start, seed, request.seed is not None, ours, alike, stopping, stateful)
+        entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
         frequencies_that_change(self.model, entry.longest)
-        check_positions(self.model, len(start), entry.limit)
+        check_positions(self.model, len(start), limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))
-        told = f"the prompt has {len(ids)} tokens and may get {entry.limit} new ones, more than there is room for: "
-        told += f"max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
-        require(self.fits([entry]), f"{told}raise it, lower max_new_tokens, or shorten the prompt.")
         return entry
 
-    def _generated(
-        self, ids: torch.Tensor, options: dict[str, Any]
-    ) -> tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]:
+    def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prepared:
         """As `prepared`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
@@ -227,35 +203,28 @@ class Waiting:
         Raises:
             ValueError: if it is something else, or the model does not know a token.
         """
-        try:
-            ids = torch.as_tensor(given)
-            is_integer = not ids.is_floating_point() and ids.dtype != torch.bool
-            ok = is_integer and ids.ndim == 1 and len(ids) > 0 and not ids.is_meta
-        except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
-            ok = False
-        told = f"input_ids={brief(given)} is no prompt; give a list of token ids, one or more, as tokenizers do."
-        require(ok, told)
+        ids = as_ids(given)
+        require(len(ids) > 0, NO_PROMPT.format(brief(given)))
         unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
         return ids.to(self.device, torch.int64)
 
-    def _with_masks(
-        self, processors: LogitsProcessorList, prompt: Prompt, stopping: Stopping
-    ) -> tuple[Sequence[Processor], list[str]]:
-        """Processors with the masks of grammars, and names of what needs a batch of its own, where all are as given.
+    def _with_masks(self, given: Prepared) -> tuple[Sequence[Processor], str]:
+        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given.
 
         Raises:
             ValueError: if something that keeps state was given for all requests.
         """
-        ours = masked(processors, prompt.input_ids, vocabulary(self.model), stopping)
+        ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
-        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + stopping.stateful
+        stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
         stateful += [type(mask.processor).__name__ for mask in masks if not mask.of_call]
         self._check_shared(stateful)
-        if stateful:
-            return processors, stateful
+        alone = f"{', '.join(stateful)} keeps state" if stateful else why_uncached(self.model)
+        if alone:
+            return given.processors, alone
         for mask in masks:
             mask.begin(1)
-        return ours, []
+        return ours, ""
 
     def _check_shared(self, stateful: list[str]) -> None:
         """Raise a ValueError if something with a state of its own was given for all requests."""
@@ -268,6 +237,17 @@ class Waiting:
             require(shared is None, f"{told}stateless = True if it keeps none.")
 
 
+def as_ids(given: Any) -> torch.Tensor:
+    """A prompt as a tensor [L] of integers; a ValueError if it is of another type."""
+    try:
+        ids = torch.as_tensor(given if len(given) else torch.zeros(0, dtype=torch.int64))
+        ok = ids.ndim == 1 and not (ids.is_floating_point() or ids.dtype == torch.bool or ids.is_meta)
+    except (TypeError, ValueError, RuntimeError):  # as torch says it of one thing or another
+        ok = False
+    require(ok, NO_PROMPT.format(brief(given)))
+    return ids
+
+
 def _check_types(request: Request) -> None:
     """Raise a ValueError for what `generate` has errors of other kinds for."""
     limit, own = request.max_new_tokens, request.logits_processor
@@ -277,11 +257,9 @@ def _check_types(request: Request) -> None:
     require(own is None or (isinstance(own, Sequence) and all(map(callable, own))), told)
 
 
-def prepared(
-    model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, options: dict[str, Any]
-) -> tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]:
-    """What `generate` would decode with: the prompt, processors and stopping criteria for [B, L] ids."""
-    found: list[tuple[Prompt, LogitsProcessorList, StoppingCriteriaList]] = []
+def prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prepared:
+    """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
+    found: list[Prepared] = []
 
     def hold(
         inner: PreTrainedModel,  # of PEFT's wrapper; else the model itself
@@ -292,8 +270,9 @@ def prepared(
         **inputs: Any,
     ) -> torch.Tensor:
         check_adapter(inner)
-        found.append((Prompt(inner, input_ids, generation_config, inputs, 0), logits_processor, stopping_criteria))
+        generation_config.return_dict_in_generate = False
+        found.append(Prepared(inner, input_ids, logits_processor, stopping_criteria, generation_config, inputs))
         return input_ids
 
-    model.generate(input_ids, attention_mask=attention_mask, **options, custom_generate=hold)  # type: ignore[operator]
+    model.generate(ids, attention_mask=mask, **options, custom_generate=hold)  # type: ignore[operator]
     return found[0]

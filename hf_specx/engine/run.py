@@ -1,27 +1,27 @@
-"""What one call of `generate` works with, and what it does around each round."""
+"""What decodes one call, and what it does around each round."""
 
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from hf_specx.cache.export import fill
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.forward_outputs import Forward
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.schedule import Schedule
 
+from .call import Call, Listener
 from .dead_ends import DeadEnds
 from .outputs import Outputs
-from .places import Places
-from .plan import Listener
 from .ranks import Ranks
 from .report import SpeculationReport
 from .streaming import Stream
@@ -29,26 +29,25 @@ from .streaming import Stream
 
 @dataclass
 class Run:
-    """One call; nothing is read before `admit`.
+    """The decoding of one call; nothing is read before `admit`.
 
     Attributes:
-        target, drafter, rule, processors, stopping, batch: see their classes.
+        call: what was asked for.
+        target, drafter, rule, processors, batch: see their classes.
         report, outputs, stream: what the caller gets.
         ranks: processes that hold parts of the models.
         dead_ends: raises the error of a row that has no token to choose.
         reading: what the drafter is told of the call; `vocab_size` is that of the target's logits once there are some.
         make_schedule: makes the schedule once both models have read the prompts; it may time their forwards.
-        listeners: other objects that are told of each round.
-        places: requests that wait for the places of rows that end; None if none do.
         finished: whether all rows have ended.
-        begun: whether the prompts were read; `started`, `lapped`: when the call and its current phase began.
+        started, lapped: when the call and its current phase began.
     """
 
+    call: Call
     target: Decoder
     drafter: Drafter
     rule: Rule
     processors: Processors
-    stopping: Stopping
     batch: Batch
     report: SpeculationReport
     outputs: Outputs
@@ -57,34 +56,42 @@ class Run:
     dead_ends: DeadEnds
     reading: Reading
     make_schedule: Callable[["Run"], Schedule]
-    listeners: tuple[Listener, ...] = ()
-    places: Places | None = None
     finished: bool = False
-    begun: bool = False
-    lapped: float = 0.0
     schedule: Schedule = field(init=False)
+    lapped: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def admit(self) -> None:
-        """Read the prompts with both models; after a round those that have the places of rows that ended."""
-        if self.begun:
-            self._replace()
-            return
+    @property
+    def stopping(self) -> Stopping:
+        """When rows end."""
+        return self.call.stopping
+
+    def begin(self) -> None:
+        """Read the prompts with both models."""
         self.stream.prompt(self.batch)
         self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
         self.reading.vocab_size = self.target.after_prompt.shape[-1]
         self.drafter.read(self.reading)
         self.schedule = self.make_schedule(self)
-        self.lapped, self.begun = time.perf_counter(), True
+        self.lapped = time.perf_counter()
 
-    def _replace(self) -> None:
-        coming = {} if self.places is None else self.places.replace(self.batch)
+    def admit(self, done: Round) -> None:
+        """Let rows that ended leave, or read the prompts of the next requests in their places."""
+        coming = self.call.queue.admit(self.batch, done.ended) if self.call.queue and self.call.refills else {}
+        leaving = [row for row in done.ended if row not in coming]
+        self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
+        stay = None if self.finished else self.batch.retire(leaving)
+        done = replace(done, stay=stay, finished=self.finished)
+        told: list[Listener] = [self.schedule, self.drafter, self.processors, self.target]
+        for listener in told:
+            listener.observe(done)
+        self.lap("verify")
         for row, entry in coming.items():
             self.rule.admit(row, entry.seed)
             for processors in (self.processors, self.reading.processors):
                 assert isinstance(processors, RequestProcessors)
-                processors.admit(row, entry.processors, entry.limit, entry.alike)
+                processors.admit(row, entry.processors, entry.alike)
             self.schedule.most = self.processors.max_rollback
             self.schedule.admit(row, entry.limit, entry.seeded and self.report.verification in ("token", "block"))
             self.dead_ends.admit(row)
@@ -101,18 +108,10 @@ class Run:
             self.ranks.idle(self.target, self.drafter, self.processors, self.batch, self.schedule)
         return False
 
-    def publish(self, done: Round, forward: Forward, scores: torch.Tensor) -> None:
-        """Tell all listeners of a round; the models come last, since rows leave them.
-
-        Args:
-            done: the round.
-            forward: the target's.
-            scores: [R, P, V], after all processors.
-        """
-        done.forward, done.scores, self.finished = forward, scores, done.finished
-        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.listeners]
-        told += [] if self.places is None else [self.places]
-        for listener in [*told, self.schedule, self.drafter, self.processors, self.target]:
+    def publish(self, done: Round) -> None:
+        """Tell those of a round who only look on."""
+        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.options.listeners]
+        for listener in [*told, *([] if self.call.queue is None else [self.call.queue])]:
             listener.observe(done)
 
     def lap(self, phase: str) -> None:
@@ -126,6 +125,17 @@ class Run:
         columns = self.stopping.columns
         self.rule.finish(columns)
         self.schedule.end()
-        cut = columns if self.places is None else sys.maxsize  # requests end on their own, one after another in a row
+        cut = columns if self.call.queue is None else sys.maxsize  # requests end on their own, one after another
         self.report.finish(time.perf_counter() - self.started, cut)
         return self.batch.output(columns)
+
+    def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
+        """What `generate` returns: the text, or an output with this report; a cache of the user is filled."""
+        prompt, columns = self.call.prompt, self.stopping.columns
+        user_cache: Any = prompt.kwargs.get("past_key_values", prompt.kwargs.get("cache_params"))
+        given = getattr(user_cache, "_is_user_defined", False)  # it was read alone before
+        past = self.target.past(self.batch, columns) if prompt.keeps_past else None
+        past = fill(user_cache, past) if given else past
+        if not prompt.generation_config.return_dict_in_generate:
+            return text
+        return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)

@@ -1,12 +1,8 @@
 """Put a `Run` together; nothing is read yet, so that what cannot be done is refused before any forward."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import torch
-from transformers.generation.logits_process import LogitsProcessor
-from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
@@ -15,20 +11,17 @@ from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.layouts.choose import make_decoder
 from hf_specx.layouts.guidance import guide, is_guidance
 from hf_specx.layouts.prompts import Prompt, draft_prompt
-from hf_specx.sampling.grammars import masked
-from hf_specx.sampling.processors import Processor, Processors, can_look_ahead
+from hf_specx.sampling.processors import Processors, can_look_ahead
 from hf_specx.sampling.rules import Rule, make_rule
-from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.scheduling.pace import Pace
 from hf_specx.scheduling.prior import assumed_times, size_of
 from hf_specx.scheduling.schedule import Schedule, make_schedule
 
+from .call import Call
 from .dead_ends import DeadEnds
 from .outputs import Outputs
-from .places import Places
-from .plan import Call, Plan, make_plan
 from .ranks import Agreed, OneNumber, Ranks, any_rank
 from .report import SpeculationReport
 from .run import Run
@@ -39,131 +32,78 @@ KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 
-def start(
-    call: Call,
-    plan: Plan,
-    prompt: Prompt,
-    inputs_tensor: torch.Tensor | None,
-    drafter: Drafter,
-    processors: Sequence[Processor],
-    stopping: Stopping,
-    costs: Costs,
-    places: Places | None = None,
-) -> Run:
+def start(call: Call, costs: Costs) -> Run:
     """Everything up to the first forward.
 
     Args:
-        call, plan: what was asked for, and how it is decoded; `prompt`: the target's.
-        inputs_tensor: input of the target's encoder, before rows were repeated; None without an encoder.
-        drafter, processors, stopping: of the call, as prepared; `places`: of requests with their own.
+        call: what was asked for.
         costs: what "auto" goes by.
     """
-    of_target, of_draft = _processors(processors, prompt, plan.layout, stopping, places)
-    described = plan.verification, plan.layout, plan.reason, len(prompt.input_ids)
-    reading = _reading(call, plan, prompt, inputs_tensor, drafter, of_draft, costs)
+    prompt, options = call.prompt, call.options
+    of_target, of_draft = _processors(call)
+    reading = _reading(call, of_draft, costs)
+    described = call.verification, call.layout.target, call.layout.reason, len(prompt.input_ids)
+    keeps = None if call.queue is None else KEPT_ROUNDS
     return Run(
+        call=call,
         target=reading.target,
-        drafter=_with_forced(drafter, reading, places),
+        drafter=_with_forced(call.drafter, reading, call.queue is not None),
         rule=reading.rule,
         processors=of_target,
-        stopping=stopping,
         batch=reading.batch,
-        report=SpeculationReport(
-            *described,
-            costs=costs,
-            keeps=None if places is None else KEPT_ROUNDS,
-            matching=drafter.matching,
-        ),
+        report=SpeculationReport(*described, costs=costs, keeps=keeps, matching=call.drafter.matching),
         outputs=Outputs(prompt.generation_config, len(prompt.input_ids)),
-        stream=Stream(call.streamer, call.stream_by, stopping),
+        stream=Stream(options.streamer, options.stream_by, call.stopping),
         ranks=Ranks(call.synced, prompt.input_ids.device),
-        dead_ends=DeadEnds(of_target, stopping),
+        dead_ends=DeadEnds(of_target, call.stopping),
         reading=reading,
-        make_schedule=partial(_schedule, call, plan, costs),
-        listeners=call.listeners,
-        places=places,
+        make_schedule=partial(_schedule, costs),
     )
 
 
-def _with_forced(drafter: Drafter, reading: Reading, places: Places | None) -> Drafter:
+def _reading(call: Call, processors: Processors, costs: Costs) -> Reading:
+    """What the drafter is told of the call, with the decoder of the target."""
+    prompt, model = call.prompt, None if call.drafter.own_text else call.drafter.model
+    return Reading(
+        batch=make_batch(prompt, call.layout.lockstep),
+        target=make_decoder(call.layout.target, prompt, compiled=call.options.compile),
+        vocab_size=vocabulary(prompt.model),
+        rule=_rule(call),
+        processors=processors,
+        threshold=call.drafting.threshold,
+        prompt=None if model is None else draft_prompt(model, prompt, call.given.inputs_tensor),
+        layout=call.layout.draft,
+        compiled=call.options.compile,
+        forces=not (call.synced or call.options.compile),
+        # a draft that goes by times would differ from rank to rank
+        pace=Pace(None if call.shared else costs, call.verification in ("greedy", "coupled")),
+        number=call.drafting.number,
+        alpha=None if call.shared else costs.alpha.get(call.verification),
+    )
+
+
+def _with_forced(drafter: Drafter, reading: Reading, queued: bool) -> Drafter:
     """A drafter that adds forced tokens, if there may be any; a draft model's own adds them itself."""
-    masks = places is not None or reading.processors.mask_size > 0  # requests that come later may have some
+    masks = queued or reading.processors.mask_size > 0  # requests that come later may have some
     if drafter.has_probs or not reading.forces or not masks:
         return drafter
     return ForcedDrafter(drafter)
 
 
-def _reading(
-    call: Call,
-    plan: Plan,
-    prompt: Prompt,
-    inputs_tensor: torch.Tensor | None,
-    drafter: Drafter,
-    processors: Processors,
-    costs: Costs,
-) -> Reading:
-    """What the drafter is told of the call, with the decoder of the target."""
-    return Reading(
-        batch=make_batch(prompt, plan.lockstep),
-        target=make_decoder(plan.layout, prompt, compiled=plan.compiled),
-        vocab_size=vocabulary(prompt.model),
-        rule=_rule(call, plan, prompt, drafter.max_candidates),
-        processors=processors,
-        threshold=call.drafting.threshold,
-        prompt=None
-        if drafter.model is None or drafter.own_text
-        else draft_prompt(drafter.model, prompt, inputs_tensor),
-        layout=plan.draft_layout,
-        compiled=plan.compiled,
-        forces=not (call.synced or plan.compiled),
-        # a draft that goes by times would differ from rank to rank
-        pace=Pace(None if call.shared else costs, plan.verification in ("greedy", "coupled")),
-        number=call.drafting.number,
-        alpha=None if call.shared else costs.alpha.get(plan.verification),
-    )
-
-
-def _processors(
-    processors: Sequence[Processor], prompt: Prompt, layout: str, stopping: Stopping, places: Places | None
-) -> tuple[Processors, Processors]:
+def _processors(call: Call) -> tuple[Processors, Processors]:
     """Those of the target, and those of the draft."""
-    if places is not None:
-        return places.processors(), places.processors(look_ahead=True)
-    limits = (stopping.eos_token_id, stopping.max_new_tokens)
-    of_draft = Processors([processor for processor in processors if can_look_ahead(processor)], *limits)
-    return Processors(_target_processors(processors, prompt, layout), *limits, of_draft.memory), of_draft
+    if call.queue is not None:
+        return call.queue.processors(), call.queue.processors(look_ahead=True)
+    prompt, ends = call.prompt, call.stopping.eos_token_id
+    of_draft = Processors([processor for processor in call.processors if can_look_ahead(processor)], ends)
+    layout = call.layout.target
+    own = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in call.processors]
+    return Processors(own, ends, of_draft.memory), of_draft
 
 
-def _rule(call: Call, plan: Plan, prompt: Prompt, most: int | None) -> Rule:
-    window = NOISE_WINDOW * (1 + (call.drafting.number or most or MAX_DRAFT_TOKENS))
-    return make_rule(plan.verification, prompt.input_ids, window, call.seeds)
-
-
-def prepare_processors(
-    processors: Sequence[LogitsProcessor], prompt: Prompt, stopping: Stopping, places: Places | None = None
-) -> tuple[Sequence[Processor], list[str]]:
-    """Processors with `TokenMasks` in place of some, and the names of what must be shown each token once, in order.
-
-    Where there are such names, and for requests with their own, all processors are as they were given.
-    """
-    if places is None:
-        ours = masked(processors, prompt.input_ids, vocabulary(prompt.model), stopping)
-        if not stopping.stateful and not stateful_processors(ours, prompt):
-            return ours, []
-    return processors, [type(p).__name__ for p in stateful_processors(processors, prompt)] + stopping.stateful
-
-
-def stateful_processors(processors: Sequence[Processor], prompt: Prompt) -> list[Processor]:
-    """Those that must be shown each emitted token once, in order."""
-    return [p for p in processors if not (can_look_ahead(p) or is_guidance(p, prompt))]
-
-
-def _target_processors(processors: Sequence[Processor], prompt: Prompt, layout: str) -> list[Processor]:
-    """All of them, with guidance replaced by our own unless a stateful one comes before it."""
-    waiting = stateful_processors(processors, prompt)
-    first = next((i for i, p in enumerate(processors) if p in waiting), len(processors))
-    early = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in processors[:first]]
-    return [*early, *processors[first:]]
+def _rule(call: Call) -> Rule:
+    most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
+    return make_rule(call.verification, call.prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
 
 
 def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
@@ -173,23 +113,25 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
     pad = prompt.generation_config._pad_token_tensor
     width = prompt.input_ids.shape[1]
     mask = None if mask is None or width == 0 else mask[:, -width:]
-    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep)
+    limits = [prompt.max_new_tokens] * len(prompt.input_ids) if prompt.limits is None else prompt.limits
+    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)
 
 
-def _schedule(call: Call, plan: Plan, costs: Costs, run: Run) -> Schedule:
+def _schedule(costs: Costs, run: Run) -> Schedule:
     """The schedule of a call; costs that it needs are measured first."""
-    alone = call.seeds is not None if run.places is None else any(entry.seeded for entry in run.places.entries)
-    varies = not (alone and plan.verification in ("token", "block"))
+    call, stopping = run.call, run.stopping
+    alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in call.queue.entries)
+    varies = not (alone and call.verification in ("token", "block"))
     pace = None
-    if call.drafting.number is None and varies and (call.synced or run.stopping.max_new_tokens > 2):
+    if call.drafting.number is None and varies and (call.synced or stopping.max_new_tokens > 2):
         step = run.drafter.cost(run.batch)
         if step is not None:
-            _measure(call, plan, costs, run, step)
-            pace = Pace(costs, plan.verification in ("greedy", "coupled")) if call.shared else run.reading.pace
-    rows, device = len(run.batch.rows), run.batch.ids.device
-    room = [run.stopping.max_new_tokens] * rows if run.places is None else list(run.places.stopping.limits)
-    most, fixed = run.drafter.max_candidates, call.synced and pace is None
-    schedule = make_schedule(call.drafting.number, pace, plan.verification, run.batch, None if fixed else room, most)
+            _measure(costs, run, step)
+            pace = Pace(costs, call.verification in ("greedy", "coupled")) if call.shared else run.reading.pace
+    device, fixed = run.batch.ids.device, call.synced and pace is None
+    room = None if fixed else list(run.batch.limits)
+    most = run.drafter.max_candidates
+    schedule = make_schedule(call.drafting.number, pace, call.verification, run.batch, room, most)
     schedule.most = run.processors.max_rollback
     if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
         told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
@@ -199,18 +141,18 @@ def _schedule(call: Call, plan: Plan, costs: Costs, run: Run) -> Schedule:
     return Agreed(schedule, device) if call.shared else schedule
 
 
-def _measure(call: Call, plan: Plan, costs: Costs, run: Run, step: Callable[[int], object]) -> None:
+def _measure(costs: Costs, run: Run, step: Callable[[int], object]) -> None:
     """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
     rows, forward = len(run.batch.rows), partial(run.target.rehearse, run.batch)
-    if not call.synced:
-        costs.prepare(rows, forward, step, None if costs.knows(rows) else _prior(call, plan, run))
+    if not run.call.synced:
+        costs.prepare(rows, forward, step, None if costs.knows(rows) else _prior(run))
     elif any_rank(rows not in costs.table, run.batch.ids.device):
         costs.measure(rows, forward, step)
 
 
-def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
+def _prior(run: Run) -> dict[str, Any] | None:
     """What forwards are assumed to cost; None where only timing tells, or all ranks have to run the same forwards."""
-    if call.shared or plan.compiled:
+    if run.call.shared or run.call.options.compile:
         return None
     target, draft = size_of(run.target.model), run.drafter.size()
     if target is None or draft is None:
@@ -218,12 +160,9 @@ def _prior(call: Call, plan: Plan, run: Run) -> dict[str, Any] | None:
     return assumed_times(target, draft, len(run.batch.rows), run.batch.ids.device)
 
 
-def calibrate(call: Call, prompt: Prompt, input_ids: torch.Tensor, drafter: Drafter, costs: Costs) -> None:
-    """Time bare forwards of both models after a prompt, made of `input_ids`, and put the times into `costs`."""
-    rows, width = prompt.input_ids.shape
-    stopping = Stopping(StoppingCriteriaList(), width, width + prompt.max_new_tokens)
-    run = start(call, make_plan(call, prompt, drafter, []), prompt, input_ids, drafter, [], stopping, costs)
+def calibrate(run: Run, costs: Costs) -> None:
+    """Time bare forwards of both models after a prompt, and put the times into `costs`."""
     run.target.read()
-    drafter.read(run.reading)
-    step = drafter.cost(run.batch) or (lambda _: None)
-    costs.measure(rows, partial(run.target.rehearse, run.batch), step)
+    run.drafter.read(run.reading)
+    step = run.drafter.cost(run.batch) or (lambda _: None)
+    costs.measure(len(run.batch.rows), partial(run.target.rehearse, run.batch), step)

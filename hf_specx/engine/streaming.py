@@ -1,6 +1,6 @@
 """Text while it is generated: what a streamer gets, of one row or of many."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from queue import Queue
 from typing import Any
@@ -51,7 +51,13 @@ class Stream:
         batch, stopping = done.batch, self.stopping
         settled = stopping.settled(batch)
         columns = [(batch.width + a, batch.width + b) for a, b in zip(self.given, settled, strict=True)]
-        new = [batch.ids[row, first:end] for row, (first, end) in enumerate(columns)]
+        over = stopping.stopped_at.keys() if stopping.pads_finished_rows else set()
+        self.hand_on([batch.ids[row, first:end] for row, (first, end) in enumerate(columns)], over - self.ended)
+        self.given = settled
+        self.ended |= over
+
+    def hand_on(self, new: list[torch.Tensor], ended: Iterable[int]) -> None:
+        """Hand over the new tokens [n] of each of the B rows, and end the rows in `ended`."""
         runs = torch.cat(new).cpu().split([len(tokens) for tokens in new])
         for row, run in enumerate(runs):
             for tokens in run.split(1 if self.by == "token" else max(1, len(run))):
@@ -59,11 +65,9 @@ class Stream:
                     self.streamer.put_row(row, tokens)
                 elif len(tokens):
                     self.streamer.put(tokens)
-        self.given = settled
-        if self.tags_rows and stopping.pads_finished_rows:
-            for row in stopping.stopped_at.keys() - self.ended:
+        if self.tags_rows:
+            for row in ended:
                 self.streamer.end_row(row)
-            self.ended |= stopping.stopped_at.keys()
 
 
 @contextmanager

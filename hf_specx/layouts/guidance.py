@@ -60,7 +60,7 @@ class Guidance(RoundProcessor):
 def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
     """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know.
 
-    Any other is called in order, like all processors that keep state. A replaced processor stays unused.
+    A call with any other is decoded by transformers' own sampler. A replaced processor stays unused.
     """
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False

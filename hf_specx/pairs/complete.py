@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from hf_specx.common.errors import brief, is_int, require
+from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
-from hf_specx.engine.requests import Completion, Request, Waiting
+from hf_specx.engine.requests import Completion, Request
 from hf_specx.validation.many import check_many
 from hf_specx.validation.rows import MAX_SEED
 
@@ -187,15 +188,15 @@ class Completer:
         most = options.pop("max_batch_tokens", None)
         check_many(self.pair.target, [], self.batch_size, most, None, options)
         options = {"tokenizer": self.pair.tokenizer} | options
-        waiting = Waiting(self.pair.models, [Request([0], seed=0)], options, most)
-        if waiting.peek() is None:
-            raise ValueError((waiting.refused[0].error or "").removeprefix("request 0: "))
+        queue = RequestQueue(self.pair.models, [Request([0], seed=0)], options, most)
+        if not queue.begin(1):
+            raise ValueError((queue.completed[0].error or "").removeprefix("request 0: "))
 
     def _completed(self, prompt: NumberedText, done: Completion) -> CompletedText:
-        if done.error is None:
+        if done.tokens is not None:
             text = self.pair.tokenizer.decode(done.tokens, skip_special_tokens=True)
             return CompletedText(prompt, text, done.finish_reason)
-        error = done.error.partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
+        error = str(done.error).partition(": ")[2] if self.token_ids(prompt.text) else f"the prompt {EMPTY}"
         return CompletedText(prompt, None, done.finish_reason, error)
 
 

@@ -2,8 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -80,21 +79,6 @@ class StockNoise:
                     self.states.pop(old, None)
         return drawn
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nothing inside may draw from the default generator.
-
-        Raises:
-            RuntimeError: if something does; it would get the noise that tokens are drawn with.
-        """
-        before = default_generator(self.device).get_state()
-        yield
-        if not torch.equal(default_generator(self.device).get_state(), before):
-            raise RuntimeError(
-                "a logits processor or stopping criterion draws from torch's default generator, whose noise "
-                "verification='coupled' has to redraw; use verification='token', or give it a generator of its own."
-            )
-
     def finish(self, columns: int) -> None:
         if columns not in self.states:  # rows without an end may be far ahead of the column where all have stopped
             self._draw(columns - 1, self.like)
@@ -143,9 +127,6 @@ class SeededNoise:
             held.popleft()
         self.first[row] = count
         return held
-
-    def alone(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def finish(self, columns: int) -> None:
         pass

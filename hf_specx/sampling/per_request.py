@@ -27,7 +27,6 @@ class RequestProcessors(Processors):
     Args:
         own: those of each row, made for its request.
         eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-        limits: [B], the most tokens that each row emits.
         alike: [B], whether the processors of a row have the settings of the call, and are none of the request's own.
     """
 
@@ -35,25 +34,21 @@ class RequestProcessors(Processors):
         self,
         own: Sequence[Sequence[Processor]],
         eos_token_id: torch.Tensor | None,
-        limits: Sequence[int],
         alike: Sequence[bool],
     ):
         super().__init__(own[0], eos_token_id)
         self.own: list[Processors] = [self] * len(own)
         self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
         self.alike = list(alike)
-        for row, (processors, limit, is_alike) in enumerate(zip(own, limits, alike, strict=True)):
-            self.admit(row, processors, limit, is_alike)
+        for row, (processors, is_alike) in enumerate(zip(own, alike, strict=True)):
+            self.admit(row, processors, is_alike)
 
-    def admit(self, row: int, processors: Sequence[Processor], limit: int, alike: bool) -> None:
+    def admit(self, row: int, processors: Sequence[Processor], alike: bool) -> None:
         """A new request has the place of a row."""
         last = max((n for n, processor in enumerate(processors, 1) if type(processor) not in WARPERS), default=0)
-        self.own[row] = Processors(processors[:last], self.eos_token_id, limit)
+        self.own[row] = Processors(processors[:last], self.eos_token_id)
         self.warpers[row], self.alike[row] = in_runs(processors[last:]), alike
         self.max_rollback, self.limited_by = min((one.max_rollback, one.limited_by) for one in self.own)
-
-    def room(self, batch: Batch, row: int) -> int:
-        return self.own[row].max_new_tokens - batch.counts[row]
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         self.barred.clear()
@@ -106,14 +101,10 @@ class RequestStopping(Stopping):
 
     Args:
         own: of each row, as `generate` prepared its criteria for a batch of one.
-
-    Attributes:
-        limits: [B], the most tokens that each row emits.
     """
 
     def __init__(self, own: Sequence[Stopping]):
-        first = own[0]
-        self.own, self.limits = list(own), [stopping.max_new_tokens for stopping in own]
+        first, self.own = own[0], list(own)
         self.stateful, self.eos_token_id, self.ends = first.stateful, first.eos_token_id, first.ends
         self.pads_finished_rows, self.stopped_at = True, {}
 
@@ -124,15 +115,12 @@ class RequestStopping(Stopping):
 
     @property
     def max_new_tokens(self) -> int:  # type: ignore[override]
-        return max(self.limits)
+        return max(one.max_new_tokens for one in self.own)
 
     def admit(self, row: int, stopping: Stopping) -> None:
         """A new request has the place of a row."""
-        self.own[row], self.limits[row] = stopping, stopping.max_new_tokens
+        self.own[row] = stopping
         self.stopped_at.pop(row, None)
-
-    def limit(self, row: int) -> int:
-        return self.limits[row]
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         for row, number in zip(batch.rows, new, strict=True):
@@ -143,13 +131,3 @@ class RequestStopping(Stopping):
                 prefix = text[:, : batch.prompt_lengths[row] + emitted]
                 if emitted <= self.stopped_at.get(row, emitted) and self.own[row].criteria(prefix, None).item():
                     self.stopped_at[row] = emitted
-
-    def by_limit(self, batch: Batch, row: int) -> bool:
-        """Whether a row that has stopped did so at its limit alone."""
-        if batch.counts[row] < self.limits[row]:
-            return False
-        text = batch.row(row)[None]
-        if self.eos_token_id is not None and torch.isin(text[:, -1], self.eos_token_id.to(text.device)).any():
-            return False
-        criteria = self.own[row].criteria
-        return not (criteria and criteria(text, None).item())

@@ -3,8 +3,8 @@
 There are five kinds. A warper reads only the scores, so one call serves all positions. Those of transformers that read
 the text are computed for all positions at once where `one_pass` knows how. Any other stateless one is called as
 `generate` would, on the whole batch with the exact prefix, once for each prefix length. One whose state can be taken
-back follows the candidates: see `rewindable`. Any other that keeps state between calls, or may, must see each emitted
-token once: see `in_order`.
+back follows the candidates: see `rewindable`. A call with any other that keeps state between calls, or may, is decoded
+by transformers' own sampler: see `engine/plain.py`.
 """
 
 import sys
@@ -16,7 +16,6 @@ import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import (
     LogitsProcessor,
-    LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
 )
 
@@ -114,8 +113,6 @@ class Processors:
     that are rejected later; rows that have no such position then hold meaningless text and scores.
 
     Attributes:
-        in_order: the first that must see each emitted token once, in order, and all that follow it, for the loop to
-            call position by position.
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
         barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
             no token, or raised. Where that text has a rejected candidate in it, the error does not count.
@@ -125,20 +122,16 @@ class Processors:
         self,
         processors: Sequence[Processor],
         eos_token_id: torch.Tensor | None = None,
-        max_new_tokens: int = 0,
         memory: dict[Hashable, Any] | None = None,
     ):
         """
         Args:
             processors: as `generate` prepared them, or a `RoundProcessor` in place of some.
             eos_token_id: [E]; positions after a candidate that ends its row are skipped. None skips none.
-            max_new_tokens: positions beyond the last token that can be emitted are skipped; 0 is no limit.
             memory: what is computed once for a call, which draft and target may share.
         """
-        self.eos_token_id, self.max_new_tokens = eos_token_id, max_new_tokens
-        first = next((i for i, p in enumerate(processors) if not can_look_ahead(p)), len(processors))
-        self.at_once = in_runs(processors[:first])
-        self.in_order = LogitsProcessorList(processors[first:])
+        self.eos_token_id = eos_token_id
+        self.at_once = in_runs(processors)
         self.barred: dict[tuple[int, int], Exception] = {}
         limits = [(p.max_rollback, p.name) for p in self.at_once if isinstance(p, RoundProcessor)]
         self.max_rollback, self.limited_by = min(limits, default=(sys.maxsize, ""))
@@ -153,7 +146,7 @@ class Processors:
             ahead: candidates before the first of these positions, 0 unless given.
 
         Returns:
-            [R, P, V] float32 scores as `generate` has them at each of these prefixes, before `in_order` is applied.
+            [R, P, V] float32 scores as `generate` has them at each of these prefixes.
         """
         scores, cells = logits.float(), None
         prefixes = Prefixes(batch, ahead, scores.shape[1], self.memory)
@@ -192,7 +185,7 @@ class Processors:
 
     def room(self, batch: Batch, row: int) -> int:
         """How many tokens a row may still emit."""
-        return (self.max_new_tokens or sys.maxsize) - batch.counts[row]
+        return batch.room(row)
 
     def observe(self, done: Round) -> None:
         """Let go of rows that have left."""
@@ -209,15 +202,13 @@ class Processors:
         ends = torch.zeros_like(drafted)
         if self.eos_token_id is not None:
             ends = torch.isin(drafted, self.eos_token_id.to(drafted.device)).cumsum(-1)
-        if batch.over is not None:
-            ends = ends.masked_fill(batch.over[:, None], 0)
         reached = torch.nn.functional.pad(ends == 0, (1, 0), value=True)[:, ahead:].tolist()
         cells: dict[int, list[tuple[int, int]]] = {}
         for index, row in enumerate(batch.rows):
             last = positions - 1 if draft is None else draft.lengths[index]
             for position in range(last + 1):
                 emitted = batch.counts[row] + ahead + position
-                if reached[index][position] and not 0 < self.max_new_tokens <= emitted:
+                if reached[index][position] and emitted < batch.limits[row]:
                     cells.setdefault(emitted, []).append((index, position))
         return cells
 

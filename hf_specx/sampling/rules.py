@@ -3,8 +3,6 @@
 A rule draws the candidates from the draft's scores and judges them by the target's; the formulas are in `verify`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 
 from hf_specx.common.batch import Batch
@@ -43,10 +41,6 @@ class Rule:
 
     def admit(self, row: int, seed: int) -> None:
         """A new prompt with a seed of its own has the place of a row; only where all rows have seeds."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """A context for calls of stateful processors and criteria; raises if they take noise that is redrawn here."""
-        return nullcontext()
 
     def finish(self, columns: int) -> None:
         """If coupled, leave the default generator as `generate` does after `columns` emitted columns."""
@@ -135,9 +129,6 @@ class CoupledRule(Rule):
     def admit(self, row: int, seed: int) -> None:
         assert isinstance(self.noise, SeededNoise)
         self.noise.admit(row, seed)
-
-    def alone(self) -> AbstractContextManager[None]:
-        return self.noise.alone()
 
     def finish(self, columns: int) -> None:
         self.noise.finish(columns)

@@ -69,16 +69,12 @@ class Stopping:
         """
         kept, ended = [], []
         for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
-            room = self.limit(row) - batch.counts[row]
+            room = batch.room(row)
             number = min(number, room)
             end = next((i for i, token in enumerate(new[:number], 1) if token in self.ends), 0)
             kept.append(end or number)
             ended.append(end > 0 or number == room)
         return kept, ended
-
-    def limit(self, row: int) -> int:
-        """The most tokens that a row emits."""
-        return self.max_new_tokens
 
     def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
         """Note which rows stopped within their new tokens, and cut the rows that leave the batch.
@@ -107,22 +103,11 @@ class Stopping:
             batch.truncate(row, ends[row])
         return leaving
 
-    def update_in_order(self, batch: Batch, scores: tuple[torch.Tensor, ...] | None) -> bool:
-        """Call every criterion once, as `generate` does after each column; returns whether all rows have stopped.
-
-        Args:
-            batch: all B rows, with equally many tokens.
-            scores: [B, V] for each column so far; None where they are not kept.
-        """
-        emitted = batch.counts[0]
-        stops = self.all(batch.prefix(emitted), scores).tolist()
-        for row, stop in enumerate(stops):
-            if stop:
-                self.stopped_at.setdefault(row, emitted)
-        if self.pads_finished_rows and self.stopped_at:
-            over = [row in self.stopped_at for row in batch.rows]
-            batch.over = torch.tensor(over, device=batch.ids.device)
-        return len(self.stopped_at) == len(stops)
+    def by_limit(self, text: torch.Tensor, emitted: int) -> bool:
+        """Whether the one row of text [1, L] that has emitted so many tokens ended at its limit alone."""
+        if emitted < self.max_new_tokens or int(text[0, -1]) in self.ends:
+            return False
+        return not (self.criteria and self.criteria(text, None).item())
 
     def settled(self, batch: Batch) -> list[int]:
         """How many tokens of each row are certain to be in the output.

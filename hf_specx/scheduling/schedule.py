@@ -115,10 +115,10 @@ class Schedule:
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
         wanted = []
-        for row, is_over in zip(batch.rows, batch.is_over, strict=True):
+        for row in batch.rows:
             begins = not batch.counts[row] and row not in self.late
             room = sys.maxsize if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
-            wanted.append(0 if is_over or begins else min(self.number(row), self.most, room))
+            wanted.append(0 if begins else min(self.number(row), self.most, room))
         return wanted
 
     def number(self, row: int) -> int:

@@ -74,7 +74,7 @@ class Writer:
             found = []
             each = self.strategy.generate_many(self.target, [r for _, r in mine], batch_size=ROWS, **options)
             for done in each:
-                if done.error is not None:
+                if done.tokens is None:
                     raise ValueError(done.error)
                 found.append((mine[done.index][0], done.tokens))
                 advance(len(found), len(mine))

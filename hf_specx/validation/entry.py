@@ -22,6 +22,7 @@ WITHHELD = {  # what transformers takes from a call and does not pass on to a st
 }
 
 
+GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 NOT_THE_CLASS = (
     "custom_generate is a class; make a strategy of it first, as in custom_generate=SpeculativeDecoding(draft_model)."
 )
@@ -139,8 +140,13 @@ def check_withheld(frame: FrameType | None) -> None:
     """Refuse what transformers drops on its way to a callable, read from the frame of `GenerationMixin.generate`.
 
     A streamer was given the prompt already by then; it is ended, so that nobody waits for it.
+
+    Args:
+        frame: of whoever was called; that of `generate` is the next one below, whatever wraps the call.
     """
-    if frame is None or frame.f_code.co_name != "generate" or "custom_generate" not in frame.f_locals:
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    if frame is None:
         return
     given = {name: frame.f_locals.get(name) for name in WITHHELD}
     outer = frame.f_back.f_locals.get("kwargs") if frame.f_back is not None else None  # generate pops it from its own

@@ -5,107 +5,23 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from hf_specx.common.errors import refusal, require
+from hf_specx.common.errors import require
 from hf_specx.layouts.position_tables import position_table
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
 
 
-@refusal
-def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> str | None:
+def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
+    """Check that a model knows all tokens; `encoded` asks its encoder."""
     size = _known_tokens(model, encoded)
     if size is None or not input_ids.numel():
-        return None
+        return
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
-    if lowest >= 0 and highest < size:
-        return None
-    wrong = lowest if lowest < 0 else highest
-    return (
-        f"input_ids has the token id {wrong}, and {type(model).__name__} embeds 0 to {size - 1}; use the model's own "
-        "tokenizer, or model.resize_token_embeddings for tokens that were added to it."
-    )
-
-
-@refusal
-def embeds_of_another_width(model: PreTrainedModel, embeds: torch.Tensor) -> str | None:
-    embedding = _embedding(model)
-    if embedding is None or embeds.shape[-1] == embedding.embedding_dim:
-        return None
-    return (
-        f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which embeds "
-        f"in {embedding.embedding_dim}; make them with model.get_input_embeddings()."
-    )
-
-
-@refusal
-def positions_for_other_tokens(positions: torch.Tensor, rows: int, width: int) -> str | None:
-    fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
-    if fits or positions.ndim > 2:  # models with several kinds of positions check their own
-        return None
-    return (
-        f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
-        f"{(rows, width)}; pass one a token, or leave it out."
-    )
-
-
-@refusal
-def mask_for_other_tokens(name: str, width: int, widths: set[int]) -> str | None:
-    if width in widths:
-        return None
-    wanted = " or ".join(map(str, sorted(widths)))
-    return (
-        f"{name} has {width} columns, and the text {wanted}; pass the mask that came with input_ids, with columns for "
-        "the tokens of past_key_values before them if there are any."
-    )
-
-
-@refusal
-def mask_of_other_values(name: str, mask: torch.Tensor) -> str | None:
-    strange = mask[(mask != 0) & (mask != 1)]
-    if not len(strange):
-        return None
-    return f"{name} has the value {strange[0].item()}; pass 1 for a token and 0 for a pad."
-
-
-@refusal
-def empty_row(name: str, mask: torch.Tensor) -> str | None:
-    if mask.any(-1).all():
-        return None
-    row = int((~mask.any(-1)).nonzero()[0])
-    return (
-        f"the prompt of row {row} is empty ({name} is all 0); pass at least one token a row. If you passed no mask, "
-        f"transformers took the pad id for padding; pass {name} with a 1 for each token."
-    )
-
-
-@refusal
-def padding_on_the_right(name: str, mask: torch.Tensor) -> str | None:
-    if mask[:, -1].all():
-        return None
-    return (
-        f"row {int((mask[:, -1] == 0).nonzero()[0])} of {name} ends in 0: prompts must be padded on the left; set "
-        "tokenizer.padding_side='left'. If you passed no mask, transformers took the pad id for padding; pass "
-        f"{name} with a 1 for each token."
-    )
-
-
-@refusal
-def holes_in_the_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> str | None:
-    seen = mask.bool()
-    if model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all():
-        return None
-    kind = type(model).__name__
-    return f"{name} has zeros between tokens of a row, which {kind} ignores; pad its rows on the left only."
-
-
-@refusal
-def text_that_was_read(width: int, held: int) -> str | None:
-    if held < width:
-        return None
-    return (
-        f"past_key_values holds {held} tokens, and the whole text has {width}; pass the text with at least one token "
-        "more than the cache holds, or the new tokens alone with a mask for all."
+    require(
+        lowest >= 0 and highest < size,
+        f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
+        f"{size - 1}; use the model's own tokenizer, or model.resize_token_embeddings for tokens added to it.",
     )
 
 
@@ -132,7 +48,24 @@ def check_inputs(
     if embeds is None:
         unknown_token(model, input_ids)
     else:
-        embeds_of_another_width(model, embeds)
+        embedding = _embedding(model)
+        require(
+            embedding is None or embeds.shape[-1] == embedding.embedding_dim,
+            f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which "
+            f"embeds in {getattr(embedding, 'embedding_dim', '')}; make them with model.get_input_embeddings().",
+        )
+    _check_past_and_mask(model, input_ids, embeds, generation_config, model_kwargs)
+
+
+def _check_past_and_mask(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    embeds: torch.Tensor | None,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> None:
+    """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
+    shape, decodes = input_ids.shape, "encoder_outputs" in model_kwargs
     past = model_kwargs.get("past_key_values")
     held = 0 if past is None else past.get_seq_length()
     widths = {shape[1]} if embeds is None else {shape[1], embeds.shape[1]} - {0}
@@ -140,14 +73,24 @@ def check_inputs(
     mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
     known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
     if held and embeds is None and not decodes and known == shape[1]:  # `generate` then takes it for the whole text
-        text_that_was_read(known, held)
+        require(
+            held < known,
+            f"past_key_values holds {held} tokens, and the whole text has {known}; pass the text with at least one "
+            "token more than the cache holds, or the new tokens alone with a mask for all.",
+        )
     if mask is not None:
         check_mask(model, name, mask, len(input_ids), in_all)
     elif known is not None:
-        mask_for_other_tokens(name, known, in_all)
+        _check_width(name, known, in_all)
     positions = None if decodes else model_kwargs.get("position_ids")
     if positions is not None:
-        positions_for_other_tokens(positions, len(input_ids), max(widths) - held)
+        rows, width = len(input_ids), max(widths) - held
+        fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
+        require(
+            fits or positions.ndim > 2,  # models with several kinds of positions check their own
+            f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
+            f"{(rows, width)}; pass one a token, or leave it out.",
+        )
 
 
 def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -183,17 +126,39 @@ def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
 
 def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
     """Check a mask of the text, which may have any of these widths."""
-    shape = tuple(mask.shape)
+    shape, kind = tuple(mask.shape), type(model).__name__
     is_flat = len(shape) == 2
     require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
     told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
     require(len(mask) == rows, told)
-    mask_for_other_tokens(name, mask.shape[1], widths)
+    _check_width(name, mask.shape[1], widths)
     mask = mask.cpu()  # so that all that follow wait for the device once
-    mask_of_other_values(name, mask)
-    empty_row(name, mask)
-    padding_on_the_right(name, mask)
-    holes_in_the_mask(model, name, mask)
+    seen = mask.bool()
+    strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
+    require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
+    unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
+    empty, ends_in_pad = _first(~seen.any(-1)), _first(~seen[:, -1])
+    told = f"the prompt of row {empty} is empty ({name} is all 0); pass at least one token a row."
+    require(empty is None, f"{told} {unset}")
+    told = f"row {ends_in_pad} of {name} ends in 0: prompts must be padded on the left; set "
+    require(ends_in_pad is None, f"{told}tokenizer.padding_side='left'. {unset}")
+    no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
+    told = f"{name} has zeros between tokens of a row, which {kind} ignores; pad its rows on the left only."
+    require(bool(no_holes), told)
+
+
+def _check_width(name: str, width: int, widths: set[int]) -> None:
+    wanted = " or ".join(map(str, sorted(widths)))
+    require(
+        width in widths,
+        f"{name} has {width} columns, and the text {wanted}; pass the mask that came with input_ids, with columns for "
+        "the tokens of past_key_values before them if there are any.",
+    )
+
+
+def _first(rows: torch.Tensor) -> int | None:
+    """The number of the first row [B] that is True; None if there is none."""
+    return rows.int().argmax().item() if rows.any() else None  # type: ignore[return-value]
 
 
 def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:

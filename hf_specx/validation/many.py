@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from hf_specx.common.architectures import WHOLE
 from hf_specx.common.errors import is_int, kind, require, similar
 
 from .entry import check_entry, known_arguments
@@ -39,6 +40,11 @@ def why_whole(models: Sequence[PreTrainedModel], layout: str, draft_layout: str)
     return None
 
 
+def why_uncached(model: PreTrainedModel) -> str:
+    """Why the cache of a model cannot be used, so that transformers' own sampler has to; empty if it can."""
+    return f"{type(model).__name__} is exact without a cache only" if model.config.model_type in WHOLE else ""
+
+
 def check_many(
     model: Any,
     requests: Any,
@@ -69,4 +75,7 @@ def check_requests(requests: Any) -> None:
     is_iterable = isinstance(requests, Iterable) and not isinstance(requests, str | bytes | Mapping)
     require(is_iterable, f"requests is {kind(requests)}; {told}")
     alone = isinstance(requests, list | tuple) and requests and is_int(requests[0])
-    require(not alone and getattr(requests, "ndim", 2) != 1, f"requests is a single prompt; {told}")
+    dimensions = getattr(requests, "ndim", None)
+    require(not alone and dimensions != 1, f"requests is a single prompt; {told}")
+    padded = f"requests is {kind(requests)} of {dimensions} dimensions, whose rows may hold pads; {told}"
+    require(dimensions is None, padded)

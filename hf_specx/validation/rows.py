@@ -1,13 +1,12 @@
 """Checks of what ties the rows of a batch together: seeds, order, negative prompts, ranks."""
 
-from collections.abc import Collection
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import is_int, refusal, require
+from hf_specx.common.errors import is_int, require
+from hf_specx.drafting.drafter import Drafter
 
 
 MAX_SEED = 2**63
@@ -24,107 +23,6 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-@refusal
-def seeds_in_lockstep(rows: int, verification: str, layout: str) -> str | None:
-    if rows == 1 or layout != "lockstep" or verification not in ("token", "block"):
-        return None
-    return (
-        f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
-        "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or another "
-        "layout if the model takes one."
-    )
-
-
-@refusal
-def layout_out_of_order(names: list[str], layout: str) -> str | None:
-    if layout in ("auto", "lockstep"):
-        return None
-    return (
-        f"layout={layout!r} lets rows advance on their own, and {', '.join(names)} must be shown each token once, in "
-        "order, of all rows together; use layout='auto' or 'lockstep', or set the attribute stateless = True of one "
-        "that keeps no state from call to call."
-    )
-
-
-@refusal
-def block_out_of_order(names: list[str], verification: str | None) -> str | None:
-    if verification != "block":
-        return None
-    return (
-        f"verification='block' looks at all candidates of a round, and {', '.join(names)} must be shown each token "
-        "once, in order; use verification='token' or 'coupled', or set the attribute stateless = True of one that "
-        "keeps no state from call to call."
-    )
-
-
-@refusal
-def guided_encoder_decoder(model: PreTrainedModel) -> str | None:
-    if not model.config.is_encoder_decoder:
-        return None
-    return (
-        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
-        "encoder; leave it out."
-    )
-
-
-@refusal
-def negative_prompt_that_ends_in_a_pad(mask: torch.Tensor) -> str | None:
-    if mask[:, -1].all():
-        return None
-    row = int((mask[:, -1] == 0).nonzero()[0])
-    return (
-        f"row {row} of negative_prompt_attention_mask ends in 0: it must hold a token and be padded on the left; set "
-        "tokenizer.padding_side='left'."
-    )
-
-
-@refusal
-def ranks_with_states(states: bool) -> str | None:
-    if not states:
-        return None
-    return (
-        "synced_gpus=True needs the same forwards on every rank, and a model that takes layout='lockstep' only is fed "
-        "again what was accepted, on some ranks more often; use a target and a draft that take another layout, or "
-        "replicas without synced_gpus."
-    )
-
-
-@refusal
-def ranks_with_guidance(stateful: Collection[str]) -> str | None:
-    if UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__ not in stateful:
-        return None
-    return (
-        "synced_gpus=True needs the same forwards on every rank, and guidance that was used before, or is for another "
-        "model, has one for each token; pass guidance_scale= instead of a processor."
-    )
-
-
-@refusal
-def schedule_that_varies(schedule: str) -> str | None:
-    if schedule == "constant":
-        return None
-    return (
-        f"num_assistant_tokens_schedule={schedule!r} changes the number of candidates by what all rows accept, and "
-        f"{WHERE_FIXED}; use 'constant'."
-    )
-
-
-@refusal
-def threshold_that_varies(threshold: float) -> str | None:
-    if not threshold:
-        return None
-    return (
-        f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
-        f"{WHERE_FIXED}; set it to 0."
-    )
-
-
-def check_fixed(schedule: str, threshold: float) -> None:
-    """Check that every round drafts the same number of candidates, as ranks that keep step need it."""
-    schedule_that_varies(schedule)
-    threshold_that_varies(threshold)
-
-
 def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     """Check that `seeds` can make each of so many rows independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
@@ -136,25 +34,23 @@ def check_seeds(seeds: Any, rows: int, verification: str, layout: str) -> None:
     wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
     told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
     require(wrong is None, told)
-    seeds_in_lockstep(rows, verification, layout)
-
-
-def check_in_order(names: list[str], layout: str, verification: str | None) -> None:
-    """Check that layout and verification let processors and criteria see each emitted token once, in order.
-
-    Args:
-        names: of these processors and criteria.
-        layout, verification: as they were asked for; None is unset.
-    """
-    layout_out_of_order(names, layout)
-    block_out_of_order(names, verification)
+    require(
+        rows == 1 or layout != "lockstep" or verification not in ("token", "block"),
+        f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
+        "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or another "
+        "layout if the model takes one.",
+    )
 
 
 def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
     """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
-    guided_encoder_decoder(model)
+    require(
+        not model.config.is_encoder_decoder,
+        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
+        "encoder; leave it out.",
+    )
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
@@ -170,20 +66,26 @@ def check_guidance(
             f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
             f"{tuple(ids.shape)}; pass both as the tokenizer gives them.",
         )
-        negative_prompt_that_ends_in_a_pad(mask)
+        row = int((mask[:, -1] == 0).int().argmax())
+        told = f"row {row} of negative_prompt_attention_mask ends in 0: pad it on the left; set "
+        require(bool(mask[:, -1].all()), f"{told}tokenizer.padding_side='left'.")
 
 
-def check_synced(states: bool, stateful: Collection[str], several: bool = False) -> None:
+def check_synced(states: bool, schedule: str, threshold: float, drafter: Drafter) -> None:
     """Check that ranks that hold parts of the models can keep step.
 
     Args:
         states: whether a model may have states that cannot be cropped.
-        stateful: names of processors that are called in order.
-        several: whether rows choose among several drafts.
+        schedule, threshold: by which the number of candidates would change.
+        drafter: who proposes.
     """
-    told = (
-        "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one."
-    )
-    require(not several, told)
-    ranks_with_states(states)
-    ranks_with_guidance(stateful)
+    same = "synced_gpus=True needs the same forwards on every rank, and "
+    told = f"num_assistant_tokens_schedule={schedule!r} changes the number of candidates by what all rows accept, and "
+    require(schedule == "constant", f"{told}{WHERE_FIXED}; use 'constant'.")
+    told = f"assistant_confidence_threshold={threshold} changes the number of candidates by what all rows draft, and "
+    require(not threshold, f"{told}{WHERE_FIXED}; set it to 0.")
+    require(not drafter.parts, f"{same}several drafts are chosen by the text; give one.")
+    told = "a model that takes layout='lockstep' only is fed again what was accepted, on some ranks more often; use "
+    require(not states, f"{same}{told}a target and a draft that take another layout, or replicas without synced_gpus.")
+    told = "the draft has another tokenizer, so that ranks would run different forwards; give one with the target's."
+    require(not drafter.own_text, told)

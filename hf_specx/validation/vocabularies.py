@@ -7,8 +7,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.hub import try_to_load_from_cache
 
-from hf_specx.common.errors import refusal
-
 
 TOKENIZER_FILE = "tokenizer.json"
 GIVE_BOTH = (
@@ -21,15 +19,15 @@ GIVE_ITS_OWN = (
 COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
 
 
-@refusal
-def files_of_other_tokens(vocab: dict[str, int], draft_vocab: dict[str, int], remedy: str = GIVE_BOTH) -> str | None:
+def files_of_other_tokens(vocab: dict[str, int], draft_vocab: dict[str, int], remedy: str = GIVE_BOTH) -> None:
+    """Check that most ids stand for the same tokens; a few that were renamed do no harm, as candidates are judged."""
     tokens = [{number: token for token, number in each.items()} for each in (vocab, draft_vocab)]
     both = sorted(tokens[0].keys() & tokens[1].keys())
     apart = [number for number in both if tokens[0][number] != tokens[1][number]]
-    if 2 * len(apart) <= len(both):  # a few that were renamed do no harm: candidates are judged in any case
-        return None
+    if 2 * len(apart) <= len(both):
+        return
     number = apart[-1]
-    return (
+    raise ValueError(
         f"target and draft score equally many tokens and have different tokenizers: {len(apart)} of {len(both)} ids "
         f"stand for other tokens, for instance {number} for {tokens[0][number]!r} and {tokens[1][number]!r}; "
         f"{remedy}"

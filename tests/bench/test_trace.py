@@ -110,22 +110,6 @@ def test_greedy_candidates_have_no_q(models):
             assert candidate["acceptance"] == float(candidate["accepted"])
 
 
-def test_positions_one_by_one(models):
-    """Under a processor that keeps state, candidates that no position was judged for are not shown."""
-
-    class Counting:
-        def __call__(self, input_ids, scores):
-            return scores
-
-    found, report = traced(models, "token", logits_processor=[Counting()])
-    assert report.layout == "lockstep"
-    tokens = [token["token"] for each in found["rounds"] for token in each["tokens"]]
-    assert len(tokens) == 24
-    assert [len(each["candidates"]) for each in found["rounds"]] == [r.judged for r in report.history[0]]
-    assert [len(each["tokens"]) for each in found["rounds"]] == [r.emitted for r in report.history[0]]
-    assert report.judged < report.drafted
-
-
 class Meanwhile:
     """A listener that makes another call after the first round it hears of."""
 

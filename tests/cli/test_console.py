@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx.cli import coloured, console
-from hf_specx.engine.history import RoundRecord
+from hf_specx.common.round import RoundRecord
 
 
 @pytest.fixture(scope="module")

@@ -71,13 +71,14 @@ def judged(accepted: list[int], undefined: list[list[bool]] | None = None) -> Ju
     return Judgement(torch.tensor(accepted), torch.tensor([8, 2]), CHANCES, CHANCES / 2, nowhere)
 
 
-def at_most(emitted: int) -> Stopping:
+def at_most(emitted: int, batch: Batch) -> Stopping:
+    batch.limits = [emitted] * 2
     return Stopping(StoppingCriteriaList(), width=3, max_length=3 + emitted)
 
 
 def test_append_emits_what_was_accepted_and_the_next_token():
     batch = two_rows()
-    done = batch.append(UNEVEN, judged([1, 1], [[False, False, True, True], [False] * 4]), at_most(9))
+    done = batch.append(UNEVEN, judged([1, 1], [[False, False, True, True], [False] * 4]), at_most(9, batch))
     assert batch.output(2)[:, 3:].tolist() == [[4, 8], [5, 2]]
     assert batch.counts == [2, 2]
     assert (done.batch, done.rows, done.draft) == (batch, [0, 1], UNEVEN)
@@ -86,29 +87,20 @@ def test_append_emits_what_was_accepted_and_the_next_token():
     assert done.survival == [[0.5, 0.25, 0.125], [0.75]]  # of candidates, not of fillers
     assert done.overlap == [[0.25, 0.125, 0.0625], [0.375]]
     assert done.undefined == [2, 4]
-    assert (done.stay, done.finished) == (None, False)
+    assert done.ended == []
 
 
-def test_append_cuts_at_a_stop_and_the_row_leaves():
+def test_append_cuts_at_a_stop():
     batch = two_rows()
-    done = batch.append(UNEVEN, judged([3, 0]), at_most(3))
+    done = batch.append(UNEVEN, judged([3, 0]), at_most(3, batch))
     assert batch.output(3)[:, 3:].tolist() == [[4, 6, 7], [2, 9, 9]]
     assert (done.emitted, done.accepted, done.judged, done.gained) == ([3, 1], [3, 0], [3, 1], [4, 1])
-    assert (done.stay.tolist(), done.finished) == ([1], False)
-    assert (done.rows, batch.rows) == ([0, 1], [1])
-
-
-def test_the_last_rows_to_end_stay():
-    """What looks at the batch after the last round needs rows."""
-    batch = two_rows()
-    done = batch.append(UNEVEN, judged([1, 1]), at_most(2))
-    assert (done.stay, done.finished) == (None, True)
-    assert batch.rows == [0, 1]
+    assert (done.rows, done.ended) == ([0, 1], [0])
 
 
 def test_in_lockstep_all_rows_gain_what_the_least_one_does():
     batch = Batch(torch.tensor([[1, 2, 3], [4, 5, 6]]), None, pad_token_id=9, lockstep=True)
-    done = batch.append(UNEVEN, judged([3, 1]), at_most(9))
+    done = batch.append(UNEVEN, judged([3, 1]), at_most(9, batch))
     assert batch.output(2)[:, 3:].tolist() == [[4, 6], [5, 2]]
     assert (done.accepted, done.gained, done.emitted) == ([3, 1], [2, 2], [2, 2])
     assert batch.together == 2
@@ -117,6 +109,3 @@ def test_in_lockstep_all_rows_gain_what_the_least_one_does():
 def test_a_draft_knows_its_candidates():
     assert UNEVEN.proposed.tolist() == [[True, True, True], [True, False, False]]
     assert UNEVEN._replace(lengths=[3, 3]).proposed is None
-    second = UNEVEN.at(1)
-    assert (second.tokens.tolist(), second.lengths, second.probs) == ([[6], [0]], [1, 0], None)
-    assert UNEVEN.at(3).tokens.shape == (2, 0)

@@ -102,17 +102,6 @@ def one_after_another(input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: o
     return input_ids.shape[1] >= 16 + torch.tensor([8, 16, 24, 40])
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_rows_that_are_over_stay_in_the_batch(settings: str):
-    """Where a criterion is shown tokens one by one; nothing is proposed for such rows, and they stop no other."""
-    ends = {"stopping_criteria": [one_after_another], "eos_token_id": 46, "pad_token_id": 1}
-    strategy = check_equal_and_fewer(4, {}, **SETTINGS[settings], **ends)
-    assert "in order" in strategy.report.layout_reason
-    assert lengths_differ(strategy)
-    assert strategy.report.emitted_per_row == [8, 16, 24, 40]
-    assert strategy.report.history[3][-2].gained > 1
-
-
 class Misshapen(Bigrams):
     """Claims more candidates than it has."""
 

@@ -8,7 +8,7 @@ from tiny import near, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding, generate
-from hf_specx.engine.history import RoundRecord
+from hf_specx.common.round import RoundRecord
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 25}

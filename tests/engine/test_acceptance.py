@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculationReport, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.engine.plan import Listener
+from hf_specx.engine.call import Listener
 
 
 VOCAB_SIZE = 5

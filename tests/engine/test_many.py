@@ -301,6 +301,19 @@ def test_requests_that_cannot_be_served(asked: list, options: dict, told: str, b
     ]
 
 
+@pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
+def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
+    """So it is an error at once; a later one is refused alone, and its tokens are none that could be an answer."""
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
+    with pytest.raises(ValueError, match="is no prompt; give a list of token ids"):
+        list(strategy.generate_many(target, [wrong, wrong], **GREEDY))
+    found = completed(strategy, target, [[1, 2], wrong], **GREEDY)
+    assert found[1].tokens is None
+    assert "is no prompt" in found[1].error
+    assert found[0].tokens == alone(target, Request([1, 2]), **GREEDY)
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -329,6 +342,7 @@ def test_arguments_that_are_refused(options: dict, told: str):
         ({"input_ids": [[1, 2]]}, "requests is a dict; give"),
         ([1, 2], "requests is a single prompt; give a list of prompts"),
         (torch.ones(3, dtype=torch.int64), "requests is a single prompt; give a list of prompts"),
+        (torch.tensor([[0, 0, 4], [1, 2, 3]]), "a Tensor of 2 dimensions, whose rows may hold pads; give a list"),
     ],
 )
 def test_prompts_that_are_no_list(requests: object, told: str):
@@ -364,7 +378,7 @@ def test_an_offloaded_target():
 def test_models_that_are_spread_over_processes_are_refused(spread: int, monkeypatch: pytest.MonkeyPatch):
     """The target or the draft."""
     models = [tiny(), near(tiny(), 0.2)]
-    monkeypatch.setattr("hf_specx.engine.requests.synced_by_default", lambda *asked: models[spread] in asked)
+    monkeypatch.setattr("hf_specx.engine.queue.synced_by_default", lambda *asked: models[spread] in asked)
     told = r"spread over processes \(FSDP or ZeRO-3\)"
     with Forwards(models[0]) as forwards, pytest.raises(ValueError, match=told):
         SpeculativeDecoding(models[1]).generate_many(models[0], [[1]], **GREEDY)

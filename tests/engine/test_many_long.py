@@ -9,7 +9,7 @@ from tiny import near, tiny
 from transformers import GenerationConfig
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import outputs, places, start
+from hf_specx.engine import outputs, queue, start
 
 
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
@@ -49,7 +49,7 @@ def test_sums_of_rounds_that_were_let_go(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pytest.MonkeyPatch):
     """Once it is done, no row is filled again before a batch has begun that is as wide as its own prompts."""
-    monkeypatch.setattr(places, "LEFT_OVER", 8)
+    monkeypatch.setattr(queue, "LEFT_OVER", 8)
     target, widths = tiny(num_hidden_layers=1), []
 
     class Width:

@@ -128,18 +128,6 @@ def test_processors_of_the_requests(options: dict, kind: str):
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_a_processor_that_the_layout_has_no_place_for(layout: str):
-    """Its request is refused, and what comes before and after it is completed."""
-    target = tiny()
-    asked = [*requests(2), Request([5, 6], 4, seed=1, logits_processor=[Counting()]), Request([7], 4, seed=2)]
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3, verification="coupled", layout=layout)
-    found = completed(strategy, target, asked, batch_size=2, **GREEDY)
-    assert found[2].finish_reason == "refused"
-    assert found[2].error.startswith(f"request 2: layout='{layout}' lets rows advance on their own, and Counting")
-    assert [found[index].tokens for index in (0, 1, 3)] == [alone(target, asked[n], **GREEDY) for n in (0, 1, 3)]
-
-
 def test_state_that_requests_would_share_is_refused():
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3)

@@ -29,6 +29,8 @@ from hf_specx import (
 class LastToken(LogitsProcessor):
     """Takes away the token two above the last one."""
 
+    stateless = True
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, (input_ids[:, -1:] + 2) % scores.shape[1], -torch.inf)
 
@@ -42,6 +44,7 @@ def seventh(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor
     return input_ids[:, -1] % 7 == 0
 
 
+seventh.stateless = True
 IDS, MASK = prompts(3).values()
 NEGATIVE = prompts(3, width=5, seed=3)
 CASES: dict[str, dict[str, Any]] = {

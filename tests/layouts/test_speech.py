@@ -114,8 +114,8 @@ def long(**changes) -> dict:
     return sounds(windows=3) | {"language": "en", "max_new_tokens": 16, "return_timestamps": True} | changes
 
 
-def assert_same(form: Form, names: list[str] | None = None, **call) -> tuple[torch.Tensor, int]:
-    """Returns stock's tokens, and how many target forwards these took."""
+def assert_same(form: Form, names: list[str] | None = None, plain: bool = False, **call) -> tuple[torch.Tensor, int]:
+    """Returns stock's tokens, and how many target forwards these took; fewer than ours unless ours is `plain` too."""
     chosen = {name: drafts()[name] for name in names or drafts()}
     torch.manual_seed(4)
     with counted(target(), target().model.encoder) as stock:
@@ -128,7 +128,7 @@ def assert_same(form: Form, names: list[str] | None = None, **call) -> tuple[tor
             output = form(draft, **call)
         assert torch.equal(output, expected), name
         assert torch.equal(torch.get_rng_state(), state), name
-        assert ours[0] < stock[0] + (name == "fewer layers"), name
+        assert ours[0] < stock[0] + (name == "fewer layers") or plain, name
         assert ours[1] == stock[1], name  # the draft never makes the target's encoder run again
         assert ours[2] <= stock[1], name
     return expected, stock[0]
@@ -202,7 +202,7 @@ def test_windows_that_are_judged_by_their_scores(form: Form):
     fallback = {"temperature": (0.0, 0.8), "logprob_threshold": -0.3}
     plain, _ = assert_same(form, ["near"], **long())
     tried, _ = assert_same(form, ["near"], **long(**fallback))
-    silent, _ = assert_same(form, ["near"], **long(**fallback, no_speech_threshold=0.02))
+    silent, _ = assert_same(form, ["near"], plain=True, **long(**fallback, no_speech_threshold=0.02))
     assert not torch.equal(plain, tried)
     assert silent.shape[1] < tried.shape[1]
 

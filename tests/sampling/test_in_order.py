@@ -1,20 +1,19 @@
-"""Processors and criteria that keep state are shown each emitted token once, in order, with all rows, as in stock."""
+"""What cannot be speculated exactly is decoded by transformers' own sampler, and the report says why."""
 
-import math
+import copy
+import warnings
 
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
-from enumerated import END, NUM_DRAFT_TOKENS, PAD, draw, exact_distribution, p_values
-from tiny import Forwards, near, prompts, tiny
+from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
-from hf_specx import SpeculativeDecoding
-from hf_specx.common.round import Draft
+from hf_specx import Request, SpeculativeDecoding, generate
 
 
 NEW_TOKENS = 24
@@ -110,16 +109,35 @@ CRITERIA = {
     "scores": lambda: {"stopping_criteria": [Unsure()], "output_scores": True, "return_dict_in_generate": True},
 }
 CRITERIA["scores of all"] = lambda: CRITERIA["scores"]() | {"stopping_criteria": [MeanUnsure()]}
-CASES = {f"processor: {k}": v for k, v in PROCESSORS.items()} | {f"criterion: {k}": v for k, v in CRITERIA.items()}
 
 
 def run(model: PreTrainedModel, inputs: dict, settings: dict, **strategy):
-    """A text and the state that the generator is left in."""
+    """An output and the state that the generator is left in."""
     torch.manual_seed(5)
     output = model.generate(**inputs, **settings, **strategy)
-    return getattr(output, "sequences", output), torch.get_rng_state()
+    return output, torch.get_rng_state()
 
 
+def text_of(output):
+    return getattr(output, "sequences", output)
+
+
+class AsBefore(LogitsProcessor):
+    """Changes nothing, but does not say so."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Gumbel(LogitsProcessor):
+    """Draws from the default generator, as a careless watermark might."""
+
+    def __call__(self, input_ids, scores):
+        return scores - torch.empty_like(scores).exponential_().log()
+
+
+PROCESSORS["noise"] = lambda: {"logits_processor": [Gumbel()]}
+CASES = {f"processor: {k}": v for k, v in PROCESSORS.items()} | {f"criterion: {k}": v for k, v in CRITERIA.items()}
 ENDS = [2, 7, 11, 19, 23, 33, 41, 46]
 
 
@@ -129,20 +147,27 @@ def test_equals_stock(case: str, do_sample: bool, eos_token_id: list | None):
     settings = {"do_sample": do_sample, "max_new_tokens": NEW_TOKENS, "eos_token_id": eos_token_id, "pad_token_id": 3}
     settings |= {"top_k": 0} if do_sample else {}
     expected, state = run(target, prompts(4), settings | CASES[case]())
+    expected = text_of(expected)
     ends = torch.isin(expected[:, 11:], torch.tensor(eos_token_id or [])).int().argmax(-1)
     assert eos_token_id is None or len(set(ends.tolist())) > 1
-    for draft in (target, near(target, 0.05), tiny(seed=9)):
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification="coupled" if do_sample else None)
-        output, left = run(target, prompts(4), settings | CASES[case](), custom_generate=strategy)
-        assert torch.equal(output, expected)
+    for options in ({"verification": "coupled"}, {"verification": "block", "layout": "ragged"}):
+        strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, **options)
+        with pytest.warns(UserWarning, match="without any speed-up: .* must be shown each token once, in order"):
+            output, left = run(target, prompts(4), settings | CASES[case](), custom_generate=strategy)
+        assert torch.equal(text_of(output), expected)
         assert torch.equal(left, state)
-        assert strategy.report.layout == "lockstep"
-        assert "must be shown each token once, in order" in strategy.report.layout_reason
+        report = strategy.report
+        assert (report.verification, report.layout, report.rounds, report.drafted) == ("plain", "plain", 0, 0)
+        assert report.plain_steps == expected.shape[1] - 11
+        if eos_token_id is not None:
+            rows = [row.tolist() for row in expected[:, 11:]]
+            ended = [next((n for n, token in enumerate(row, 1) if token in ENDS), len(row)) for row in rows]
+            assert all(emitted <= number for emitted, number in zip(report.emitted_per_row, ended, strict=True))
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "t5", "bart", "mamba2", "bamba"])
+@pytest.mark.parametrize("model_type", ["gpt2", "t5", "bart", "mamba2", "bamba", "openai-gpt"])
 def test_any_architecture(model_type: str):
-    """Positions, encoders, and states that are put back."""
+    """Positions, encoders, states, and no cache at all."""
     target = zoo.build("seq2seq" if model_type in ("t5", "bart") else "causal", model_type)
     inputs, settings = zoo.inputs(target, 4), {"do_sample": True, "top_k": 0, "max_new_tokens": 14}
     expected, _ = run(target, inputs, settings | {"logits_processor": [Trail()]})
@@ -161,99 +186,153 @@ def test_each_prefix_is_shown_once():
         assert torch.equal(prefix, output[:, : 11 + seen])
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4, 7])
-def test_equal_draft_needs_few_target_forwards(num_draft_tokens: int):
+def same(one, other) -> bool:
+    """Whether two outputs hold equal tensors in equal places."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one is None and other is None
+
+
+LAYERS = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "t5"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_layers_of_a_dict_output(model_type: str, do_sample: bool):
+    target = zoo.build("seq2seq" if model_type == "t5" else "causal", model_type)
+    settings = {"do_sample": do_sample, "max_new_tokens": 9, "output_scores": True, "output_logits": True, **LAYERS}
+    expected, _ = run(target, zoo.inputs(target, 3), settings)
+    strategy = SpeculativeDecoding(near(target, 0.03))
+    output, _ = run(target, zoo.inputs(target, 3), settings, custom_generate=strategy)
+    assert type(output) is type(expected)
+    assert output.keys() == expected.keys()
+    assert all(same(output[name], expected[name]) for name in expected if name != "past_key_values")
+    assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    assert output.speculation_report is strategy.report
+    assert "output_attentions=True" in strategy.report.layout_reason
+
+
+def test_a_cache_of_the_user_goes_on():
     target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=num_draft_tokens)
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "logits_processor": [AsBefore()]}
-    with Forwards(target) as forwards:
-        run(target, prompts(2), settings, custom_generate=strategy)
-    _, *rounds = forwards.lengths
-    assert len(rounds) <= math.ceil((NEW_TOKENS - 1) / (num_draft_tokens + 1))
-    assert strategy.report.acceptance_rate == 1
+    settings = {"do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
+    first = target.generate(**prompts(2), **settings)
+    more = {"input_ids": torch.cat([first.sequences, torch.tensor([[5], [6]])], 1)}
+    more["attention_mask"] = torch.nn.functional.pad(prompts(2)["attention_mask"], (0, 9), value=1)
+    texts = []
+    for given in ({}, {"custom_generate": SpeculativeDecoding(near(target, 0.05))}):
+        past = copy.deepcopy(first.past_key_values)
+        output, _ = run(target, more | {"past_key_values": past}, settings | {"logits_processor": [Trail()]}, **given)
+        texts.append((output.sequences, past.get_seq_length()))
+    assert torch.equal(texts[0][0], texts[1][0])
+    assert texts[0][1] == texts[1][1]
 
 
-class AsBefore(LogitsProcessor):
-    """Changes nothing, but does not say so."""
+class Collector(BaseStreamer):
+    def __init__(self):
+        self.puts, self.ends = [], 0
 
-    def __call__(self, input_ids, scores):
-        return scores
+    def put(self, value):
+        self.puts.append(value.tolist())
 
-
-@pytest.mark.parametrize(("end", "batches", "rows"), [(None, 150, 2), (END, 80, 64)])
-def test_law_of_sampled_drafts(end: int | None, batches: int, rows: int):
-    """Token verification position by position. False alarms with probability 1e-4 over both; see test_law.py.
-
-    A round goes on only while all rows keep their candidates, so that of many rows it judges but the first ones.
-    """
-    processors = [AsBefore()]
-    tokens = draw(None, batches=batches, rows=rows, eos_token_id=end, pad_token_id=PAD, logits_processor=processors)
-    assert min(p_values(tokens, exact_distribution([], end))) > 1e-4 / 4
+    def end(self):
+        self.ends += 1
 
 
-def acceptance_of_an_equal_draft() -> float:
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.0), num_draft_tokens=4, verification="token")
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "logits_processor": [AsBefore()]}
-    run(target, prompts(4), settings, custom_generate=strategy)
-    return strategy.report.acceptance_rate
+class RowCollector(Collector):
+    def __init__(self, rows: int):
+        super().__init__()
+        self.rows, self.closed = [[] for _ in range(rows)], []
+
+    def put_row(self, row, tokens):
+        self.rows[row].append(tokens.tolist())
+
+    def end_row(self, row):
+        self.closed.append(row)
 
 
-def test_each_candidate_is_judged_by_its_own_probabilities(monkeypatch: pytest.MonkeyPatch):
-    """If draft and target are equal, all are kept; but not where the probabilities are those of the first one."""
-    assert acceptance_of_an_equal_draft() == 1
-    at = Draft.at
-
-    def wrong(draft: Draft, position: int) -> Draft:
-        one = at(draft, position)
-        return one._replace(probs=draft.probs[:, :1]) if one.tokens.shape[1] else one
-
-    monkeypatch.setattr(Draft, "at", wrong)
-    assert acceptance_of_an_equal_draft() < 0.9
+def test_a_stream_is_that_of_stock():
+    target, inputs, streams = tiny(), prompts(1), [Collector(), Collector()]
+    settings = {"do_sample": False, "max_new_tokens": 9}
+    run(target, inputs, settings | {"logits_processor": [Trail()]}, streamer=streams[0])
+    strategy = SpeculativeDecoding(near(target, 0.05), streamer=streams[1])
+    run(target, inputs, settings | {"logits_processor": [Trail()]}, custom_generate=strategy)
+    assert streams[1].puts == streams[0].puts
+    assert streams[1].ends == streams[0].ends == 1
 
 
-class Gumbel(LogitsProcessor):
-    """Draws from the default generator, as a careless watermark might."""
+@pytest.mark.parametrize("eos_token_id", [None, ENDS])
+def test_a_stream_of_rows_has_no_pads(eos_token_id: list | None):
+    target, inputs, stream = tiny(), prompts(3), RowCollector(3)
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": eos_token_id, "pad_token_id": 3}
+    strategy = SpeculativeDecoding(near(target, 0.05), streamer=stream)
+    output, _ = run(target, inputs, settings | {"logits_processor": [Trail()]}, custom_generate=strategy)
+    for row, (mask, text) in enumerate(zip(inputs["attention_mask"].tolist(), output.tolist(), strict=True)):
+        emitted = strategy.report.emitted_per_row[row]
+        prompt, *parts = stream.rows[row]
+        assert prompt == text[11 - sum(mask) : 11]
+        assert [token for part in parts for token in part] == text[11 : 11 + emitted]
+    assert sorted(stream.closed) == ([] if eos_token_id is None else [0, 1, 2])
+    assert stream.ends == 1
 
-    def __call__(self, input_ids, scores):
-        return scores - torch.empty_like(scores).exponential_().log()
 
-
-def test_noise_that_would_be_used_twice_is_an_error():
-    target = tiny()
-    settings = {"do_sample": True, "max_new_tokens": 4, "logits_processor": [Gumbel()]}
-    with pytest.raises(RuntimeError, match="draws from torch's default generator.*verification='token'"):
-        run(target, prompts(2), settings, custom_generate=SpeculativeDecoding(target, verification="coupled"))
-    output, _ = run(target, prompts(2), settings, custom_generate=SpeculativeDecoding(target))
-    assert output.shape == (2, 15)
-
-
-def test_finished_rows_do_not_ask_a_generator():
-    """Their pads would match anything, and set how many candidates the others draft."""
-    target = tiny()
-    lookup = PromptLookupCandidateGenerator(num_output_tokens=4, max_matching_ngram_size=1, max_length=200)
-    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": [2, 7, 11, 19], "pad_token_id": 3}
-    settings["logits_processor"] = [AsBefore()]
-    expected, _ = run(target, prompts(4), settings)
-    asked = []
-    ask = lookup.get_candidates
-    lookup.get_candidates = lambda ids: asked.append(ids) or ask(ids)
-    output, _ = run(target, prompts(4), settings, custom_generate=SpeculativeDecoding(lookup))
+def test_one_seed_is_that_of_a_row_alone():
+    target, settings = tiny(), {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
+    torch.manual_seed(8)
+    expected = target.generate(**prompts(1), **settings, logits_processor=[Trail()])
+    strategy = SpeculativeDecoding(near(target, 0.05))
+    before = torch.get_rng_state()
+    output = target.generate(**prompts(1), **settings, logits_processor=[Trail()], seeds=[8], custom_generate=strategy)
     assert torch.equal(output, expected)
-    assert asked
-    assert not any(torch.isin(ids[0, -1], torch.tensor([2, 7, 11, 19])) for ids in asked if ids.shape[1] > 11)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_report_counts_what_was_judged():
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=NUM_DRAFT_TOKENS)
-    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "logits_processor": [AsBefore()]}
-    output, _ = run(target, prompts(4), settings | {"eos_token_id": 5}, custom_generate=strategy)
-    report = strategy.report
-    assert report.verification == "token"
-    assert 0 < report.accepted < report.judged < report.drafted
-    assert 0 < report.alpha < 1
-    for row, emitted in enumerate(report.emitted_per_row):
-        text = output[row, 11:].tolist()
-        assert emitted == (text.index(5) + 1 if 5 in text else len(text))
-    assert all(record.judged <= record.accepted + 1 for row in report.history for record in row)
+def test_seeds_of_several_rows_are_refused():
+    given = {"logits_processor": [Trail()], "seeds": [1, 2], "custom_generate": SpeculativeDecoding(tiny())}
+    with pytest.raises(ValueError, match="seeds= for 2 rows .* Trail may keep state.*call generate for each row"):
+        tiny().generate(**prompts(2), do_sample=True, max_new_tokens=4, **given)
+    assert tiny().generate(**prompts(2), do_sample=False, max_new_tokens=4, **given).shape == (2, 15)
+
+
+def test_one_warning_a_strategy():
+    target, strategy = tiny(), SpeculativeDecoding(tiny())
+    settings = {"do_sample": False, "max_new_tokens": 4, "logits_processor": [AsBefore()]}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            run(target, prompts(2), settings, custom_generate=strategy)
+    assert sum("own sampler" in str(one.message) for one in seen) == 1
+
+
+def test_by_the_function_with_everything_that_it_takes():
+    """Its report, stop strings and a streamer; and the report sums over calls of one user call."""
+    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 6, "logits_processor": [AsBefore()]}
+    output = generate(
+        **prompts(2), model=target, draft_model=near(target, 0.05), return_dict_in_generate=True, **settings
+    )
+    assert torch.equal(output.sequences, target.generate(**prompts(2), **settings))
+    assert output.speculation_report.emitted_per_row == [6, 6]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_request_among_others(logprobs: bool):
+    """Its text and log-probabilities are those of a batch of one under its seed."""
+    target, ids = tiny(), [4, 8, 15, 16, 23]
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": 7}
+    torch.manual_seed(3)
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    given = torch.tensor([ids])
+    stock = target.generate(
+        given, attention_mask=torch.ones_like(given), **settings, **kept, logits_processor=[Trail()]
+    )
+    requests = [ids, Request(ids, seed=3, logits_processor=[Trail()]), ids]
+    strategy = SpeculativeDecoding(near(target, 0.05))
+    done = list(strategy.generate_many(target, requests, ordered=True, logprobs=logprobs, **settings))
+    new = stock.sequences[0, 5:]
+    assert done[1].tokens == new.tolist()
+    assert done[1].finish_reason == "length"
+    if logprobs:
+        for mine, theirs in ((done[1].logprobs, stock.scores), (done[1].raw_logprobs, stock.logits)):
+            expected = torch.cat(theirs).log_softmax(-1).gather(-1, new[:, None])[:, 0]
+            assert mine == pytest.approx(expected.tolist())

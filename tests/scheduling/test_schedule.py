@@ -73,12 +73,10 @@ def some_batch(rows: int = 3) -> Batch:
 
 
 def test_rows_draft_no_more_than_they_can_emit():
-    """And nothing before their first token, or where they are over."""
+    """And nothing before their first token."""
     numbers, batch = Schedule(3, [4] * 4), some_batch()
     assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
     assert numbers(batch) == [2, 2, 2]
     batch.counts = [1, 2, 4]
     assert numbers(batch) == [2, 1, 0]
-    batch.over = torch.tensor([True, False, False])
-    assert numbers(batch) == [0, 1, 0]
     assert Schedule(3, None)(batch) == [0, 3, 3]  # where all ranks must draft alike

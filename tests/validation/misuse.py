@@ -282,6 +282,17 @@ def call_of_1(**settings):
     return get("target").generate(**prompts(1), **settings, max_new_tokens=2, custom_generate=strategy())
 
 
+class Wrapped(SpeculativeDecoding):
+    """With one more frame between `generate` and the strategy."""
+
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+def call_of_wrapped(**settings):
+    return get("target").generate(**prompts(1), **settings, custom_generate=Wrapped(get("draft")))
+
+
 def directly(input_ids: torch.Tensor):
     """What `generate` would call, which fills up an empty prompt itself."""
     config = copy.deepcopy(get("target").generation_config)

@@ -12,7 +12,6 @@ from misuse import (
     IDS,
     ONES,
     OTHER,
-    Counting,
     Tokens,
     call,
     early,
@@ -37,7 +36,6 @@ from misuse import (
     without_a_model_elsewhere,
 )
 from transformers import StaticCache
-from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx import generate
 from hf_specx.generate import NAMED
@@ -55,10 +53,6 @@ CASES = {
     "compiled_in_another_layout": (
         "goes with layout='ragged', and LlamaForCausalLM would be decoded in 'padded'.*use compile=False",
         partial(to_compile, {"layout": "padded"}),
-    ),
-    "compiled_in_another_layout, in order": (
-        "decoded in 'lockstep' .needed: Counting must be shown",
-        lambda: to_compile(logits_processor=[Counting()]),
     ),
     "forward_that_cannot_be_compiled": (
         "cannot compile LlamaForCausalLM: its frequencies follow the length of the text; use compile=False",
@@ -222,24 +216,12 @@ CASES = {
         "verification='token' and layout='lockstep', where.*use verification='coupled'",
         partial(call, {"verification": "token", "layout": "lockstep"}, seeds=[1, 2], **SAMPLED),
     ),
-    "layout_out_of_order": (
-        "layout='ragged' lets rows advance on their own, and Counting must.*use layout='auto'",
-        lambda: call({"layout": "ragged"}, logits_processor=[Counting()]),
-    ),
-    "block_out_of_order": (
-        "verification='block' looks at all candidates .*Counting must.*use verification='token'",
-        lambda: call({"verification": "block"}, logits_processor=[Counting()], **SAMPLED),
-    ),
     "guided_encoder_decoder": (
         "guidance_scale= works for decoder-only models.*T5ForConditionalGeneration has an encoder; leave",
         partial(call, target="encoder", draft="encoder", guidance_scale=1.5),
     ),
     "negative_prompt_that_ends_in_a_pad": ("row 0 .* ends in 0.*side='left'", lambda: negative(ONES, torch.eye(2, 3))),
     "ranks_with_states": ("synced_gpus=True needs the same forwards.*use a target", partial(spread, target="unknown")),
-    "ranks_with_guidance": (
-        "guidance that was used before.*pass guidance_scale=",
-        lambda: spread(logits_processor=[UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, get("draft"))]),
-    ),
     "schedule_that_varies": (
         "schedule='heuristic' changes the number.*use 'constant'",
         partial(spread, num_assistant_tokens_schedule="heuristic"),

@@ -13,6 +13,7 @@ from misuse import (
     Tokens,
     call,
     call_of_1,
+    call_of_wrapped,
     directly,
     embeds,
     function,
@@ -101,6 +102,7 @@ PLAIN = [
         lambda: call({"streamer": TextStreamer(tokenizer=None)}),
     ),
     ("pass streamer= on.*use Spec", lambda: call_of_1(streamer=Closing())),
+    ("does not pass streamer= on", lambda: call_of_wrapped(streamer=Closing())),
     ("pass assistant_model= on.*leave", lambda: call_of_1(assistant_model=get("draft"))),
     (
         "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one",

@@ -7,14 +7,12 @@ import torch
 from misuse import MODELS, Closing, call, call_of_1, full_window, function, get, two_tokens
 from misuse_cases import CASES
 from plain_cases import PLAIN
-from refused import ROOMS_OF_CALLS, check_of, checks_in, is_refused
 from tiny import near, prompts, tiny
 from tool_cases import PLAIN as TOOLS
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.common.errors import CHECKS
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,24 +51,6 @@ def test_misuse(message: str, misuse: Callable[[], object], forwards: list):
         misuse()
     assert len(forwards) == passed
     assert state() == before
-
-
-def test_each_check_has_its_case():
-    assert checks_in(ROOMS_OF_CALLS) <= set(map(check_of, CASES))
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if check_of(case) in CHECKS])
-def test_without_its_check_it_is_not_refused(case: str, monkeypatch: pytest.MonkeyPatch):
-    """So no check repeats another."""
-    monkeypatch.setitem(CHECKS, check_of(case), lambda *args, **kwargs: None)
-    assert not is_refused(CASES[case])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(checks_in(ROOMS_OF_CALLS)))
-def test_without_a_check_all_other_cases_are_refused(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(CHECKS, name, lambda *args, **kwargs: None)
-    assert [case for case, told in CASES.items() if not is_refused(told) and check_of(case) != name] == []
 
 
 @pytest.mark.parametrize(("message", "misuse"), TOOLS, ids=[case[0] for case in TOOLS])

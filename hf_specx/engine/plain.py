@@ -1,0 +1,79 @@
+"""Calls that cannot be speculated exactly: transformers' own sampler decodes them, exact by construction."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+from hf_specx.common.errors import require
+from hf_specx.sampling.stopping import Stopping
+
+from .call import Call
+from .report import PLAIN, SpeculationReport
+from .start import make_batch
+from .streaming import Stream
+
+
+def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
+    """What `generate` gives without a strategy, under its own random numbers or those of one seed; and the report.
+
+    Raises:
+        ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
+    """
+    prompt, seeds, stream = (
+        call.prompt,
+        call.seeds,
+        Stream(call.options.streamer, call.options.stream_by, call.stopping),
+    )
+    ids, config = prompt.input_ids, prompt.generation_config
+    alone = seeds is None or len(ids) == 1 or not config.do_sample
+    told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
+    require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
+    watch, begun = _Watch(call.stopping, stream, ids), time.perf_counter()
+    stream.prompt(make_batch(prompt))
+    model: Any = prompt.model
+    with _seeded(None if seeds is None else seeds[0], ids.device):
+        output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
+    columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
+    report = SpeculationReport(PLAIN, PLAIN, f"transformers' own sampler: {call.plain}", len(ids))
+    report.note_plain(columns, watch.emitted.clamp(max=columns).tolist(), time.perf_counter() - begun)
+    return output, report
+
+
+class _Watch(StoppingCriteriaList):
+    """The criteria of a call, which hand on and count each token of a row that is not finished.
+
+    Attributes:
+        emitted: [B] int64, tokens of each row.
+    """
+
+    def __init__(self, stopping: Stopping, stream: Stream, input_ids: torch.Tensor):
+        super().__init__(stopping.all)
+        self.stream, self.pads = stream, stopping.pads_finished_rows
+        self.live = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        self.emitted = torch.zeros_like(self.live, dtype=torch.int64)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:
+        stopped = super().__call__(input_ids, scores, **kwargs)
+        shown = self.live if self.pads else self.live.any().expand_as(self.live)
+        self.live = self.live & ~stopped
+        self.emitted += shown
+        if self.stream.streamer is not None:
+            new = [ids[-1:] if is_shown else ids[:0] for ids, is_shown in zip(input_ids, shown.tolist(), strict=True)]
+            ended = (shown & ~self.live).nonzero()[:, 0].tolist() if self.pads else []
+            self.stream.hand_on(new, ended)
+        return stopped
+
+
+@contextmanager
+def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Draw from the default generator as after this seed, and leave it as it was; None changes nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

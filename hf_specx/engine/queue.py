@@ -1,0 +1,198 @@
+"""Requests that wait, and those of the batch that is decoded: who has the place of a row that ends."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
+from hf_specx.common.padding import padded_rows
+from hf_specx.common.round import Round
+from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
+from hf_specx.sampling.processors import can_look_ahead
+
+from .ranks import synced_by_default
+from .requests import Completion, Entry, Prepared, Preparing, Request, as_ids
+
+
+LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
+
+
+class RequestQueue:
+    """Requests, taken from an iterable as they are needed: when a batch begins, and for rows that have ended.
+
+    Args:
+        models: the target, and the draft if it is a model.
+        requests: lists of tokens, or `Request`.
+        options: arguments of `generate` for all of them.
+        most: slots of a cache, rows times their length; None is no limit.
+        logprobs: whether completions have those of their tokens.
+
+    Attributes:
+        entries: the request of each of the B rows of the batch that is decoded.
+        stopping: of these rows.
+        failed: an error of the iterable; it is raised once what was taken before is done.
+    """
+
+    stopping: RequestStopping
+
+    def __init__(
+        self,
+        models: Sequence[PreTrainedModel],
+        requests: Any,
+        options: dict[str, Any],
+        most: int | None = None,
+        logprobs: bool = False,
+    ):
+        told = "a model is spread over processes (FSDP or ZeRO-3), which would read prompts at different times; "
+        require(not synced_by_default(*models), told + "load a copy on each process, or call generate for batches.")
+        self.requests, self.preparing = enumerate(requests), Preparing(models[0], options)
+        self.max_batch_tokens, self.logprobs = most, logprobs
+        self.entries: list[Entry] = []
+        self.next: Entry | None = None
+        self.completed: list[Completion] = []
+        self.chances: list[list[tuple[float, float]]] = []
+        self.failed: Exception | None = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row of the batch with its limit."""
+        return max(entry.longest for entry in self.entries)
+
+    def begin(self, rows: int) -> bool:
+        """Take as many requests as may share a batch of at most so many rows; False if none are left."""
+        self.entries = []
+        while len(self.entries) < rows and (entry := self._peek()) is not None and self._fits([*self.entries, entry]):
+            if self.entries and entry.alone:
+                break
+            self.entries.append(self._take())
+            if entry.alone:
+                break
+        self.chances = [[] for _ in self.entries]
+        if self.entries:
+            self.stopping = RequestStopping([entry.stopping for entry in self.entries])
+        return bool(self.entries)
+
+    def prepared(self) -> Prepared:
+        """The prompts of all rows, as `generate` prepares them with pads."""
+        encodes = self.preparing.model.config.is_encoder_decoder
+        padded = padded_rows([entry.given for entry in self.entries], "right" if encodes else "left")
+        return self.preparing.batch(padded["input_ids"], padded["attention_mask"], self.stopping.max_new_tokens)
+
+    def seeds(self, given: Prepared) -> list[int] | None:
+        """Of the rows; None where nothing is drawn."""
+        return [entry.seed for entry in self.entries] if given.config.do_sample else None
+
+    def processors(self, look_ahead: bool = False) -> RequestProcessors:
+        """Those of the rows; `look_ahead` leaves out those that keep state, for a draft."""
+        own = [[p for p in entry.processors if not look_ahead or can_look_ahead(p)] for entry in self.entries]
+        alike = [entry.alike for entry in self.entries]
+        return RequestProcessors(own, self.stopping.eos_token_id, alike)
+
+    def admit(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
+        """Give the places of rows that have ended to the next requests; returns these by row."""
+        coming: dict[int, Entry] = {}
+        for row in ended:
+            entry = self._peek()
+            if entry is None or entry.alone:
+                break
+            live = [entry, *(self.entries[number] for number in batch.rows if number != row)]
+            widest = max(len(one.input_ids) for one in live)
+            # if a prompt was much longer than those that are left, forwards would go on reading that width
+            too_wide = batch.width - widest > max(LEFT_OVER, widest)
+            if not too_wide and self._fits(live, len(self.entries), batch.width):
+                coming[row] = self.entries[row] = self._take()
+        widest = max((len(entry.input_ids) for entry in coming.values()), default=0)
+        if widest > batch.width:
+            batch.widen(widest - batch.width)
+        for row, entry in coming.items():
+            batch.replace(row, entry.input_ids, entry.limit)
+            self.stopping.admit(row, entry.stopping)
+        return coming
+
+    def observe(self, done: Round) -> None:
+        """Take up what rows have emitted."""
+        batch = done.batch
+        if self.logprobs:
+            for index, row in enumerate(done.rows):
+                self.chances[row] += _chances(done, index, row)
+        for row in done.ended:
+            text = batch.row(row)
+            tokens = text[batch.prompt_lengths[row] :].tolist()
+            self.close(row, tokens, self.entries[row].stopping.by_limit(text[None], len(tokens)))
+
+    def close(self, row: int, tokens: list[int], by_limit: bool) -> None:
+        """A row has ended."""
+        processed, raw = zip(*self.chances[row], strict=True) if self.logprobs and tokens else ((), ())
+        given = (list(processed), list(raw)) if self.logprobs else (None, None)
+        reason = "length" if by_limit else "stop"
+        self.completed.append(Completion(self.entries[row].index, tokens, reason, *given))
+        self.chances[row] = []
+
+    def refuse(self, index: int, error: ValueError) -> None:
+        """A request cannot be served; the others go on."""
+        self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
+
+    def handed_on(self) -> Iterator[Completion]:
+        """What is done or was refused since the last time."""
+        done, self.completed = self.completed, []
+        yield from done
+
+    def _peek(self) -> Entry | None:
+        """The next request that can be served; those before it that never can be are refused. None at the end."""
+        while self.next is None and self.failed is None:
+            try:
+                numbered = next(self.requests, None)
+            except Exception as error:
+                numbered, self.failed = None, error
+            if numbered is None:
+                return None
+            index, given = numbered
+            request = given if isinstance(given, Request) else Request(given)
+            if index == 0:  # the type of the first is that of all
+                as_ids(request.input_ids)
+            try:
+                self.next = self._prepare(index, request)
+            except ValueError as error:
+                self.refuse(index, error)
+        return self.next
+
+    def _prepare(self, index: int, request: Request) -> Entry:
+        entry = self.preparing.entry(index, request)
+        told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is room "
+        told += f"for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
+        require(self._fits([entry]), f"{told}raise it, lower max_new_tokens, or shorten the prompt.")
+        return entry
+
+    def _take(self) -> Entry:
+        """The request that `_peek` has shown."""
+        entry, self.next = self.next, None
+        assert entry is not None
+        return entry
+
+    def _fits(self, entries: Sequence[Entry], rows: int = 0, width: int = 0) -> bool:
+        """Whether a batch of `rows` or more rows with prompts of `width` or more columns has place for entries."""
+        width = max(width, *(entry.longest - entry.limit for entry in entries))
+        longest = width + max(entry.limit for entry in entries)
+        return self.max_batch_tokens is None or max(rows, len(entries)) * longest <= self.max_batch_tokens
+
+
+def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
+    """Log-probabilities of the tokens that a row has emitted in a round: after all processors, and of the model."""
+    number, end = done.emitted[index], done.batch.width + done.before[index]
+    tokens = done.batch.ids[row, end : end + number, None]
+    kinds = (done.scores[index, :number], done.forward.logits[index, :number])
+    found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
+    return list(zip(*found, strict=True))
+
+
+def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:
+    """Completions in the order in which their requests were given."""
+    early: dict[int, Completion] = {}
+    number = 0
+    for completion in completions:
+        early[completion.index] = completion
+        while number in early:
+            yield early.pop(number)
+            number += 1
