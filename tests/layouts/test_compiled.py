@@ -349,7 +349,7 @@ def test_costs_are_measured_on_compiled_forwards(traced: None):
     strategy = SpeculativeDecoding(draft, compile=True)
     strategy.calibrate(target, prompts(2)["input_ids"])
     assert list(strategy.costs.table) == [2]
-    assert regions.REGIONS[target].compilations == 5
+    assert regions.REGIONS[target].compilations == 3  # one for each query length that is timed
     assert regions.REGIONS[draft].compilations == 1
 
 
