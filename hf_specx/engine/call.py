@@ -31,7 +31,7 @@ from hf_specx.validation.rows import check_seeds, check_synced
 
 from .queue import RequestQueue
 from .ranks import is_synced, shares_rows
-from .report import PLAIN
+from .report import PLAINLY
 from .requests import Prepared
 
 
@@ -79,7 +79,7 @@ class Withheld:
     adds_reports: bool = False
 
 
-NOTHING = Withheld()
+NONE_WITHHELD = Withheld()
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def make_call(
     options: Options,
     given: Prepared,
     drafter: Drafter,
-    withheld: Withheld = NOTHING,
+    withheld: Withheld = NONE_WITHHELD,
     seeds: list[int] | None = None,
     queue: RequestQueue | None = None,
 ) -> Call:
@@ -166,7 +166,7 @@ def make_call(
     check_asked(prompt, given.processors, drafter, options, None if queue is None else queue.longest)
     processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
     plain, sampled = why_plain(prompt, stateful), given.config.do_sample
-    layout = Layout(PLAIN, PLAIN, plain) if plain else _layout(options, prompt, drafter)
+    layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     whole = None if queue is None else why_whole(models, layout.target, layout.draft)
     if whole is not None:
         layout = replace(layout, reason=f"{layout.reason}; whole batches, since {whole}")
@@ -215,8 +215,8 @@ def why_plain(prompt: Prompt, stateful: list[str]) -> str:
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
     """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once."""
-    if call.plain and PLAIN not in said:
-        said.add(PLAIN)
+    if call.plain and PLAINLY not in said:
+        said.add(PLAINLY)
         told = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
         warnings.warn(f"{told}{call.plain}.", UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
