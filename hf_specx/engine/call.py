@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx.cache.slots import has_columns
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
-from hf_specx.common.round import Round
+from hf_specx.common.round import Listener
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.row_by_row import ROW_BY_ROW
 from hf_specx.layouts.choose import choose_layout, layouts_of
@@ -41,13 +41,6 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
-
-
-class Listener(Protocol):
-    """An object that wants to know what became of each round."""
-
-    def observe(self, done: Round) -> None:
-        """Called after each round, once the text has grown."""
 
 
 class Options(Protocol):
@@ -89,12 +82,14 @@ class Layout:
     Attributes:
         target, draft: that of each model; `reason` says why the target's.
         states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
+        refills: whether prompts can be read in the places of rows that have ended.
     """
 
     target: str
     draft: str
     reason: str
     states: bool = False
+    refills: bool = True
 
     @property
     def lockstep(self) -> bool:
@@ -118,7 +113,6 @@ class Call:
         synced: whether other ranks have to run the same forwards, each for rows of its own.
         shared: whether other ranks decode the same rows, with other parts of the models.
         queue: what follows in the places of rows that end; None for a call of its own.
-        refills: whether prompts of the queue can be read in these places.
     """
 
     options: Options
@@ -135,7 +129,6 @@ class Call:
     synced: bool = False
     shared: bool = False
     queue: RequestQueue | None = None
-    refills: bool = False
 
 
 def make_call(
@@ -167,9 +160,8 @@ def make_call(
     processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
     plain, sampled = why_plain(prompt, stateful), given.config.do_sample
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
-    whole = None if queue is None else why_whole(models, layout.target, layout.draft)
-    if whole is not None:
-        layout = replace(layout, reason=f"{layout.reason}; whole batches, since {whole}")
+    if queue is not None and (whole := why_whole(models, layout.target, layout.draft)):
+        layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
     call = Call(
@@ -187,10 +179,8 @@ def make_call(
         synced=synced,
         shared=shared,
         queue=queue,
-        refills=queue is not None and whole is None,
     )
-    _check_chosen(call)
-    return call
+    return _checked(call)
 
 
 def why_plain(prompt: Prompt, stateful: list[str]) -> str:
@@ -277,15 +267,15 @@ def _verification(options: Options, layout: Layout, drafter: Drafter, seeds: lis
     return "coupled" if tied or not drafter.has_probs else "block"
 
 
-def _check_chosen(call: Call) -> None:
-    """Raise a `ValueError` if a call asks for something that does not go with how it is decoded."""
+def _checked(call: Call) -> Call:
+    """The call itself; raises a `ValueError` if it asks for something that does not go with how it is decoded."""
     drafting, drafter, ids, ranks = call.drafting, call.drafter, call.prompt.input_ids, call.synced or call.shared
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
     if call.seeds is not None:
         layout = "lockstep" if call.layout.lockstep else call.layout.target
         check_seeds(call.seeds, len(ids), call.verification, layout)
     if call.plain:
-        return
+        return call
     check_noise(ids.device, call.verification)
     if call.options.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
@@ -296,3 +286,4 @@ def _check_chosen(call: Call) -> None:
             check_compile(drafter.model, call.layout.draft, "its best for a draft", config, ranks)
     if call.synced:
         check_synced(call.layout.states, drafting.schedule, drafting.threshold, drafter)
+    return call
