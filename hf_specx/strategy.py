@@ -14,12 +14,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import free_tokens
+from hf_specx.common.round import Listener
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.other_tokenizer import match_tokenizers
 from hf_specx.engine.attached import attached
-from hf_specx.engine.call import Call, Listener, Withheld, make_call, warn_once
+from hf_specx.engine.call import Call, Withheld, make_call, warn_once
 from hf_specx.engine.decode import decode
 from hf_specx.engine.many import complete_all
 from hf_specx.engine.plain import decode_plainly

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -173,3 +173,10 @@ class Round:
             forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
             found.append(RoundRecord(*record, longest, forced, steps))
         return found
+
+
+class Listener(Protocol):
+    """An object that wants to know what became of each round."""
+
+    def observe(self, done: Round) -> None:
+        """Called after each round, once the text has grown."""

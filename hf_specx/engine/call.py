@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx.cache.slots import has_columns
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
-from hf_specx.common.round import Round
+from hf_specx.common.round import Listener
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.layouts.choose import choose_layout, layouts_of
 from hf_specx.layouts.compiled import check_compile
@@ -31,7 +31,7 @@ from hf_specx.validation.rows import check_seeds, check_synced
 
 from .queue import RequestQueue
 from .ranks import is_synced, shares_rows
-from .report import PLAIN
+from .report import PLAINLY
 from .requests import Prepared
 
 
@@ -40,13 +40,6 @@ LOCKSTEP_COST = (
     "gain less: no other layout has been shown to be exact for these models and inputs. Pass layout='lockstep' to "
     "silence this warning."
 )
-
-
-class Listener(Protocol):
-    """An object that wants to know what became of each round."""
-
-    def observe(self, done: Round) -> None:
-        """Called after each round, once the text has grown."""
 
 
 class Options(Protocol):
@@ -78,7 +71,7 @@ class Withheld:
     adds_reports: bool = False
 
 
-NOTHING = Withheld()
+NONE_WITHHELD = Withheld()
 
 
 @dataclass(frozen=True)
@@ -88,12 +81,14 @@ class Layout:
     Attributes:
         target, draft: that of each model; `reason` says why the target's.
         states: whether one of the models takes lockstep only, where a rollback may have to feed tokens again.
+        refills: whether prompts can be read in the places of rows that have ended.
     """
 
     target: str
     draft: str
     reason: str
     states: bool = False
+    refills: bool = True
 
     @property
     def lockstep(self) -> bool:
@@ -117,7 +112,6 @@ class Call:
         synced: whether other ranks have to run the same forwards, each for rows of its own.
         shared: whether other ranks decode the same rows, with other parts of the models.
         queue: what follows in the places of rows that end; None for a call of its own.
-        refills: whether prompts of the queue can be read in these places.
     """
 
     options: Options
@@ -134,14 +128,13 @@ class Call:
     synced: bool = False
     shared: bool = False
     queue: RequestQueue | None = None
-    refills: bool = False
 
 
 def make_call(
     options: Options,
     given: Prepared,
     drafter: Drafter,
-    withheld: Withheld = NOTHING,
+    withheld: Withheld = NONE_WITHHELD,
     seeds: list[int] | None = None,
     queue: RequestQueue | None = None,
 ) -> Call:
@@ -165,10 +158,9 @@ def make_call(
     check_asked(prompt, given.processors, drafter, options, None if queue is None else queue.longest)
     processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
     plain, sampled = why_plain(prompt, stateful), given.config.do_sample
-    layout = Layout(PLAIN, PLAIN, plain) if plain else _layout(options, prompt, drafter)
-    whole = None if queue is None else why_whole(models, layout.target, layout.draft)
-    if whole is not None:
-        layout = replace(layout, reason=f"{layout.reason}; whole batches, since {whole}")
+    layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
+    if queue is not None and (whole := why_whole(models, layout.target, layout.draft)):
+        layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
     call = Call(
@@ -186,10 +178,8 @@ def make_call(
         synced=synced,
         shared=shared,
         queue=queue,
-        refills=queue is not None and whole is None,
     )
-    _check_chosen(call)
-    return call
+    return _checked(call)
 
 
 def why_plain(prompt: Prompt, stateful: list[str]) -> str:
@@ -214,8 +204,8 @@ def why_plain(prompt: Prompt, stateful: list[str]) -> str:
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
     """Warn of a call without speed-up, and of a slow layout that was not asked for; of each once."""
-    if call.plain and PLAIN not in said:
-        said.add(PLAIN)
+    if call.plain and PLAINLY not in said:
+        said.add(PLAINLY)
         told = "transformers' own sampler decodes this call, with the same text and without any speed-up: "
         warnings.warn(f"{told}{call.plain}.", UserWarning, stacklevel=3)
     slow = call.layout.lockstep and len(call.prompt.input_ids) > 1
@@ -276,15 +266,15 @@ def _verification(options: Options, layout: Layout, drafter: Drafter, seeds: lis
     return "coupled" if tied or not drafter.has_probs else "block"
 
 
-def _check_chosen(call: Call) -> None:
-    """Raise a `ValueError` if a call asks for something that does not go with how it is decoded."""
+def _checked(call: Call) -> Call:
+    """The call itself; raises a `ValueError` if it asks for something that does not go with how it is decoded."""
     drafting, drafter, ids, ranks = call.drafting, call.drafter, call.prompt.input_ids, call.synced or call.shared
     check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
     if call.seeds is not None:
         layout = "lockstep" if call.layout.lockstep else call.layout.target
         check_seeds(call.seeds, len(ids), call.verification, layout)
     if call.plain:
-        return
+        return call
     check_noise(ids.device, call.verification)
     if call.options.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
@@ -294,3 +284,4 @@ def _check_chosen(call: Call) -> None:
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
         check_synced(call.layout.states, drafting.schedule, drafting.threshold, drafter)
+    return call

@@ -12,7 +12,7 @@ from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
 from .call import Call
-from .report import PLAIN, SpeculationReport
+from .report import PLAINLY, SpeculationReport
 from .start import make_batch
 from .streaming import Stream
 
@@ -38,7 +38,7 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     with _seeded(None if seeds is None else seeds[0], ids.device):
         output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
-    report = SpeculationReport(PLAIN, PLAIN, f"transformers' own sampler: {call.plain}", len(ids))
+    report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
     report.note_plain(columns, watch.emitted.clamp(max=columns).tolist(), time.perf_counter() - begun)
     return output, report
 

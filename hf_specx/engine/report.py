@@ -11,7 +11,7 @@ from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import expected_tokens
 
 
-PLAIN = "plain"  # verification and layout of a call that transformers' own sampler decoded
+PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
 REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
 REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
 REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]

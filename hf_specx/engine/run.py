@@ -10,7 +10,7 @@ import torch
 
 from hf_specx.cache.export import fill
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Round
+from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.layouts.decoder import Decoder
 from hf_specx.sampling.per_request import RequestProcessors
@@ -19,7 +19,7 @@ from hf_specx.sampling.rules import Rule
 from hf_specx.sampling.stopping import Stopping
 from hf_specx.scheduling.schedule import Schedule
 
-from .call import Call, Listener
+from .call import Call
 from .dead_ends import DeadEnds
 from .outputs import Outputs
 from .ranks import Ranks
@@ -78,7 +78,7 @@ class Run:
 
     def admit(self, done: Round) -> None:
         """Let rows that ended leave, or read the prompts of the next requests in their places."""
-        coming = self.call.queue.admit(self.batch, done.ended) if self.call.queue and self.call.refills else {}
+        coming = self.call.queue.admit(self.batch, done.ended) if self.call.queue and self.call.layout.refills else {}
         leaving = [row for row in done.ended if row not in coming]
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else self.batch.retire(leaving)

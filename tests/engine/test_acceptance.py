@@ -12,8 +12,7 @@ from tiny import tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculationReport, SpeculativeDecoding
-from hf_specx.common.round import Round
-from hf_specx.engine.call import Listener
+from hf_specx.common.round import Listener, Round
 
 
 VOCAB_SIZE = 5
