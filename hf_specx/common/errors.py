@@ -2,12 +2,8 @@
 
 import difflib
 import numbers
-from collections.abc import Callable, Iterable
-from functools import wraps
-from typing import Any, ParamSpec
-
-
-P = ParamSpec("P")
+from collections.abc import Iterable
+from typing import Any
 
 
 def require(ok: bool, message: str) -> None:
@@ -53,15 +49,3 @@ def similar(name: str, known: Iterable[str]) -> str:
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     """Validate a choice."""
     require(value in known, f"{name}={brief(value)} is unknown; choose one of {', '.join(known)}.")
-
-
-def refusal(check: Callable[P, str | None]) -> Callable[P, None]:
-    """A check that returns its message, or None, as one that raises it as a ValueError."""
-
-    @wraps(check)
-    def refuse(*args: P.args, **kwargs: P.kwargs) -> None:
-        message = check(*args, **kwargs)
-        if message is not None:
-            raise ValueError(message)
-
-    return refuse

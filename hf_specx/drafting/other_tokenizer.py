@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 from hf_specx.common.padding import padded_rows
 from hf_specx.common.tokenizers import same_tokens
 from hf_specx.layouts.choose import make_decoder
@@ -183,15 +183,14 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         return OwnText(inner, own, self.vocabularies)
 
 
-@refusal
-def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> str | None:
-    if vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9):
-        return None
+def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> None:
+    """Check that a draft can propose enough of the target's tokens."""
     asked = ", or try tokenizer_match='tokens' all the same" if vocabularies.coverage else ""
-    return (
+    require(
+        vocabularies.coverage >= (ENOUGH_COMMON if match == "auto" else 1e-9),
         f"only {vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers, too few for a draft "
         "that can propose no others; choose a draft with the target's own tokenizer, check that each tokenizer "
-        f"belongs to its model{asked}."
+        f"belongs to its model{asked}.",
     )
 
 

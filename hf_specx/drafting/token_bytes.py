@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hf_specx.common.errors import refusal
+from hf_specx.common.errors import require
 
 
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
@@ -17,21 +17,18 @@ CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces we
 PIECE_BYTES, PIECES = 32, 65_536  # how long a piece of text is that is kept with its tokens, and how many are
 
 
-@refusal
-def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    name = type(tokenizer).__name__
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return (
-            f"{name} does not say which bytes its tokens stand for; {FAST}, or choose a draft with the same tokenizer."
-        )
+def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a tokenizer says which bytes its tokens stand for."""
+    name, backend = type(tokenizer).__name__, getattr(tokenizer, "backend_tokenizer", None)
+    told = f"{name} does not say which bytes its tokens stand for; {FAST}, or choose a draft with the same tokenizer."
+    require(backend is not None, told)
+    assert backend is not None
     kinds = {part["type"] for part in parts(backend.decoder)}
-    if kinds & {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}:
-        return None
-    told = f"its decoder is {', '.join(sorted(kinds)) or 'None'}"
-    return (
-        f"{name} is none of byte-level, SentencePiece and WordPiece ({told}), so it is not known what its tokens "
-        "stand for; choose a draft with the target's own tokenizer."
+    require(
+        bool(kinds & {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}),
+        f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is "
+        f"{', '.join(sorted(kinds)) or 'None'}), so it is not known what its tokens stand for; choose a draft with "
+        "the target's own tokenizer.",
     )
 
 

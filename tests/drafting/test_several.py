@@ -95,25 +95,6 @@ def test_equals_plain_of_other_kinds(model_type: str):
         assert strategy.report.accepted > 0
 
 
-def test_one_by_one_where_a_criterion_keeps_state():
-    """Finished rows stay in the batch, and get no candidates of any kind."""
-
-    def one_after_another(input_ids, scores, **kwargs):
-        return input_ids.shape[1] >= 25 + torch.tensor([0, 4, 8, 32])
-
-    target, draft = models()
-    settings: dict = {
-        "do_sample": False,
-        "stopping_criteria": [one_after_another],
-        "eos_token_id": 46,
-        "pad_token_id": 1,
-    }
-    strategy = mixture(draft, num_draft_tokens=4, verification="coupled")
-    assert torch.equal(run(target, few_tokens(4), strategy, **settings), run(target, few_tokens(4), **settings))
-    assert set(strategy.report.sources) == {"suffix", "model"}
-    assert strategy.report.emitted_per_row == [8, 12, 16, 40]
-
-
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_same_seed_gives_the_same_text(verification: str):
     target, draft = models()

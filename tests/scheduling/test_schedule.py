@@ -79,4 +79,4 @@ def test_rows_draft_no_more_than_they_can_emit():
     assert numbers(batch) == [2, 2, 2]
     batch.counts = [1, 2, 4]
     assert numbers(batch) == [2, 1, 0]
-    assert Schedule(3, None)(batch) == [0, 3, 3]  # where all ranks must draft alike
+    assert Schedule(3, None)(batch) == [3, 3, 3]  # where all ranks must draft alike

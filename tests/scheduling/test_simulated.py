@@ -6,11 +6,10 @@ import pytest
 import torch
 from rounds import made_round
 
-from hf_specx.common.batch import Batch
 from hf_specx.scheduling.costs import Costs
 from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS, PRIOR_ALPHA, expected_tokens
 from hf_specx.scheduling.pace import Pace
-from hf_specx.scheduling.schedule import Auto, make_schedule
+from hf_specx.scheduling.schedule import Auto
 
 
 class Line(Pace):
@@ -162,19 +161,6 @@ def test_plain_steps_are_timed_where_drafting_is_hardly_faster():
         pace.timed = True
         auto.observe(made_round([0], [0]))
         assert auto.wanted > 0
-
-
-def test_rows_that_were_finished_before_do_not_count():
-    """In lockstep the least of the others decides; a row that is fed pads gains nothing, and has no candidates."""
-    batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0, lockstep=True)
-    batch.emit(torch.ones(3, 1, dtype=torch.int64), [1] * 3)
-    batch.over = torch.tensor([False, False, True])
-    auto = make_schedule(None, Line(1.0, 0.05, Costs()), "greedy", batch, [100] * 3)
-    for _ in range(30):
-        first, second, over = auto(batch)
-        assert first == second > over == 0
-        gained = [first + 1, second + 1, 0]
-        auto.observe(made_round([first, second, 0], [first, second, 0], gained, batch=batch, gained=gained))
 
 
 def test_a_seeded_row_of_a_queue_has_the_number_of_a_batch_of_one():
