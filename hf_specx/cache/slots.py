@@ -32,7 +32,7 @@ class Slots:
         start: the first slot to write, if all rows write the same consecutive slots.
         index: row indices [R, 1] and slots [R, q] of the tokens, if rows differ; else None.
         aimed: whether `aim` was called yet; before, each layer writes after what it holds, as it is fed a prompt.
-        extent: how many leading slots attention sees if rows differ; else it sees all up to the last one written.
+        extent: how many leading slots attention sees.
         written: how many leading slots the last forward left filled.
         limit: slots that will be needed as far as is known; buffers double up to it, and again beyond it.
     """
@@ -44,14 +44,10 @@ class Slots:
         self.aimed = False
         self.spare: dict[tuple[Any, ...], torch.Tensor] = {}  # a buffer to roll into, by shape, dtype and device
 
-    def aim(self, index: torch.Tensor | None, start: int, extent: int = 0) -> None:
-        """Say where the next forward writes: at slots index [R, q], or in consecutive slots from `start` on."""
+    def aim(self, index: torch.Tensor | None, start: int, extent: int) -> None:
+        """Say where the next forward writes: at slots index [R, q], or in those from `start` up to `extent`."""
         self.index = None if index is None else (torch.arange(len(index), device=index.device)[:, None], index)
         self.start, self.extent, self.aimed = start, extent, True
-
-    def end(self, query_length: int) -> int:
-        """How many leading slots attention sees in a forward of that many tokens a row."""
-        return self.start + query_length if self.index is None else self.extent
 
     def capacity(self, end: int) -> int:
         """How many slots to allocate where `end` are needed now, so that buffers are seldom copied to larger ones."""
@@ -76,29 +72,31 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D]."""
-        if self.keys is None or self.values is None:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        self.keys, self.values = self._written(self.keys, key_states), self._written(self.values, value_states)
-        end = self.held = self.slots.written = self._end(key_states.shape[2])
+        count = key_states.shape[2]
+        end = self.slots.extent if self.slots.aimed else self.held + count
+        self.held = self.slots.written = end
+        if self.keys.shape[2] < end:
+            self.keys, self.values = self._grown(self.keys, end), self._grown(self.values, end)
+        if self.slots.index is None:
+            self.keys[:, :, end - count : end] = key_states
+            self.values[:, :, end - count : end] = value_states
+        else:
+            rows, slots = self.slots.index
+            rows, slots = rows.to(key_states.device), slots.to(key_states.device)
+            self.keys[rows, :, slots] = key_states.transpose(1, 2)
+            self.values[rows, :, slots] = value_states.transpose(1, 2)
         return self.keys[:, :, :end], self.values[:, :, :end]
 
-    def _written(self, stored: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        count, index = states.shape[2], self.slots.index
-        end = self._end(count)
-        if stored.shape[2] < end:
-            self.slots.spare.clear()
-            # zeros, not uninitialised memory: a masked slot still takes part with weight 0, and 0 * NaN is NaN
-            grown = stored.new_zeros(*stored.shape[:2], self.slots.capacity(end), stored.shape[3])
-            grown[:, :, : stored.shape[2]] = stored
-            stored = grown
-        if index is None:
-            stored[:, :, end - count : end] = states
-        else:
-            rows, slots = (x.to(states.device) for x in index)
-            stored[rows, :, slots] = states.transpose(1, 2)
-        return stored
+    def _grown(self, stored: torch.Tensor, end: int) -> torch.Tensor:
+        """A larger buffer of zeros: a masked slot still takes part with weight 0, and 0 * NaN is NaN."""
+        self.slots.spare.clear()
+        grown = stored.new_zeros(*stored.shape[:2], self.slots.capacity(end), stored.shape[3])
+        grown[:, :, : stored.shape[2]] = stored
+        return grown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._end(query_length), 0
@@ -107,7 +105,8 @@ class SlotLayer(CacheLayerMixin):
         return self.slots.start if self.slots.aimed else self.held
 
     def _end(self, query_length: int) -> int:
-        return self.slots.end(query_length) if self.slots.aimed else self.held + query_length
+        """How many leading slots attention sees in a forward of that many tokens a row."""
+        return self.slots.extent if self.slots.aimed else self.held + query_length
 
     def get_max_length(self) -> int:
         return -1

@@ -133,7 +133,7 @@ class Batch:
 
     def shortest(self) -> int:
         """Tokens of the shortest decoding row, its prompt among them."""
-        return min(self.prompt_lengths[row] + self.counts[row] for row in self.rows)
+        return min([self.prompt_lengths[row] + self.counts[row] for row in self.rows])
 
     def _columns(self, first: int, count: int) -> torch.Tensor:
         """[R, count], the columns from `first` after each decoding row's end on."""
@@ -294,6 +294,6 @@ def _as_lists(
     figures = [x if x.dtype == torch.float64 else x.float() for x in figures]  # scores may have half precision
     parts = [accepted[:, None], tokens, *figures]
     table = torch.cat(parts, 1).tolist()
-    ends = list(itertools.accumulate(part.shape[1] for part in parts))
+    ends = list(itertools.accumulate([part.shape[1] for part in parts]))
     new = [list(map(int, row[1 : ends[1]])) for row in table]
     return new, [int(row[0]) for row in table], [[row[i:j] for row in table] for i, j in itertools.pairwise(ends[1:])]

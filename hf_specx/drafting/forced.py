@@ -70,27 +70,31 @@ class Growth:
         self.tokens: list[int | None] = [None] * rows
         self.draws, self.chances = [False] * rows, [1.0] * rows
         self.masked, self.weighed = False, False
-        self.step, self.position = (0.0, 0.0) if pace is None else pace.prices(rows)  # in tokens of plain steps
+        self.pace, self.step, self.position = pace, 0.0, 0.0  # prices in tokens of plain steps, where there are masks
         # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
         self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
-        self.asks = [forces and batch.counts[row] > 0 for row in batch.rows]
+        forces = forces and processors.mask_size > 0
+        self.asks = [forces and batch.counts[row] > 0 for row in batch.rows] if forces else None
 
     def next(self) -> bool:
         """Go to the next position; False if no row has a candidate there."""
         rows, fits = range(len(self.lengths)), self.ahead < self.processors.max_rollback
         going = [fits and self.lengths[i] == self.ahead < self.room[i] for i in rows]
-        asked = [going[i] and self.asks[i] and sum(self.flags[i]) < MOST_FORCED for i in rows]
-        masks = self.processors.allowed(self.batch, self.ahead, asked) if any(asked) else None
+        masks, asked = self._masks(going)
         if masks is None:
-            self.tokens, self.draws = [None for _ in rows], [going[i] and self.has(i) for i in rows]
+            self.tokens, self.draws = [None] * len(rows), [going[i] and self.has(i) for i in rows]
         else:
+            if self.pace is not None and not self.masked:
+                self.step, self.position = self.pace.prices(len(rows))
             counts, self.tokens = choices(masks)
             free = [going[i] and (counts[i] > 1 or not asked[i]) for i in rows]  # 0: no token is left, or it has ended
             self.draws, self.masked = [free[i] and self.has(i, masks[i]) for i in rows], True
-        forced, drawn = self._likely([token is not None for token in self.tokens]), self._likely(self.draws)
-        if self.weighed and (drawn < self.step or drawn + forced < self.step + self.position):
-            self.draws = [False for _ in rows]
+        forced = self._likely([token is not None for token in self.tokens]) if self.masked else 0.0
+        if self.weighed:
+            drawn = self._likely(self.draws)
+            if drawn < self.step or drawn + forced < self.step + self.position:
+                self.draws = [False] * len(rows)
         if not any(self.draws) and (not forced or forced < self.position):
             return False
         for i in rows:
@@ -99,6 +103,14 @@ class Growth:
                 self.flags[i].append(not self.draws[i])
         self.ahead, self.steps = self.ahead + 1, self.steps + any(self.draws)
         return True
+
+    def _masks(self, going: list[bool]) -> tuple[list[torch.Tensor | None] | None, list[bool]]:
+        """What may come next in rows that go on, None where nothing has masks; and [R], which of them were asked."""
+        if self.asks is None:
+            return None, going
+        pairs = zip(going, self.asks, self.flags, strict=True)
+        asked = [goes and asks and sum(flags) < MOST_FORCED for goes, asks, flags in pairs]
+        return self.processors.allowed(self.batch, self.ahead, asked) if any(asked) else None, asked
 
     def _likely(self, rows: Sequence[bool]) -> float:
         """The part of the batch that is likely to get to this position in these rows [R]."""

@@ -132,9 +132,11 @@ class SpeculationReport:
         self.rounds_per_row[row] += 1
         self.drafted_per_row[row] += record.drafted
         self.accepted_per_row[row] += record.accepted
-        for name in ("drafted", "judged", "accepted"):
-            reached = [1] * getattr(record, name) + [0] * (record.drafted - getattr(record, name))
-            setattr(self, f"{name}_per_position", _added(getattr(self, f"{name}_per_position"), reached))
+        positions = self.drafted_per_position, self.judged_per_position, self.accepted_per_position
+        for counts, number in zip(positions, (record.drafted, record.judged, record.accepted), strict=True):
+            counts += [0] * (record.drafted - len(counts))
+            for position in range(number):
+                counts[position] += 1
         self._add_source(source, {"rounds": 1, "drafted": record.drafted, "accepted": record.accepted})
 
     def _add_source(self, source: str, counts: dict[str, int]) -> None:

@@ -58,7 +58,7 @@ class GroupedAttention:
             heads != group * key.shape[1]
             or attention_mask is None
             or attention_mask.shape[1:-1] != (1, count)
-            or any(value is not None for name, value in kwargs.items() if name not in IGNORED)
+            or (not kwargs.keys() <= IGNORED and any(kwargs[name] is not None for name in kwargs.keys() - IGNORED))
         ):
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs

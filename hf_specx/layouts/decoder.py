@@ -251,7 +251,7 @@ class Decoder:
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
-        return max(batch.counts[r] - min(self.valid[r], batch.counts[r] - 1) for r in batch.rows)
+        return max([batch.counts[r] - min(self.valid[r], batch.counts[r] - 1) for r in batch.rows])
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R'] in the cache and in the inputs."""

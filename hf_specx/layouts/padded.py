@@ -48,5 +48,5 @@ class PaddedDecoder(HostedDecoder):
             self.length = cut
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        self.text.slots.aim(None, self.length)
+        self.text.slots.aim(None, self.length, self.length + tokens.shape[1])
         return super()._fed(batch, tokens, held, ahead, keep)

@@ -99,7 +99,7 @@ class RaggedDecoder(Decoder):
         self, batch: Batch, slots: torch.Tensor, extent: int, even: bool
     ) -> torch.Tensor | dict[str, torch.Tensor] | None:
         """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
-        if self.holes is None and not any(self.padding[row] for row in batch.rows):
+        if self.holes is None and not max([self.padding[row] for row in batch.rows]):
             if even and slots.shape[1] == 1 and self.masks.only_causal:
                 return None
             if batch.together is None:

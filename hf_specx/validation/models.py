@@ -126,9 +126,10 @@ def check_own_text(
 
 def _check_ready(role: str, model: PreTrainedModel) -> None:
     """Check that a model has its weights, and that nothing in it is random or without a cache."""
-    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    empty = [parameter for parameter in model.parameters() if parameter.is_meta]
+    training = [module for module in model.modules() if module.training]
     require(
-        hooked or not any(p.is_meta for p in model.parameters()),
+        not empty or any(hasattr(module, "_hf_hook") for module in model.modules()),
         f"the {role} model has parameters on the meta device and no offload hook to load them; load its weights "
         "first, for example with from_pretrained(..., device_map='auto').",
     )
@@ -140,7 +141,7 @@ def _check_ready(role: str, model: PreTrainedModel) -> None:
         f"{role}.eval(), or set these probabilities to 0.",
     )
     require(
-        not any(module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()),
+        not any(getattr(module, "gradient_checkpointing", False) for module in training),
         f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval() "
         "or gradient_checkpointing_disable() while it generates.",
     )

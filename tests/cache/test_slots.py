@@ -30,7 +30,7 @@ def written(cache: Cache, rows: list[list[float]], layer: int = 0) -> list[list[
 def test_a_run_goes_to_the_same_slots_of_all_rows():
     cache = SlotCache()
     assert written(cache, [[1, 2, 3], [4, 5, 6]]) == [[1, 2, 3], [4, 5, 6]]
-    cache.slots.aim(None, 3)
+    cache.slots.aim(None, 3, 5)
     assert cache.get_seq_length() == 3
     assert cache.get_mask_sizes(2, 0) == (5, 0)
     assert written(cache, [[7, 8], [9, 9]]) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
@@ -49,7 +49,7 @@ def test_what_was_taken_back_is_written_over_in_place():
     cache = SlotCache()
     written(cache, [[1, 2, 3, 4, 5]])
     buffer = cache.layers[0].keys.data_ptr()
-    cache.slots.aim(None, 2)
+    cache.slots.aim(None, 2, 3)
     assert written(cache, [[7]]) == [[1, 2, 7]]
     assert cache.layers[0].keys.data_ptr() == buffer
 
@@ -58,7 +58,7 @@ def test_what_was_taken_back_is_written_over_in_place():
 def test_growth_keeps_what_was_written_and_is_rare(limit: int):
     cache, buffers = SlotCache(limit), []
     for start in range(0, 400, 5):
-        cache.slots.aim(None, start)
+        cache.slots.aim(None, start, start + 5)
         seen = written(cache, [[float(n) for n in range(start, start + 5)]])
         assert seen == [list(range(start + 5))]
         if not buffers or buffers[-1] is not cache.layers[0].keys:
@@ -109,7 +109,7 @@ def test_rolled_rows_end_together():
     for layer in (0, 1):
         written(cache, [[1, 2, 3, 4], [5, 6, 7, 8], [0, 0, 9, 10]], layer)
     cache.roll(torch.tensor([[0, 1, 2], [1, 2, 3], [0, 1, 2]]))
-    cache.slots.aim(None, 3)
+    cache.slots.aim(None, 3, 4)
     for layer in (0, 1):
         assert written(cache, [[20], [21], [22]], layer) == [[1, 2, 3, 20], [6, 7, 8, 21], [0, 0, 9, 22]]
 
@@ -127,7 +127,7 @@ def test_rolling_needs_one_buffer_besides_the_cache():
         assert len(pointers[turn]) == 5
         assert len(cache.slots.spare) == 1
         if not turn:  # buffers grow, and the one besides them is not kept
-            cache.slots.aim(None, 4)
+            cache.slots.aim(None, 4, 24)
             for layer in (0, 1):
                 written(cache, [[0.0] * 20, [0.0] * 20], layer)
             assert not cache.slots.spare
@@ -139,7 +139,7 @@ def test_rows_that_leave_take_their_slots_along():
     cache.roll(torch.tensor([[0, 1], [0, 1], [0, 1]]))
     cache.select(torch.tensor([0, 2]))
     assert not cache.slots.spare
-    cache.slots.aim(None, 2)
+    cache.slots.aim(None, 2, 3)
     assert written(cache, [[7], [8]]) == [[1, 2, 7], [5, 6, 8]]
 
 
@@ -203,7 +203,7 @@ def test_a_cache_of_the_user_is_copied():
     assert cache.get_seq_length() == 2
     assert cache.slots.limit == 9 + MARGIN
     assert written(cache, [[9], [9]], 1) == [[5, 6, 9], [7, 8, 9]]
-    cache.slots.aim(None, 0)
+    cache.slots.aim(None, 0, 1)
     written(cache, [[0], [0]])
     assert past.layers[0].keys[:, 0, :, 0].tolist() == [[1, 2], [3, 4]]
 
