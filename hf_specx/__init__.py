@@ -4,29 +4,26 @@ A name is imported when it is first used, so that `import hf_specx` and the comm
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.common.round import Draft
     from hf_specx.drafting.candidates import SampledCandidateGenerator
+    from hf_specx.drafting.costs import Costs
     from hf_specx.drafting.drafter import Drafter
     from hf_specx.drafting.early_exit import EarlyExitDraft
     from hf_specx.drafting.suffix import SuffixDraft
     from hf_specx.drafting.suffix_pool import SuffixPool
     from hf_specx.engine.report import SpeculationReport
     from hf_specx.engine.requests import Completion, Request
+    from hf_specx.engine.strategy import SpeculativeDecoding
     from hf_specx.engine.streaming import BatchStreamer
-    from hf_specx.equivalence.check import check
-    from hf_specx.equivalence.result import CheckResult
+    from hf_specx.metrics.check import check
+    from hf_specx.metrics.result import CheckResult
+    from hf_specx.pairs.generate import generate
     from hf_specx.pairs.pair import DraftTargetPair
-    from hf_specx.scheduling.costs import Costs
     from hf_specx.training.distill import distill
-
-    from .generate import generate
-    from .strategy import SpeculativeDecoding
 
 
 __version__ = "0.1.0"
@@ -52,33 +49,22 @@ __all__ = [
 _MODULES = {
     "common.round": ("Draft",),
     "drafting.candidates": ("SampledCandidateGenerator",),
+    "drafting.costs": ("Costs",),
     "drafting.drafter": ("Drafter",),
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),
     "drafting.suffix_pool": ("SuffixPool",),
     "engine.report": ("SpeculationReport",),
     "engine.requests": ("Completion", "Request"),
+    "engine.strategy": ("SpeculativeDecoding",),
     "engine.streaming": ("BatchStreamer",),
-    "equivalence.check": ("check",),
-    "equivalence.result": ("CheckResult",),
-    "generate": ("generate",),
+    "metrics.check": ("check",),
+    "metrics.result": ("CheckResult",),
+    "pairs.generate": ("generate",),
     "pairs.pair": ("DraftTargetPair",),
-    "scheduling.costs": ("Costs",),
-    "strategy": ("SpeculativeDecoding",),
     "training.distill": ("distill",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-
-
-class _Package(ModuleType):
-    """The package, whose `generate` is the function, also once the file of that name has been imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _MODULE_OF and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:  # PEP 562

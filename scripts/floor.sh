@@ -15,6 +15,6 @@ PYTHONPATH="$folder" python -m pytest --numprocesses 2 --durations 5 \
     -k "not single_steps and not a_draft_elsewhere and not loop_law and not sampled_law" "$@" \
     tests/house/test_host_contract*.py \
     tests/generate/test_equality.py tests/generate/test_behaviours*.py tests/sampling/test_processors.py \
-    tests/sampling/test_stopping.py tests/drafting/test_candidates.py tests/layouts/test_encoder_decoder.py \
-    tests/layouts/test_choose.py tests/pair_files/test_find_draft.py tests/pairs/test_pair_loading.py \
+    tests/sampling/test_stopping.py tests/drafting/test_candidates.py tests/models/test_encoder_decoder.py \
+    tests/models/test_choose.py tests/pairs/test_find_draft.py tests/pairs/test_pair_loading.py \
     tests/hub/test_saving.py

@@ -11,10 +11,10 @@ from rich.console import Console
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import tune
 from hf_specx.hub.cards import write_cards
-from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
-FOLDER = Path("hf_specx/embedded")
+FOLDER = Path("hf_specx/hub/embedded")
 DTYPES = ("float32", "bfloat16")
 
 

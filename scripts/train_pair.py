@@ -1,10 +1,10 @@
-"""Train the pair in `hf_specx/embedded/`: a tokenizer, a target, and a draft by `hf_specx.distill`.
+"""Train the pair in `hf_specx/hub/embedded/`: a tokenizer, a target, and a draft by `hf_specx.distill`.
 
 The text is the source of the Python standard library, which every machine with Python has.
 Every stage is seeded and saves its result in `--work`; an interrupted run continues from there.
 
-    python scripts/train_pair.py --work build/pair --out hf_specx/embedded
-    python scripts/train_pair.py --work build/more --start hf_specx/embedded --out build/better     # its draft alone
+    python scripts/train_pair.py --work build/pair --out hf_specx/hub/embedded
+    python scripts/train_pair.py --work build/more --start hf_specx/hub/embedded --out build/better  # its draft alone
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.folders import check_folder
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.training.distill import distill
 from hf_specx.training.result import Distilled
 
@@ -212,7 +212,7 @@ def endless(model: Any) -> Any:
 
 def main(
     work: Annotated[Path, typer.Option(help="what one run has made so far; it goes on")] = Path("build/pair"),
-    out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/embedded"),
+    out: Annotated[Path, typer.Option(help="where the finished pair is written")] = Path("hf_specx/hub/embedded"),
     start: Annotated[Path | None, typer.Option(help="a pair whose target is kept and whose draft goes on")] = None,
     target_steps: int = 3400,
     phases: Annotated[int, typer.Option(help=f"of distillation; in each the target writes {TEXTS} texts")] = 10,

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
+from hf_specx.drafting.measuring import Measuring
+from hf_specx.drafting.pace import Pace
 from hf_specx.engine import start
-from hf_specx.layouts import compiled, regions
-from hf_specx.scheduling.measuring import Measuring
-from hf_specx.scheduling.pace import Pace
+from hf_specx.models import compiled, regions
 
 
 torch.set_num_threads(1)

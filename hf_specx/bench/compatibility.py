@@ -11,9 +11,9 @@ from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.other_tokenizer import matched
 from hf_specx.drafting.vocabulary_map import vocabulary_map
-from hf_specx.layouts.choose import layouts_of
-from hf_specx.pair_files.pair_config import WeightlessDraft
-from hf_specx.validation.models import check_own_text, check_pair, vocabularies_of_other_sizes
+from hf_specx.engine.check_models import check_own_text, check_pair, vocabularies_of_other_sizes
+from hf_specx.hub.pair_config import WeightlessDraft
+from hf_specx.models.choose import layouts_of
 
 
 OK, NOTE, ERROR = "ok", "note", "error"

@@ -14,7 +14,7 @@ from hf_specx.drafting.candidates import make_drafter
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
 from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, Way, way

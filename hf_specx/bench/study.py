@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.pair_files.pair_config import Measurement, PairConfig, WeightlessDraft
+from hf_specx.hub.pair_config import Measurement, PairConfig, WeightlessDraft
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import check_runs

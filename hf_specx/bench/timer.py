@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.devices import execution_device, synchronize
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .contenders import Contender
 from .inputs import Inputs, emitted

@@ -10,16 +10,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.pair_files.facts import model_facts, tokenizer_facts
-from hf_specx.pair_files.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_tokenizer
-from hf_specx.pair_files.loading import load_config, load_model
-from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
-from hf_specx.pair_files.schema import check_place
+from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.hub.facts import model_facts, tokenizer_facts
+from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_tokenizer
+from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, SavedCosts, WeightlessDraft
+from hf_specx.hub.schema import check_place
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
-from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.strategy import SpeculativeDecoding
 
 from .checks import looking_for
 from .compatibility import ERROR, find_fit, find_own

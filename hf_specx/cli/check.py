@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_specx.bench.checks import check_out
-from hf_specx.equivalence.page import check_can_write, write_report
-from hf_specx.equivalence.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
-from hf_specx.equivalence.settings import CHECKED, Settings, check_packages
-from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.metrics.page import check_can_write, write_report
+from hf_specx.metrics.result import CHECK_LEGEND, FAILED, PASSED, UNTOLD, CheckResult, summary
+from hf_specx.metrics.settings import CHECKED, Settings, check_packages
 
 from .console import Output, errors_in_one_line, imports, progress
 from .options import (
@@ -113,7 +113,7 @@ def run_named(
     """
     with imports():
         from hf_specx.bench.store import read_cells
-        from hf_specx.equivalence.check import run_check, subject_of
+        from hf_specx.metrics.check import run_check, subject_of
 
         from .loading import load_named, texts_of
     read_cells(resume, "check")  # raises for another file

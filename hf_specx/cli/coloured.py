@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.common.round import RoundRecord
-from hf_specx.strategy import SpeculativeDecoding
+from hf_specx.engine.strategy import SpeculativeDecoding
 
 
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown

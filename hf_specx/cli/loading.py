@@ -14,10 +14,10 @@ from hf_specx.bench.tune import LoadedDraft, describe, load
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.hub.fetch import SMALL_FILES, get_files
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.pair_files.fetch import SMALL_FILES, get_files
-from hf_specx.pair_files.pair_config import ModelSource
+from hf_specx.hub.pair_config import ModelSource
 from hf_specx.pairs.loading import LoadedPair
 from hf_specx.pairs.pair import DraftTargetPair
 

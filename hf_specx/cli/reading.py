@@ -5,12 +5,12 @@ from typing import Any
 
 from hf_specx.bench.checks import looking_for
 from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.fetch import get_files, get_pair
 from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
 from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
+from hf_specx.hub.pair_config import PairConfig
 from hf_specx.hub.publish import CODE, write_repository
-from hf_specx.pair_files.fetch import get_files, get_pair
-from hf_specx.pair_files.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .loading import saved_as

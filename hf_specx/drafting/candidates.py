@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.layouts.choose import layouts_of, make_decoder
-from hf_specx.layouts.prompts import Prompt, prepare
+from hf_specx.models.choose import layouts_of, make_decoder
+from hf_specx.models.prompts import Prompt, prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 

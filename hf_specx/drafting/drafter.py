@@ -9,12 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
-from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.prompts import Prompt
+from hf_specx.models.decoder import Decoder
+from hf_specx.models.prompts import Prompt
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
-from hf_specx.scheduling.pace import Pace
-from hf_specx.scheduling.prior import ForwardSize, size_of
+
+from .pace import Pace
+from .prior import ForwardSize, size_of
 
 
 class TokenizerMatch(NamedTuple):

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import brief, is_int, kind, require
 from hf_specx.common.round import Draft
-from hf_specx.layouts.altered import shallow
-from hf_specx.layouts.ragged import RaggedDecoder
-from hf_specx.scheduling.prior import ForwardSize
+from hf_specx.models.altered import shallow
+from hf_specx.models.ragged import RaggedDecoder
 
 from .candidates import SampledCandidateGenerator
 from .drafter import Drafter, Fed, Reading
+from .prior import ForwardSize
 
 
 NO_LAYERS = "give a draft model instead, or SuffixDraft()"

@@ -16,10 +16,10 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import choices
 from hf_specx.sampling.rules import RejectionRule, Rule
-from hf_specx.scheduling.pace import Pace
-from hf_specx.scheduling.prior import ForwardSize
 
 from .drafter import Drafter, Reading
+from .pace import Pace
+from .prior import ForwardSize
 
 
 MOST_FORCED = 32  # of a row in a round, since each position takes memory for the whole vocabulary

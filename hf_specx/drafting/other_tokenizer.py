@@ -15,9 +15,9 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.padding import padded_rows
 from hf_specx.common.tokenizers import same_tokens
-from hf_specx.layouts.choose import make_decoder
-from hf_specx.layouts.decoder import Decoder
-from hf_specx.layouts.prompts import UNLIMITED, prepare
+from hf_specx.models.choose import make_decoder
+from hf_specx.models.decoder import Decoder
+from hf_specx.models.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
 from .drafter import Drafter, Fed, Reading, TokenizerMatch

@@ -9,12 +9,12 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
-from hf_specx.scheduling.draft_length import LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Survival
-from hf_specx.scheduling.pace import Pace
-from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
+from .draft_length import LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Survival
 from .drafter import Drafter, Fed, Reading
 from .forced import stands_apart, within_masks
+from .pace import Pace
+from .prior import NOTHING, ForwardSize
 
 
 class SeveralDrafts(Drafter):

@@ -11,11 +11,11 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
-from hf_specx.scheduling.prior import NOTHING, ForwardSize
 
 from .drafter import Drafter, Reading, no_candidates
 from .forced import stands_apart
 from .ngrams import DEPTH, NGrams
+from .prior import NOTHING, ForwardSize
 from .suffix_pool import SuffixPool, check_number
 
 

@@ -10,25 +10,25 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_specx.cache.slots import has_columns
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.round import Listener
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.layouts.choose import choose_layout, layouts_of
-from hf_specx.layouts.compiled import check_compile
-from hf_specx.layouts.guidance import is_guidance
-from hf_specx.layouts.prompts import UNLIMITED, Prompt
+from hf_specx.drafting.schedule import Drafting, choose_drafting
+from hf_specx.models.choose import choose_layout, layouts_of
+from hf_specx.models.compiled import check_compile
+from hf_specx.models.guidance import is_guidance
+from hf_specx.models.prompts import UNLIMITED, Prompt
+from hf_specx.models.slots import has_columns
 from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.scheduling.schedule import Drafting, choose_drafting
-from hf_specx.validation.calls import check_asked, check_noise, check_past
-from hf_specx.validation.many import why_uncached, why_whole
-from hf_specx.validation.models import OWN_TEXT_LAYOUTS
-from hf_specx.validation.options import check_assistant_settings
-from hf_specx.validation.rows import check_seeds, check_synced
 
+from .check_calls import check_asked, check_noise, check_past
+from .check_many import why_uncached, why_whole
+from .check_models import OWN_TEXT_LAYOUTS
+from .check_options import check_assistant_settings
+from .check_rows import check_seeds, check_synced
 from .queue import RequestQueue
 from .ranks import is_synced, shares_rows
 from .report import PLAINLY

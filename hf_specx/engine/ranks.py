@@ -15,9 +15,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.layouts.decoder import Decoder
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.models.decoder import Decoder
 from hf_specx.sampling.processors import Processors
-from hf_specx.scheduling.schedule import Schedule
 
 
 class Ranks:

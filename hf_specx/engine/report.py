@@ -6,9 +6,9 @@ from itertools import zip_longest
 from typing import Any
 
 from hf_specx.common.round import Round, RoundRecord
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import expected_tokens
 from hf_specx.drafting.drafter import TokenizerMatch
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.draft_length import expected_tokens
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded

@@ -18,11 +18,11 @@ from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.validation.inputs import check_encoder_positions, check_positions, unknown_token
-from hf_specx.validation.many import why_uncached
-from hf_specx.validation.models import check_adapter, frequencies_that_change
-from hf_specx.validation.rows import MAX_SEED
 
+from .check_inputs import check_encoder_positions, check_positions, unknown_token
+from .check_many import why_uncached
+from .check_models import check_adapter, frequencies_that_change
+from .check_rows import MAX_SEED
 from .stop_strings import bind_stop_strings
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from hf_specx.cache.export import fill
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.drafter import Drafter, Reading
-from hf_specx.layouts.decoder import Decoder
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.models.decoder import Decoder
+from hf_specx.models.export import fill
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule
 from hf_specx.sampling.stopping import Stopping
-from hf_specx.scheduling.schedule import Schedule
 
 from .call import Call
 from .dead_ends import DeadEnds

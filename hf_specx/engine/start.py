@@ -6,18 +6,18 @@ from typing import Any
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
-from hf_specx.layouts.choose import make_decoder
-from hf_specx.layouts.guidance import guide, is_guidance
-from hf_specx.layouts.prompts import Prompt, draft_prompt
+from hf_specx.drafting.pace import Pace
+from hf_specx.drafting.prior import assumed_times, size_of
+from hf_specx.drafting.schedule import Schedule, make_schedule
+from hf_specx.models.choose import make_decoder
+from hf_specx.models.guidance import guide, is_guidance
+from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.sampling.processors import Processors, can_look_ahead
 from hf_specx.sampling.rules import Rule, make_rule
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.scheduling.pace import Pace
-from hf_specx.scheduling.prior import assumed_times, size_of
-from hf_specx.scheduling.schedule import Schedule, make_schedule
 
 from .call import Call
 from .dead_ends import DeadEnds

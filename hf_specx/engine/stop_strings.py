@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from hf_specx.validation.entry import check_stop_strings
+from .check_entry import check_stop_strings
 
 
 def setting(name: str, model: PreTrainedModel, kwargs: dict[str, Any]) -> Any:

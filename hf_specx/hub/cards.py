@@ -18,12 +18,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 )
 
-from hf_specx.pair_files.facts import AUTO_CLASSES
-from hf_specx.pair_files.pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig
-
+from .facts import AUTO_CLASSES
 from .folders import without_folders
 from .known_pairs import BY_NAME, EMBEDDED, NAMES, SEQ2SEQ, check_known_name, embedded_folder
 from .markdown import code, escaped, fence, row
+from .pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig
 
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")

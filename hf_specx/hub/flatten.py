@@ -1,4 +1,4 @@
-"""The code that is published with a pair: each room that `generate.py` needs, as one file.
+"""The code that is published with a pair: what `generate.py` needs of each room, as one file.
 
 transformers' loader knows no sub-packages: from `custom_generate/` it fetches the files that `generate.py` imports by
 `from .name import thing`, and what these import. So all files of a room become sections of one file, unchanged except
@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).parents[1]
 ENTRY = "generate"  # the module that transformers loads, and with it all that it imports
-SOURCE = "pair_source"  # stays a file of its own, since each pair has another
+SOURCE = "pair_source"  # each pair has another
+ALONE = (ENTRY, SOURCE)  # stay files of their own
 
 
 class Module(NamedTuple):
-    """A file of this package; one at the top of the package is a room of its own."""
+    """A file in a room of this package."""
 
     room: str
     name: str
@@ -27,7 +28,7 @@ class Module(NamedTuple):
     @property
     def path(self) -> Path:
         """Its path on this machine."""
-        return PACKAGE / f"{self.name}.py" if self.room == self.name else PACKAGE / self.room / f"{self.name}.py"
+        return PACKAGE / self.room / f"{self.name}.py"
 
     @property
     def shown(self) -> str:
@@ -37,7 +38,7 @@ class Module(NamedTuple):
     @property
     def published(self) -> str:
         """The published module that it is part of."""
-        return SOURCE if self.name == SOURCE else self.room
+        return self.name if self.name in ALONE else self.room
 
 
 class Import(NamedTuple):
@@ -57,14 +58,14 @@ def published_code() -> dict[str, str]:
     rooms: dict[str, list[Module]] = {}
     for module in core_modules():
         if module.name != SOURCE:
-            rooms.setdefault(module.room, []).append(module)
+            rooms.setdefault(module.published, []).append(module)
     return {room: _merged(room, modules) for room, modules in rooms.items()}
 
 
 def core_modules() -> list[Module]:
     """The entry and all files that it needs, each after those that it imports."""
     needs: dict[Module, list[Module]] = {}
-    waiting = [Module(ENTRY, ENTRY)]
+    waiting = [Module("pairs", ENTRY)]
     while waiting:
         module = waiting.pop()
         if module not in needs:
@@ -81,7 +82,7 @@ def imported(node: ast.AST, room: str) -> Module | None:
     if node.level:
         return Module(room, node.module)
     package, *names = node.module.split(".")
-    return Module(names[0], names[-1]) if package == PACKAGE.name and names else None
+    return Module(names[0], names[-1]) if package == PACKAGE.name and len(names) == 2 else None
 
 
 def _merged(room: str, modules: list[Module]) -> str:

@@ -1,7 +1,6 @@
 """Ids of well-known pairs that share a tokenizer. Nothing else is claimed of them; `specx tune` finds it out."""
 
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from hf_specx.common.errors import require, similar
 
 
 if TYPE_CHECKING:  # commands look up names before torch is imported
-    from hf_specx.pair_files.pair_config import PairConfig
+    from .pair_config import PairConfig
 
 
 EMBEDDED = "embedded"  # the pair in the package
@@ -38,7 +37,7 @@ class KnownPair:
 
     def config(self) -> "PairConfig":
         """A config with nothing but the ids and their class."""
-        from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+        from .pair_config import ModelSource, PairConfig
 
         target, draft = (ModelSource(name, auto_class=self.auto_class) for name in (self.target, self.draft))
         return PairConfig(target, draft)
@@ -71,7 +70,7 @@ NAMES = (EMBEDDED, *BY_NAME)
 
 def embedded_folder() -> Path:
     """The folder of the pair in the package."""
-    return Path(str(files("hf_specx") / EMBEDDED))
+    return Path(__file__).parent / EMBEDDED
 
 
 def check_known_name(name: str) -> None:

@@ -10,12 +10,12 @@ from huggingface_hub.errors import RevisionNotFoundError
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from hf_specx.common.errors import require
-from hf_specx.pair_files import pair_source
-from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
+from . import pair_source
 from .cards import render
 from .flatten import SOURCE, published_code
 from .folders import INSIDE, check_repository
+from .pair_config import CONFIG_NAME, PairConfig
 from .saving import save
 
 

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from hf_specx.common.errors import require
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.pair_files.exit_head import HEAD_NAME
-from hf_specx.pair_files.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
-from hf_specx.pair_files.fetch import fingerprint
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 
+from .exit_head import HEAD_NAME
+from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
+from .fetch import fingerprint
 from .folders import INSIDE, REFERENCE, check_folder, without_folders
+from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 
 
 OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model

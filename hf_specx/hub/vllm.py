@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_specx.common.errors import require
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
-from hf_specx.scheduling.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.validation.choices import check_choices
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.engine.check_choices import check_choices
 
 from .cards import SPEECH, auto_class_of
 from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded
+from .pair_config import ModelSource, PairConfig
 
 
 OTHER_METHODS = ("eagle-", "eagle3", "dflash", "dspark")  # in the name of a draft, these overrule `method`

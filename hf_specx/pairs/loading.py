@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
-from hf_specx.pair_files.exit_head import get_head, with_head
-from hf_specx.pair_files.facts import check_kind, model_facts
-from hf_specx.pair_files.fetch import (
+from hf_specx.hub.exit_head import get_head, with_head
+from hf_specx.hub.facts import check_kind, model_facts
+from hf_specx.hub.fetch import (
     HUB_OPTIONS,
     SMALL_FILES,
     Files,
@@ -21,10 +21,10 @@ from hf_specx.pair_files.fetch import (
     get_tokenizer,
     is_changed,
 )
-from hf_specx.pair_files.find_draft import warn_of_another_target
-from hf_specx.pair_files.loading import load_config, load_model
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.pair_files.schema import check_loading, check_place
+from hf_specx.hub.find_draft import warn_of_another_target
+from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
+from hf_specx.hub.schema import check_loading, check_place
 
 from .placement import CACHE_TOKENS, Placement, plan
 

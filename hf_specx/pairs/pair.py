@@ -9,17 +9,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
+from hf_specx.engine.check_entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
+from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.hub.find_draft import recommended
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
+from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
 from hf_specx.hub.publish import publish
 from hf_specx.hub.saving import save
-from hf_specx.pair_files.find_draft import recommended
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.strategy import SpeculativeDecoding
-from hf_specx.validation.entry import check_entry, check_pair_call
 
 from .complete import complete as complete_texts
+from .generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
 from .loading import LoadedPair, load_pair
 
 

@@ -19,8 +19,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
-from hf_specx.pair_files.facts import model_facts
-from hf_specx.pair_files.pair_config import PairConfig
+from hf_specx.hub.facts import model_facts
+from hf_specx.hub.pair_config import PairConfig
 from hf_specx.pairs.pair import DraftTargetPair
 from hf_specx.pairs.shares import processes
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
-from hf_specx.validation.models import check_pair, check_target
+from hf_specx.engine.check_models import check_pair, check_target
 
 from .losses import losses_of
 from .reading import logits_where_written

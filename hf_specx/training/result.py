@@ -12,7 +12,7 @@ from hf_specx.bench.study import Study
 from hf_specx.bench.tune import Loaded, LoadedDraft, measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.padding import padded_rows
-from hf_specx.pair_files.facts import model_facts
+from hf_specx.hub.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .held_out import Estimate

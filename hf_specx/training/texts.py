@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.engine.requests import Request
+from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.shares import gathered, processes
-from hf_specx.strategy import SpeculativeDecoding
 
 from .folder import write_whole
 from .reading import Text

@@ -13,7 +13,7 @@ from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.bench import tune
 from hf_specx.bench.study import Study
 from hf_specx.common.devices import hardware
-from hf_specx.pair_files.pair_config import PairConfig
+from hf_specx.hub.pair_config import PairConfig
 
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

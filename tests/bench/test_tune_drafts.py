@@ -14,7 +14,7 @@ from tune_cases import FREE, QUICK
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
 from hf_specx.bench.study import Study, exit_layers, named_drafts, weightless_draft
-from hf_specx.pair_files.pair_config import Measurement
+from hf_specx.hub.pair_config import Measurement
 
 
 def test_names_of_drafts_without_weights():

@@ -14,8 +14,8 @@ from hf_specx import DraftTargetPair
 from hf_specx.bench.inputs import encode
 from hf_specx.cli import coloured, loading
 from hf_specx.cli.coloured import written_out
-from hf_specx.pair_files import fetch
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.hub import fetch
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 
 
 PROMPTS = list(TEXTS)

@@ -10,7 +10,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.equivalence.settings import Settings
+from hf_specx.metrics.settings import Settings
 
 
 SMALL = ["--batch", "16", "--new-tokens", "8", "--samples", "32", "--num-draft-tokens", "3", "--temperature", "0.7"]
@@ -72,7 +72,7 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
         seen.append((subject.settings, subject.prompts, subject.target.dtype, path))
         raise ValueError("seen")
 
-    monkeypatch.setattr("hf_specx.equivalence.check.run_check", run_check)
+    monkeypatch.setattr("hf_specx.metrics.check.run_check", run_check)
     options = "--batch 2 --batch 3 --new-tokens 9 --temperature 0.5 --top-p 0.9 --top-k 7 --verification token"
     more = f"--samples 6 --num-draft-tokens 2 --level 0.01 --seed 4 --dtype bfloat16 --resume {tmp_path}/known.json"
     specx(folder, *options.split(), *more.split(), "--file", texts)

@@ -13,7 +13,7 @@ from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.cli import loading
 from hf_specx.cli.options import Named
 from hf_specx.common.devices import last_device
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 @pytest.fixture

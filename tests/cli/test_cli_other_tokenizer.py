@@ -10,7 +10,7 @@ from other_tokens import PROMPTS, draft_of, pair_of, target_of, texts, tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_specx import DraftTargetPair
-from hf_specx.pair_files.pair_config import PairConfig
+from hf_specx.hub.pair_config import PairConfig
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"

@@ -10,10 +10,10 @@ from tiny_tokenizer import tiny_tokenizer
 from hf_specx import DraftTargetPair
 from hf_specx.cli import reading
 from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.fetch import Files
 from hf_specx.hub.known_pairs import KNOWN_PAIRS
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
-from hf_specx.pair_files.fetch import Files
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}

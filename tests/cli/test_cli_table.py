@@ -17,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hf_specx.cli import console
 from hf_specx.cli.commands import app, export
-from hf_specx.pair_files import fetch
+from hf_specx.hub import fetch
 
 
 COMMANDS = {  # with what each needs; PAIR is the pair or target that is meant, OUT a folder, PROMPTS a file

@@ -14,7 +14,7 @@ from hf_specx.bench.study import DraftTrial, weightless_draft
 from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}

@@ -14,13 +14,13 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 from vision import seeing
 
 from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.cache.slots import SlotCache
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
+from hf_specx.drafting.pace import Pace
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.layouts.ragged import RaggedDecoder
+from hf_specx.models.ragged import RaggedDecoder
+from hf_specx.models.slots import SlotCache
 from hf_specx.sampling.rules import RejectionRule
-from hf_specx.scheduling.pace import Pace
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")

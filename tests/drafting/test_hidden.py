@@ -10,7 +10,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.layouts.forward_outputs import HiddenStates
+from hf_specx.models.forward_outputs import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")

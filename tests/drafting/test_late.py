@@ -6,9 +6,9 @@ from other_tokens import draft_of, target_of, texts, tokenizer_of
 from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine import start
-from hf_specx.layouts.decoder import Decoder
-from hf_specx.scheduling.schedule import Schedule
+from hf_specx.models.decoder import Decoder
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")

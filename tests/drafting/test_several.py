@@ -11,9 +11,9 @@ from tiny import Forwards, near, prompts, tiny
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.pace import Pace
 from hf_specx.drafting.several import SeveralDrafts
-from hf_specx.layouts.decoder import Decoder
-from hf_specx.scheduling.pace import Pace
+from hf_specx.models.decoder import Decoder
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")

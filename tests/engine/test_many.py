@@ -18,7 +18,7 @@ from hf_specx import (
     SuffixDraft,
     SuffixPool,
 )
-from hf_specx.cache.slots import MARGIN, SlotLayer
+from hf_specx.models.slots import MARGIN, SlotLayer
 
 
 MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_neox")

@@ -28,9 +28,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.pace import Pace
 from hf_specx.engine.ranks import OneNumber, Ranks, is_synced, synced_by_default
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.pace import Pace
 
 
 TARGET, DRAFT, ENCODER, DONE = 10, 100, 1000, 10000  # what a rank is about to run; far from a flag of 0 or 1

@@ -14,8 +14,8 @@ from torch import distributed, multiprocessing
 from transformers import LlamaForCausalLM
 
 from hf_specx import Request, SpeculativeDecoding
+from hf_specx.drafting.costs import Costs
 from hf_specx.engine import start
-from hf_specx.scheduling.costs import Costs
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": [5]}

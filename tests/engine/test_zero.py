@@ -15,11 +15,11 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting import candidates
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.forced import Growth
+from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine import start
 from hf_specx.engine.ranks import synced_by_default
-from hf_specx.scheduling.costs import Costs
-from hf_specx.scheduling.schedule import Schedule
 
 
 pytest.importorskip("deepspeed")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.engine import start
-from hf_specx.layouts.ragged import Masks, RaggedDecoder
+from hf_specx.models.ragged import Masks, RaggedDecoder
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.stopping import Stopping
 

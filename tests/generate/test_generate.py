@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.scheduling.draft_length import PRIOR_ALPHA
+from hf_specx.drafting.draft_length import PRIOR_ALPHA
 
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}

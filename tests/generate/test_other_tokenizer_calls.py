@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.drafting import other_tokenizer
 from hf_specx.drafting.other_tokenizer import OwnText
-from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
 KIND, OTHER = "byte-level", "byte-level, other merges"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.layouts.compiled import has_compiler
+from hf_specx.models.compiled import has_compiler
 
 
 pytestmark = [

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, logits_process, utils
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from hf_specx.cache.slots import SlotCache
+from hf_specx.models.slots import SlotCache
 
 
 class Ends(StoppingCriteria):

@@ -1,6 +1,6 @@
 """What tests of model cards and exports share: a config with nothing left out."""
 
-from hf_specx.pair_files.pair_config import Measurement, ModelSource, PairConfig, TokenizerFacts
+from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig, TokenizerFacts
 
 
 def measured(**changes) -> Measurement:

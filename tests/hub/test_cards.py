@@ -18,8 +18,8 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
 from hf_specx.hub.folders import without_folders
+from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import write_repository
-from hf_specx.pair_files.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
 CARDS = Path(__file__).parents[2] / "model_cards"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 
 
 NAME = "org/pair"

@@ -10,11 +10,10 @@ from tiny import near, prompts, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_specx import DraftTargetPair
+from hf_specx.hub.facts import tokenizer_facts
+from hf_specx.hub.fetch import fingerprint
 from hf_specx.hub.folders import OF_A_PAIR
-from hf_specx.hub.publish import write_repository
-from hf_specx.pair_files.facts import tokenizer_facts
-from hf_specx.pair_files.fetch import fingerprint
-from hf_specx.pair_files.pair_config import (
+from hf_specx.hub.pair_config import (
     CONFIG_NAME,
     Measurement,
     ModelSource,
@@ -22,9 +21,10 @@ from hf_specx.pair_files.pair_config import (
     SavedCosts,
     TokenizerFacts,
 )
+from hf_specx.hub.publish import write_repository
 
 
-EMBEDDED = Path(__file__).parents[2] / "hf_specx" / "embedded"
+EMBEDDED = Path(__file__).parents[2] / "hf_specx" / "hub" / "embedded"
 COSTS = SavedCosts("a clock", "float32", {"2": {"target": {"1": 1.0, "9": 2.0}, "draft": 0.25}}, {"block": 0.5})
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from card_cases import measured
 
+from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
-from hf_specx.pair_files.pair_config import ModelSource, PairConfig
 
 
 SAMPLED = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}

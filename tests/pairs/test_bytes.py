@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-import hf_specx.layouts.hosted
-import hf_specx.layouts.ragged
+import hf_specx.models.hosted
+import hf_specx.models.ragged
 from hf_specx import SpeculativeDecoding
-from hf_specx.layouts.decoder import Decoder
+from hf_specx.models.decoder import Decoder
 
 
 ROWS, WIDTH, NEW_TOKENS, NUM_DRAFT_TOKENS = 4, 40, 31, 4
@@ -162,7 +162,7 @@ def test_without_the_remedy_every_forward_repeats_the_keys(
     layout: str, decoder_forwards: list, monkeypatch: pytest.MonkeyPatch
 ):
     """The counter sees `repeat_kv`: each key is read and written once for every head of its group of 4."""
-    for module in (hf_specx.layouts.ragged, hf_specx.layouts.hosted):
+    for module in (hf_specx.models.ragged, hf_specx.models.hosted):
         monkeypatch.setattr(module, "grouped_queries", contextlib.nullcontext)
     target = tiny("llama", **GROUPED)
     rounds = [forward for forward in decoded(target, decoder_forwards, layout) if forward.fed > 1]

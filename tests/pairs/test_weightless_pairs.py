@@ -11,9 +11,9 @@ from tiny import Forwards, prompts, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft, SuffixPool
+from hf_specx.hub.exit_head import HEAD_NAME
+from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 from hf_specx.hub.publish import write_repository
-from hf_specx.pair_files.exit_head import HEAD_NAME
-from hf_specx.pair_files.pair_config import CONFIG_NAME, PairConfig
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "num_draft_tokens": 4}

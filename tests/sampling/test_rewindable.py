@@ -22,12 +22,12 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
+from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
 from hf_specx.sampling.matchers import sent_masks
 from hf_specx.sampling.rewindable import TokenMasks, in_use
 from hf_specx.sampling.rules import RejectionRule
-from hf_specx.scheduling.costs import Costs
 
 
 NUM_TESTS, END, NEW = 4, 7, 24

@@ -16,8 +16,8 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.pair_files.find_draft import find_draft
-from hf_specx.pair_files.pair_config import CONFIG_NAME
+from hf_specx.hub.find_draft import find_draft
+from hf_specx.hub.pair_config import CONFIG_NAME
 
 
 Change = Callable[[Path], object]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.architectures import INEXACT, LAYOUTS_OF, REFUSED
 from hf_specx.engine.report import SpeculationReport
-from hf_specx.layouts.choose import DECODERS, layouts_of
+from hf_specx.models.choose import DECODERS, layouts_of
 
 
 NEW_TOKENS, NUM_DRAFT_TOKENS = 24, 3

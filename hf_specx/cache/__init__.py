@@ -1,1 +1,0 @@
-"""Keys, values and states, written in place and rolled back."""

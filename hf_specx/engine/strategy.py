@@ -1,0 +1,282 @@
+"""The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.modeling_outputs import ModelOutput
+
+from hf_specx.common.devices import free_tokens
+from hf_specx.common.round import Listener
+from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
+from hf_specx.drafting.candidates import AnyDraft, make_drafter
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.drafter import Drafter
+from hf_specx.drafting.other_tokenizer import match_tokenizers
+from hf_specx.models.compiled import compilations
+from hf_specx.models.prompts import prepare
+
+from .attached import attached
+from .call import Call, Withheld, make_call, warn_once
+from .check_entry import AskedSignature, check_withheld
+from .check_many import check_many
+from .check_options import check_options
+from .check_rows import as_list
+from .decode import decode
+from .many import complete_all
+from .plain import decode_plainly
+from .queue import RequestQueue, in_order
+from .report import SpeculationReport
+from .requests import Completion, Prepared, Request
+from .run import Run
+from .start import calibrate, start
+from .streaming import ended
+
+
+class SpeculativeDecoding(NoModel):
+    """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
+
+    With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
+    remembers costs and acceptance from one to the next. Calls in several threads may share it if they have the same
+    target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that serves one call at a time. `generate`
+    takes one more argument: `seeds`, one int for each row (after `num_return_sequences`) in a list, range, tensor or
+    array, makes each row independent of the others; under "coupled" its text is that of plain `generate` for this row
+    alone under `torch.manual_seed` of its seed. What cannot be speculated exactly (a processor or criterion that may
+    keep state, attentions or hidden states as outputs) is decoded by transformers' own sampler, with a warning.
+
+    Args:
+        draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
+            `SuffixDraft`; `EarlyExitDraft`; a `Drafter` of yours; or a list of these with at most one that runs
+            forwards: each row and round takes what promises more tokens a second, by what was kept so far.
+        num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
+            expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
+        verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
+            same `torch.manual_seed`. None is "block", but "coupled" if candidates are not drawn from a distribution,
+            as those of a `CandidateGenerator` or `SuffixDraft`, or rows with `seeds` advance together. "token" and
+            "block" accept a candidate x that was not drawn with probability p(x) or more.
+        layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
+            best one that was shown to be exact for the architecture.
+        compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
+            on CUDA). The first call of each size takes seconds longer. An x86 CPU keeps linear weights twice.
+        streamer: gets the prompt and then the tokens as they are emitted; for more than one row a `BatchStreamer`.
+        stream_by: "token", one at a time as in `generate`, or "run", all that a round emitted.
+        tokenizer: the target's, and `draft_tokenizer` the draft's: with both, vocabularies are compared token by token
+            and may differ in padding, or altogether; otherwise they must be equally large.
+        tokenizer_match: a draft with another tokenizer proposes by its distribution among the tokens that both have.
+            "auto" refuses one if less than half of the tokens of a sample text are in both, "tokens" if none is.
+        costs: of an earlier strategy (`strategy.costs`), so that this one drafts the same numbers. From then on both
+            learn from the calls of either; `costs.apart()` is a copy.
+
+    Attributes:
+        report: the `SpeculationReport` of the last call, None before the first.
+        costs: what "auto" goes by: times of bare forwards, times of rounds, and acceptance in the calls so far. Empty
+            again when the strategy is used with another target.
+        listeners: objects with a method `observe`, which is given the `Round` of each round.
+
+    Raises:
+        ValueError: if an option is unknown, unsupported or contradicts another.
+
+    Example:
+        >>> strategy = SpeculativeDecoding(draft_model)
+        >>> model.generate(**inputs, do_sample=True, max_new_tokens=128, custom_generate=strategy)
+    """
+
+    def __init__(
+        self,
+        draft_model: AnyDraft | Sequence[AnyDraft],
+        *misplaced: Any,
+        num_draft_tokens: str | int = "auto",
+        verification: str | None = None,
+        layout: str = "auto",
+        compile: bool = False,
+        streamer: BaseStreamer | None = None,
+        stream_by: str = "token",
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer_match: str = "auto",
+        costs: Costs | None = None,
+        **unknown: Any,
+    ):
+        self.draft_model = unwrapped_draft(draft_model)
+        self.num_draft_tokens, self.verification, self.layout = num_draft_tokens, verification, layout
+        self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
+        self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
+        options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
+        check_options(options, unknown, self.draft_model, len(misplaced))
+        self.costs = costs if costs is not None else Costs()
+        self.report: SpeculationReport | None = None
+        self.listeners: tuple[Listener, ...] = ()
+        self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
+        self._served: weakref.ref[PreTrainedModel] | None = None
+
+    def __repr__(self) -> str:
+        shown = "num_draft_tokens", "verification", "layout", "compile"
+        several = isinstance(self.draft_model, list)
+        drafts = ", ".join(map(label_of, self.draft_model if several else [self.draft_model]))
+        told = (f"[{drafts}]" if several else drafts, *(f"{name}={getattr(self, name)!r}" for name in shown))
+        return f"SpeculativeDecoding({', '.join(told)})"
+
+    __signature__ = AskedSignature()
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: torch.Tensor | None = None,
+        seeds: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | ModelOutput:
+        """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
+
+        Returns:
+            [B, L + N] int64, or with `return_dict_in_generate=True` the output of `generate`, with the report as its
+            attribute `speculation_report`; see `Outputs`.
+
+        Raises:
+            ValueError: before any forward, if the call cannot be done exactly.
+        """
+        given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
+        with ended(self.streamer):
+            check_withheld(sys._getframe())
+            return self.decode(Withheld(), model, input_ids, *given, **model_kwargs)
+
+    @torch.no_grad()
+    def decode(
+        self,
+        withheld: Withheld,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        inputs_tensor: torch.Tensor | None = None,
+        seeds: Any = None,
+        **model_kwargs: Any,
+    ) -> torch.Tensor | ModelOutput:
+        """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
+        given = model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
+        call = make_call(self, Prepared(*given), self._drafter(model), withheld, as_list(seeds))
+        return self.complete(call, self.report if withheld.adds_reports else None)
+
+    def generate_many(
+        self,
+        model: PreTrainedModel,
+        requests: Iterable[Request | Sequence[int] | torch.Tensor],
+        *,
+        batch_size: int = 8,
+        ordered: bool = False,
+        logprobs: bool = False,
+        max_batch_tokens: int | None = None,
+        **generate_kwargs: Any,
+    ) -> Iterator[Completion]:
+        """Complete any number of prompts; a row that ends makes place for the next one.
+
+        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+
+        Args:
+            model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
+                whole batches, and the report says why.
+            requests: lists of token ids without pads, or `Request`; taken one by one as places become free.
+            batch_size: the most rows that are decoded at once.
+            ordered: whether completions come in the order of the requests, rather than as they are done.
+            logprobs: whether completions carry log-probabilities of their tokens.
+            max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
+                limit; compiled forwards round up. By default what half of the device's free memory holds.
+            **generate_kwargs: of `generate`, for all requests.
+
+        Returns:
+            An iterator of `Completion`; a request that can never be served is refused in its own. A call that cannot
+            be done exactly raises a ValueError before any forward, an error of `requests` after what came before it.
+
+        Example:
+            >>> for done in strategy.generate_many(model, tokenizer(prompts).input_ids, max_new_tokens=128):
+            ...     print(done.index, tokenizer.decode(done.tokens))
+        """
+        model = unwrapped(model)
+        check_many(model, requests, batch_size, max_batch_tokens, self.streamer, generate_kwargs)
+        drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
+        models = [model] if drafter.model is None else [model, drafter.model]
+        queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
+        completions = complete_all(queue, self, batch_size)
+        return in_order(completions) if ordered else completions
+
+    def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
+        """A context in which `model.generate` is speculative, for code that cannot pass `custom_generate=`.
+
+        Example:
+            >>> with strategy.attached(model):
+            ...     trainer.train()
+        """
+        return attached(unwrapped(model), self)
+
+    def _drafter(self, target: PreTrainedModel) -> Drafter:
+        how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
+        return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
+
+    def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
+        """What a batch of a queue asks for, checked; for `complete_all`."""
+        return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
+
+    def begin(self, call: Call) -> Run:
+        """What decodes a call; nothing is read yet."""
+        self.meet(call.prompt.model)
+        warn_once(call, self.layout, self._said)
+        run = start(call, self.costs)
+        self.report = run.report
+        return run
+
+    def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
+        """Decode a call to its end; the report goes on from an earlier one."""
+        if not call.plain:
+            run = self.begin(call)
+            text = decode(run)
+            self.end(run, earlier)
+            return run.output(text, self.report)
+        warn_once(call, self.layout, self._said)
+        output, report = decode_plainly(call)
+        self.report = report if earlier is None else earlier + report
+        if call.prompt.generation_config.return_dict_in_generate:
+            output.speculation_report = self.report
+        return output
+
+    def end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
+        """Remember what a call has shown; the report goes on from an earlier one."""
+        run.report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
+        self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
+        self.report = run.report if earlier is None else earlier + run.report
+
+    def meet(self, model: PreTrainedModel) -> None:
+        """Forget costs if the last call had another target."""
+        model = unwrapped(model, adapters=True)
+        if self._served is not None and self._served() is not model:
+            self.costs = Costs()
+        self._served = weakref.ref(model)
+
+    @torch.no_grad()
+    def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
+        """Time bare forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`.
+
+        A draft that runs no forwards takes next to no time.
+        """
+        drafter = self._drafter(model := unwrapped(model))
+        self.meet(model)
+        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
+        criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
+        own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
+        calibrate(start(make_call(self, Prepared(model, *own), drafter), self.costs), self.costs)

@@ -1,1 +1,0 @@
-"""`specx check`: whether speculation changes what a target says."""

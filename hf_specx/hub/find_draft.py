@@ -1,0 +1,148 @@
+"""Find the draft for a target where the caller names none: in the pair of this code, or in that of the target."""
+
+import threading
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_specx.common.architectures import vocabulary
+from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.drafting.costs import Costs
+from hf_specx.engine.check_entry import check_draft_found
+
+from .exit_head import get_head, with_head
+from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
+from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
+from .load_model import load_model
+from .model_files import check_reference
+from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
+from .pair_source import PAIR, REVISION
+from .schema import HUB_ID
+
+
+SIZE = ("parameters", "max_positions")
+
+
+class Found(NamedTuple):
+    """The draft of a pair, and what the pair recommends.
+
+    Attributes:
+        draft: a model in evaluation mode, on the device of the target's last layers and in the target's precision; or
+            a draft without weights.
+        options: for `SpeculativeDecoding`.
+        costs: measured on this hardware; empty if there are none.
+    """
+
+    draft: PreTrainedModel | WeightlessDraft
+    options: dict[str, Any]
+    costs: Costs
+
+
+# by target, then by name and revision of the pair; freed with the target
+LOADED: WeakKeyDictionary[PreTrainedModel, dict[tuple[str, str | None], Found]] = WeakKeyDictionary()
+LOADING = threading.Lock()
+
+
+def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
+    """The draft for a target; it is loaded once for each target.
+
+    It is looked for in the pair that `pair_source` names, else where the target itself was loaded from.
+
+    Args:
+        target: of the call.
+        given: the arguments of the call; only `HUB_OPTIONS` and `revision` are used.
+
+    Raises:
+        ValueError: there is no draft, or its files are incomplete, wrong or unsafe.
+    """
+    hub = {name: given[name] for name in HUB_OPTIONS if given.get(name) is not None}
+    source = find_source(target, given.get("revision"), hub)
+    with LOADING:
+        loaded = LOADED.setdefault(target, {})
+        if source not in loaded:
+            loaded[source] = _load(target, *source, hub)
+        return loaded[source]
+
+
+def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
+    """The name of the pair, and its revision; None where that is the target's own.
+
+    Args:
+        target: of the call.
+        revision: of the call; it is for a pair that the target was loaded from.
+        hub: `HUB_OPTIONS`.
+
+    Raises:
+        ValueError: there is no pair.
+    """
+    if PAIR is not None and REVISION is not None:
+        check_reference(PAIR)
+        return PAIR, REVISION
+    if PAIR is not None and (Path(PAIR) / CONFIG_NAME).is_file():
+        return PAIR, None
+    name = str(target.name_or_path or "")
+    source = name, None if Path(name).is_dir() else revision
+    if source not in LOADED.get(target, {}):
+        check_draft_found(PAIR, _why_no_pair(target, *source, hub))
+    return source
+
+
+def _why_no_pair(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> str | None:
+    if not name:
+        return "it was made here"
+    if not Path(name).is_dir() and not HUB_ID.fullmatch(name):
+        return f"{name!r} is no folder and no id on the Hub"
+    try:
+        files = get_files(name, revision or commit_of(target, hub.get("cache_dir")), [CONFIG_NAME], **hub)
+    except (OSError, ValueError) as error:
+        return f"{name!r} cannot be read: {' '.join(str(error).split())}"
+    return None if (files.root / CONFIG_NAME).is_file() else f"{name!r} has no {CONFIG_NAME}"
+
+
+def _load(target: PreTrainedModel, name: str, revision: str | None, hub: dict[str, Any]) -> Found:
+    commit = None if Path(name).is_dir() else revision or commit_of(target, hub.get("cache_dir"))
+    pair, config = get_pair(name, commit, **hub)
+    warn_of_another_target(config, target)
+    weightless = config.weightless_draft()
+    if weightless is not None:
+        weightless = with_head(weightless, get_head(pair, config, **hub), target)
+        return Found(weightless, *recommended(config, target))
+    files = get_model(pair, config.draft, trust_remote_code=False, use_safetensors=True, **hub)
+    if is_changed(files, config.draft):
+        config.forget()
+    draft = load_model(files, config.draft.subfolder, trust_remote_code=False, dtype=target.dtype)
+    check_kind(f"the draft of {name}", config.draft, draft)
+    options, costs = recommended(config, target)
+    own = config.draft_tokenizer
+    if own is not None or vocabulary(draft) != vocabulary(target):  # they may differ in padding only
+        tokenizer = get_tokenizer(pair, "", config.tokenizers, trust_remote_code=False)
+        other = tokenizer
+        if own is not None or config.draft.name is not None:
+            other = get_tokenizer(files, config.draft.subfolder, own or config.tokenizers, trust_remote_code=False)
+        options |= {"tokenizer": tokenizer, "draft_tokenizer": other}
+    return Found(draft.to(last_device(target)), options, costs)  # type: ignore[arg-type]
+
+
+def recommended(config: PairConfig, target: PreTrainedModel) -> tuple[dict[str, Any], Costs]:
+    """Options for `SpeculativeDecoding`, and what was measured on this hardware."""
+    options = {name: getattr(config, name) for name in ("num_draft_tokens", "verification", "layout")}
+    return options, config.costs_on(hardware(execution_device(target)), str(target.dtype).removeprefix("torch."))
+
+
+def warn_of_another_target(config: PairConfig, target: PreTrainedModel) -> None:
+    """Warn if a target is not the one that a pair was measured with; its text is right in any case."""
+    recorded, found = vars(config.target), vars(model_facts(target))
+    changed = [name for name in (*KIND, *SIZE) if recorded[name] not in (None, found[name])]
+    commit = getattr(target.config, COMMIT, None)
+    if config.target.revision is not None and commit is not None and commit != config.target.revision:
+        changed.append("revision")
+    if changed:
+        warnings.warn(
+            f"the target {target.name_or_path!r} differs in {', '.join(changed)} from the one that the pair was "
+            "measured with, so that its draft and its recommendations may suit it less; see specx tune.",
+            UserWarning,
+            stacklevel=2,
+        )

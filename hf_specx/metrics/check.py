@@ -1,0 +1,213 @@
+"""`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import tqdm
+
+from hf_specx.bench.store import Store, code_digest, provenance
+from hf_specx.bench.timer import Advance
+from hf_specx.common.errors import require
+from hf_specx.common.tokenizers import vocabulary_of
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
+from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .cells import judge_distribution, judge_equality, judge_quality, trace_one
+from .page import check_can_write, write_report
+from .result import CheckResult, lines_of
+from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, Settings, check_packages
+from .speed import measure_speed
+from .texts import Subject, ask_first, generate_texts
+
+
+SHOWN = 4  # texts of each way that a result has
+Part = Callable[[str, Callable[[], Any]], Any]  # makes what has this name, unless it is known
+Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
+
+
+def check(
+    pair: DraftTargetPair,
+    prompts: Sequence[str] | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1, 8),
+    new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    verifications: Sequence[str] = CHECKED,
+    samples: int | None = None,
+    num_draft_tokens: int = FIXED_DRAFT_TOKENS,
+    seed: int = 0,
+    level: float = 0.001,
+    advance: Advance | None = None,
+    path: str | Path | None = None,
+    report: str | Path | None = None,
+    **options: Any,
+) -> CheckResult:
+    """Compare speculative with plain generation: the same tokens, the same distribution, the same quality.
+
+    It needs `evaluate`, `datasets` and `scipy`, and leaves the default generators as they were.
+
+    Args:
+        pair: in its own precision, with the layout of `pair.strategy`.
+        prompts: texts; None is the pair's own.
+        batch_sizes, new_tokens, ..., level: as in `Settings`.
+        advance: called after each of `Settings(...).steps(timed=report is not None)` parts; else there is a bar.
+        path: of a file that gets each part as soon as it is known, and from which an interrupted check goes on.
+        report: of a page (.html) to write; then speed is measured as well.
+        **options: what `generate` is given besides, plain and speculative alike; plain values.
+
+    Raises:
+        ValueError: before any forward, for what cannot be checked.
+
+    Example:
+        >>> hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16).passed
+        True
+    """
+    sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
+    settings = Settings(sizes, new_tokens, *how, samples, num_draft_tokens, seed, level, options)
+    texts = prompts if isinstance(prompts, str) else list(pair.prompts if prompts is None else prompts)
+    check_can_write(report)
+    subject, timed = subject_of(pair, texts, settings), report is not None
+    with tqdm(total=settings.steps(timed), delay=3, desc="checking", disable=advance is not None) as bar:
+        result = run_check(subject, advance or bar.update, path, timed)
+    result.pair = name_of(pair)
+    if report is not None:
+        write_report(result, report)
+    return result
+
+
+def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subject:
+    """What is checked; raises for what cannot be, before any forward."""
+    check_packages()
+    told = "the pair is of encoder-decoders, whose distributions a check does not know; compare greedy texts yourself."
+    require(not pair.target.config.is_encoder_decoder, told)
+    told = "the pair has no tokenizer to read prompts with; DraftTargetPair(target, draft, tokenizer) gives it one."
+    require(pair.tokenizer is not None, told)
+    listed = prompts and not isinstance(prompts, str) and all(isinstance(text, str) for text in prompts)
+    own = "" if prompts else "none "
+    require(bool(listed), f"prompts={str(prompts)[:40]!r}: give a list of texts; the pair has {own}of its own.")
+    subject = Subject(pair, prompts, settings)
+    subject.encoded(list(range(len(prompts))))  # raises for prompts that are empty or too long
+    ask_first(subject)
+    return subject
+
+
+def run_check(subject: Subject, advance: Advance, path: str | Path | None = None, timed: bool = False) -> CheckResult:
+    """`check` of what was put together by `subject_of`.
+
+    Args:
+        subject: what is checked.
+        advance: called after each of `subject.settings.steps(timed)` parts.
+        path: as in `check`.
+        timed: whether speed is measured, for a report.
+    """
+    settings, made = subject.settings, made_of(subject)
+    store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
+
+    def part(name: str, make: Callable[[], Any]) -> Any:
+        found = store.take(name, make)
+        advance()
+        return found
+
+    with generator_untouched():
+        texts = all_texts(subject, part)
+        cells = all_cells(subject, part, texts)
+        trace = part("trace", partial(trace_one, subject))
+        speed = part("speed", partial(measure_speed, subject)) if timed else {}
+    lines, shown = lines_of(settings, cells), shown_texts(subject, texts)
+    return CheckResult(lines, settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
+
+
+def made_of(subject: Subject) -> dict[str, Any]:
+    """Where and with what a check is made, as plain values."""
+    return provenance(subject.target) | described(subject.pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
+
+
+def asked_of(subject: Subject) -> str:
+    """Tells a check from one of other settings, prompts, models, drafts or tokenizers."""
+    pair, strategy = subject.pair, subject.pair.strategy
+    models = [weights_digest(model) for model in pair.models]
+    how = strategy.layout, strategy.compile, strategy.tokenizer_match
+    vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
+    asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
+    return digest_of([json.dumps(asked).encode()])
+
+
+def all_texts(subject: Subject, part: Part) -> Texts:
+    """What is generated in each way at each batch size."""
+    return {
+        (way, batch): part(f"texts, {way}, batch {batch}", partial(generate_texts, subject, way, batch))
+        for batch in subject.settings.batch_sizes
+        for way in subject.settings.ways
+    }
+
+
+def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:
+    """What the metrics say of each verification."""
+    settings, cells = subject.settings, {}
+    for way in (way for way in settings.ways if way in settings.verifications):
+        plain = PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED
+        for batch in settings.batch_sizes:
+            name, ours = f"{way}, batch {batch}", texts[way, batch]
+            cells[name] = {"acceptance": ours["acceptance"]}
+            if way in settings.in_distribution:
+                make = partial(judge_distribution, subject, way, batch, ours["texts"])
+                cells[name]["law"] = part(f"law, {name}", make)
+            else:
+                both = texts[plain, batch]["texts"], ours["texts"]
+                cells[name]["equality"] = part(
+                    f"equality, {name}", partial(judge_equality, subject, way, batch, *both)
+                )
+        if way in settings.in_distribution:
+            sizes = settings.batch_sizes
+            pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
+            indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
+            cells[way] = {"quality": part(f"quality, {way}", partial(judge_quality, subject, indices, *pooled))}
+    return cells
+
+
+def shown_texts(subject: Subject, texts: Texts) -> dict[str, list[dict[str, Any]]]:
+    """The first texts of each way at the first batch size, as strings."""
+    first, found = subject.settings.batch_sizes[0], {}
+    for way in subject.settings.ways:
+        indices, shown = subject.prompt_indices(way, first), subject.decoded(texts[way, first]["texts"][:SHOWN])
+        found[way] = [{"prompt": index, "text": text} for index, text in zip(indices, shown, strict=False)]
+    return found
+
+
+def name_of(pair: DraftTargetPair) -> str:
+    """What a pair is called: "embedded", or where its models come from."""
+    names = [model.name_or_path or type(model).__name__ for model in pair.models]
+    if names[0] == str(embedded_folder()):
+        return "embedded"
+    weightless = [] if len(names) > 1 else [type(pair.draft).__name__]
+    return " with ".join(dict.fromkeys([*names, *weightless]))  # both may be in one folder
+
+
+def described(pair: DraftTargetPair) -> dict[str, str]:
+    """Both models by class and size, and where they came from on the Hub; a draft without a model by its class."""
+    found = {"target": "", "draft": type(pair.draft).__name__}
+    for role, model in zip(("target", "draft"), pair.models, strict=False):
+        facts, source = [type(model).__name__, f"{model.num_parameters():,} parameters"], pair.sources[role]
+        if source is not None and source.name is not None:
+            facts += [source.name, f"commit {source.revision}"]
+        found[role] = ", ".join(facts)
+    return found
+
+
+@contextmanager
+def generator_untouched() -> Iterator[None]:
+    """Whatever is drawn inside, the default generators of all devices are left as they were."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    everywhere = range(torch.accelerator.device_count())  # all are seeded by `torch.manual_seed`
+    with torch.random.fork_rng(everywhere, device_type="cuda" if kind is None else kind.type):
+        yield

@@ -1,0 +1,208 @@
+"""What a check has found: a verdict in lines, and all figures that it rests on."""
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+from .settings import UNITS, Settings
+
+
+PASSED, FAILED, UNTOLD = "passed", "failed", "not told"
+LEAST_CHANCE = 1e-300  # a p-value of 0 has no logarithm
+POWER = 0.9  # with which the deviations that are told would have been seen
+CHECK_LEGEND = (
+    "figure: how far off; larger is worse, and a test fails above its threshold. Of equal tokens it is the largest "
+    "logit gap of a difference in units of rounding, else -log10 of the p-value (3 is one in a thousand). Sees: the "
+    f"least deviation that the test finds with probability {POWER:g}"
+)
+
+
+class CheckLine(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        what: in words.
+        verdict: "passed", "failed", or "not told" where too little was generated.
+        figure: how far off, larger is worse: units of rounding, or -log10 of a p-value; None where there is none.
+        threshold: a figure above it fails.
+        note: what was seen, and what would have been.
+    """
+
+    what: str
+    verdict: str
+    figure: float | None
+    threshold: float
+    note: str
+
+
+@dataclass
+class CheckResult:
+    """The outcome of `check`.
+
+    Attributes:
+        passed: whether no line has failed.
+        lines: what was looked at, in words.
+        level: chance that a check of correct code fails, at most, over all tests of this check together.
+        comparisons: how many share it; each has level / comparisons.
+        settings: of the check, as plain values.
+        provenance: versions, device, precision, code.
+        prompts: as given.
+        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
+            alone "quality", None where there were too few texts.
+        texts: by way to generate a few texts, as strings, each with the index of its prompt.
+        trace: how one text came about; see `hf_specx.bench.trace.trace`.
+        speed: as `hf_specx.metrics.speed.measure_speed` has it; {} where no report was asked for.
+        pair: what the pair is called; "" if that is not known.
+        command: the command that made the check; "" in Python.
+    """
+
+    lines: list[CheckLine]
+    settings: dict[str, Any]
+    provenance: dict[str, Any]
+    prompts: list[str]
+    cells: dict[str, dict[str, Any]]
+    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    trace: dict[str, Any] = field(default_factory=dict)
+    speed: dict[str, Any] = field(default_factory=dict)
+    pair: str = ""
+    command: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return all(line.verdict != FAILED for line in self.lines)
+
+    @property
+    def level(self) -> float:
+        return float(self.settings["level"])
+
+    @property
+    def comparisons(self) -> int:
+        return Settings(**self.settings).comparisons
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, which JSON takes."""
+        known = {name: getattr(self, name) for name in ("passed", "level", "comparisons")}
+        return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
+
+        Args:
+            path: of a file, or of a folder that is there, in which the file is named by the time.
+        """
+        now, path = datetime.now(), Path(path)
+        file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        where = {"_evaluate_version": version("evaluate"), "_python_version": sys.version}
+        file.write_text(json.dumps(self.to_dict() | {"_timestamp": now.isoformat()} | where), encoding="utf-8")
+        return file
+
+    def __str__(self) -> str:
+        lines = [f"{line.verdict}: {line.what} ({line.note})" for line in self.lines]
+        return "\n".join([*lines, summary(self)])
+
+
+def summary(result: CheckResult) -> str:
+    """The verdict in a sentence."""
+    rate = f"a correct one fails in at most {result.level:g} of such checks"
+    if result.passed:
+        rounded = any(cell.get("equality", {}).get("differences") for cell in result.cells.values())
+        but = " but what rounding explains" if rounded else ""
+        return f"passed: no difference to plain generate was found{but}; {rate}"
+    failed = [line.what for line in result.lines if line.verdict == FAILED]
+    return f"failed: {'; '.join(failed)}; {rate}"
+
+
+def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
+    """A line for each thing that was looked at."""
+    found = []
+    for name, cell in cells.items():
+        if "equality" in cell:
+            found.append(equality_line(name, cell["equality"]))
+        if "law" in cell:
+            found.append(distribution_line(name, cell["law"]))
+        if "quality" in cell:
+            found.append(quality_line(name, cell["quality"], settings.share))
+    return found
+
+
+def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_equality`."""
+    what, differences = f"{name}: the same tokens as plain generate", cell["differences"]
+    if not differences:
+        sees = f"one wrong token in {1 / least_share(cell['tokens']):,.0f}"
+        return CheckLine(what, PASSED, 0.0, UNITS, f"all {cell['rows']} rows are equal; sees {sees}")
+    note = f"{len(differences)} of {cell['rows']} rows differ"
+    wrong = [difference for difference in differences if not difference["explained"]]
+    if not wrong:
+        widest = max(differences, key=lambda difference: difference["units"])
+        told = f"logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
+        note = f"{note}, all by rounding: {told}"
+        return CheckLine(what, PASSED, widest["units"], UNITS, note)
+    first, known = wrong[0], [difference["units"] for difference in wrong]
+    gap = "no gap that could explain it"
+    if first["gap"] is not None:
+        gap = f"a logit gap of {first['gap']:.2g} where {first['limit']:.2g} may be rounding"
+    seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
+    figure = None if None in known else max(known)
+    return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
+
+
+def least_share(tokens: int) -> float:
+    """How many of the tokens have to be wrong, each by itself, for any among so many to be, with `POWER`."""
+    return float(1 - (1 - POWER) ** (1 / max(1, tokens)))
+
+
+def unlikely(chance: float) -> float:
+    """A p-value as a figure of which more is worse: -log10 of it."""
+    return 0.0 - math.log10(max(chance, LEAST_CHANCE))  # 0 for 1, and not -0
+
+
+def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
+    """Of `judge_distribution`."""
+    note = f"p = {cell['p_value']:.2g}; {cell['positions']} tokens, {cell['comparisons']} statistics"
+    if cell["impossible"]:
+        note += f"; {cell['impossible']} tokens have probability 0, and not by rounding"
+    elif cell["statistics"]:
+        furthest = min(cell["statistics"], key=lambda key: cell["statistics"][key]["p_value"])
+        note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
+    if cell["on_the_edge"]:
+        note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
+    sees = ", ".join(seen_deviations(cell))
+    verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
+    note = f"{note}; sees {sees}" if sees else note
+    return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
+
+
+def seen_deviations(cell: dict[str, Any]) -> Iterator[str]:
+    """The least deviations of some means that `sampled_law` finds with `POWER`, as far as sums are normal."""
+    beyond = NormalDist().inv_cdf(1 - cell["level"] / max(1, cell["comparisons"]) / 2) + NormalDist().inv_cdf(POWER)
+    told = {
+        "surprisal": "a mean log p off by {:.2g} nats a token",
+        "top_1": "the likeliest token {:.1%} of tokens too often or too seldom",
+        "overrated": "what the draft overrates {:.1%}",
+    }
+    for name, words in told.items():
+        if name in cell["statistics"]:
+            known = cell["statistics"][name]
+            yield words.format(beyond * known["standard_error"] / known["weight"])
+
+
+def quality_line(name: str, cell: dict[str, Any] | None, share: float) -> CheckLine:
+    """Of `judge_quality`."""
+    what, threshold = f"{name}: quality of plain text", unlikely(share)
+    if cell is None:
+        return CheckLine(what, UNTOLD, None, threshold, "too few texts; ask for more samples")
+    furthest = min(cell, key=lambda key: cell[key]["p_value"])
+    measured, chance = cell[furthest], min(1.0, len(cell) * cell[furthest]["p_value"])
+    low, high = measured["interval"]
+    seen = f"{furthest} {measured['prediction']:.3g}, plain {measured['reference']:.3g}"
+    note = f"p = {chance:.2g}; of {len(cell)} measures furthest off: {seen}, 95 % interval {low:.2g} to {high:.2g}"
+    return CheckLine(what, PASSED if chance >= share else FAILED, unlikely(chance), threshold, note)

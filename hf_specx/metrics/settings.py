@@ -1,0 +1,136 @@
+"""How a check is made: what is generated, in how many rows, from which seeds, and the level of each test."""
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+from hf_specx.bench.checks import check_runs, check_sampling
+from hf_specx.common.errors import is_int, require
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
+
+
+CHECKED = ("greedy", "coupled", "token", "block")
+PACKAGES = ("evaluate", "datasets", "scipy")
+OWN = ("do_sample", "max_new_tokens", "custom_generate", "seeds", "return_dict_in_generate", "num_return_sequences")
+IN_DISTRIBUTION = ("token", "block")  # of which the distribution is promised, not the tokens
+LEAST_SAMPLES, RUNS = 16, 8
+PLAIN_GREEDY, PLAIN_SAMPLED = "plain greedy", "plain sampled"
+UNITS = 16.0  # the largest rise that counts as rounding, in units: the precision's epsilon times the largest logit
+
+
+def check_packages() -> None:
+    """Raise a ValueError if something that a check needs is not installed."""
+    lacking = [name for name in PACKAGES if find_spec(name) is None]
+    told = f"a check needs {', '.join(lacking)}: pip install {' '.join(lacking)}, as the extra [quality] does."
+    require(not lacking, told)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is checked, and how closely.
+
+    Attributes:
+        batch_sizes: rows of a batch, each size on its own.
+        new_tokens: of each row, at most.
+        temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
+        verifications: some of `CHECKED`.
+        samples: texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16
+            texts and one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these.
+        num_draft_tokens: candidates a round. A fixed number, since "auto" depends on the clock.
+        seed: of all random numbers.
+        level: chance that a check of correct code fails, at most, over all its tests together.
+        options: what `generate` is given besides, plain and speculative alike; plain values.
+
+    Raises:
+        ValueError: for settings with which nothing can be checked.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8)
+    new_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    verifications: tuple[str, ...] = CHECKED
+    samples: int | None = None
+    num_draft_tokens: int = FIXED_DRAFT_TOKENS
+    seed: int = 0
+    level: float = 0.001
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_runs(self.batch_sizes, name="batch_sizes")
+        check_sampling(self.temperature, self.top_p, self.top_k)
+        names, number = self.verifications, self.num_draft_tokens
+        known = names and set(names) <= set(CHECKED) and len(set(names)) == len(names)
+        require(bool(known), f"verifications={list(names)!r}: give some of {', '.join(CHECKED)}, each once.")
+        told = f"new_tokens={self.new_tokens} and samples={self.samples} leave nothing to compare; give 2 or more."
+        require(self.new_tokens >= 2 and (self.samples is None or self.samples >= 2), told)
+        told = f"num_draft_tokens={number!r}: give a number of 1 or more; 'auto' goes by the clock, a check must not."
+        require(is_int(number) and number >= 1, told)
+        told = f"level={self.level} is no chance of a false alarm; give a number between 0 and 1, like 0.001."
+        require(0 < self.level < 1, told)
+        own = next((name for name in self.options if name in OWN), None)
+        require(own is None, f"{own}= is set by the check itself; leave it out.")
+        try:
+            json.dumps(self.options)
+        except (TypeError, ValueError) as error:
+            told = "give plain values (numbers, texts, lists), since results say what they are"
+            raise ValueError(f"{', '.join(self.options)}: {told}.") from error
+
+    @property
+    def in_distribution(self) -> list[str]:
+        """The verifications whose distributions are compared, not their tokens."""
+        return [name for name in IN_DISTRIBUTION if name in self.verifications]
+
+    @property
+    def comparisons(self) -> int:
+        """Tests that share the level: for each `in_distribution` one a batch size, and one of quality."""
+        return len(self.in_distribution) * (len(self.batch_sizes) + 1)
+
+    @property
+    def share(self) -> float:
+        """The level of each of them, so that all of them together keep `level`, however they depend on each other."""
+        return self.level / max(1, self.comparisons)
+
+    @property
+    def ways(self) -> list[str]:
+        """All ways in which texts are generated, those without a draft before those that are compared with them."""
+        sampled = [name for name in CHECKED[1:] if name in self.verifications]
+        greedy = [PLAIN_GREEDY, "greedy"] if "greedy" in self.verifications else []
+        return greedy + ([PLAIN_SAMPLED, *sampled] if sampled else [])
+
+    def generation(self, sampled: bool) -> dict[str, Any]:
+        """The options of `generate`, also where the target's own generation config asks for other outputs."""
+        options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": sampled}
+        options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
+        if sampled:
+            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options
+
+    def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
+        """The indices of the prompts in each batch: all in order, again and again, as far as they are needed."""
+        largest = batch == max(self.batch_sizes)
+        # at smaller sizes fewer texts, since a token takes longer there
+        rows = self.samples or max(RUNS * batch, max(LEAST_SAMPLES, prompts) if largest else 0)
+        if way in (PLAIN_GREEDY, "greedy"):
+            rows = prompts if largest else min(prompts, rows)
+        firsts = range(0, batch * math.ceil(rows / batch), batch)
+        return [[index % prompts for index in range(first, first + batch)] for first in firsts]
+
+    def run_seed(self, way: str, batch: int, run: int) -> int:
+        """The seed of one batch; coupled sampling has those of plain sampling, all others have their own."""
+        stream = PLAIN_SAMPLED if way == "coupled" else way
+        return random.Random(f"{self.seed} {stream} {batch} {run}").getrandbits(62)
+
+    def steps(self, timed: bool = False) -> int:
+        """How many parts a check has: texts, what is made of them, the trace, and speed where that is `timed`."""
+        sizes = len(self.batch_sizes)
+        return sizes * (len(self.ways) + len(self.verifications)) + len(self.in_distribution) + 1 + timed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, with lists for tuples."""
+        known = asdict(self)
+        return known | {"batch_sizes": list(self.batch_sizes), "verifications": list(self.verifications)}

@@ -1,0 +1,145 @@
+"""What a check generates: a pair with prompts, and the texts of each way to generate."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product, zip_longest
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_specx.bench.inputs import Inputs, emitted, encode
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.drafting.candidates import make_drafter
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.pairs.pair import DraftTargetPair
+
+from .settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
+
+
+@dataclass
+class Subject:
+    """A pair with prompts.
+
+    Attributes:
+        pair: with a tokenizer.
+        prompts: texts.
+        settings: of the check.
+        ids: of each prompt, without pads.
+    """
+
+    pair: DraftTargetPair
+    prompts: list[str]
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self.ids = [list(self.tokenizer(text)["input_ids"]) for text in self.prompts]
+
+    @property
+    def target(self) -> PreTrainedModel:
+        return self.pair.target
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        assert self.pair.tokenizer is not None
+        return self.pair.tokenizer
+
+    @property
+    def draft(self) -> PreTrainedModel | None:
+        """The model that gives candidates a distribution over the target's tokens; None where none does."""
+        same = same_tokens(self.pair.tokenizer, self.pair.draft_tokenizer)
+        return make_drafter(self.pair.draft, self.target).model if same else None
+
+    def strategy(self, verification: str) -> SpeculativeDecoding:
+        """Like the pair's own, but for what is checked; a new one, so that nothing learned elsewhere counts."""
+        own = self.pair.strategy
+        return SpeculativeDecoding(
+            self.pair.draft,
+            num_draft_tokens=self.settings.num_draft_tokens,
+            verification=None if verification == "greedy" else verification,
+            layout=own.layout,
+            compile=own.compile,
+            tokenizer=own.tokenizer,
+            draft_tokenizer=own.draft_tokenizer,
+            tokenizer_match=own.tokenizer_match,
+        )
+
+    def call(self, way: str) -> dict[str, Any]:
+        """What `generate` is given besides its inputs; with a strategy where it is not plain."""
+        options = self.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
+        plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
+        return options if plain else options | {"custom_generate": self.strategy(way)}
+
+    def prompt_indices(self, way: str, batch: int) -> list[int]:
+        """The index of each row's prompt, over all batches."""
+        return [index for indices in self.settings.batches(way, batch, len(self.prompts)) for index in indices]
+
+    def encoded(self, indices: list[int]) -> Inputs:
+        """The prompts at these indices as a batch."""
+        return encode(self.tokenizer, self.target, [self.prompts[i] for i in indices], self.settings.new_tokens)
+
+    def decoded(self, texts: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(texts, skip_special_tokens=True)
+
+
+class Reached(Exception):
+    """A forward was about to begin."""
+
+
+def ask_first(subject: Subject) -> None:
+    """Call every way to generate, so that it raises what it has to raise, and stop it as its first forward begins."""
+
+    def stop(*_: Any) -> None:
+        raise Reached
+
+    settings = subject.settings
+    handles = [model.register_forward_pre_hook(stop) for model in subject.pair.models]
+    try:
+        for way, batch in product(settings.ways, settings.batch_sizes):
+            inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])
+            with suppress(Reached):
+                subject.target.generate(**inputs, **subject.call(way))  # type: ignore[operator]
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
+    """All texts of one way to generate.
+
+    Returns:
+        "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance".
+    """
+    settings, options = subject.settings, subject.call(way)
+    strategy: SpeculativeDecoding | None = options.get("custom_generate")
+    texts: list[list[int]] = []
+    reports: list[SpeculationReport] = []
+    for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
+        inputs = subject.encoded(indices)
+        torch.manual_seed(settings.run_seed(way, batch, run))
+        output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
+        texts += emitted(subject.target, inputs, output, options)
+        if strategy is not None:
+            assert strategy.report is not None
+            reports.append(strategy.report)
+    return {"texts": texts} | ({"acceptance": acceptance_in(reports)} if reports else {})
+
+
+def acceptance_in(reports: list[SpeculationReport]) -> dict[str, Any]:
+    """What the draft was worth in some calls; by position of a candidate, how many were judged and accepted there."""
+    drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
+    judged, rounds = sum(report.judged for report in reports), sum(sum(report.rounds_per_row) for report in reports)
+    return {
+        "acceptance_rate": accepted / drafted if drafted else 0.0,
+        "tokens_per_round": 1 + accepted / rounds if rounds else 1.0,
+        "rounds": rounds,
+        "alpha": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
+        "layout": reports[0].layout,
+        "judged_per_position": _sums([report.judged_per_position for report in reports]),
+        "accepted_per_position": _sums([report.accepted_per_position for report in reports]),
+    }
+
+
+def _sums(counts: list[list[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -1,0 +1,228 @@
+"""The ragged layout in compiled forwards: buffers of fixed size, whose rows and lengths are told by tensors."""
+
+import inspect
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils.import_utils import is_torch_greater_or_equal
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
+
+from .export import Columns
+from .prepacked import PackedLinear
+from .prompts import Prompt
+from .ragged import RaggedDecoder
+from .regions import regions_of
+from .slots import MARGIN
+from .static import Buffers, capacity_bucket, length_bucket, move, row_bucket
+
+
+FAR = 2**40  # a slot that no text reaches
+ROOM = 512  # new tokens that there are slots for at first; then the buffers grow
+LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend on the length of the text
+
+
+def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
+    """Raise a `ValueError` unless a model can be decoded by compiled forwards.
+
+    Args:
+        model: target or draft.
+        layout: the one it would be decoded in, for this `reason`.
+        synced: whether other ranks take part.
+    """
+    name = type(model).__name__
+    told = f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason})"
+    require(layout == "ragged", f"{told}; use compile=False, or what takes the ragged layout.")
+    why = _hinders(model)
+    require(not why, f"compile=True cannot compile {name}: {why}; use compile=False.")
+    hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+    place = f"{str(model.device)!r}{' under hooks of accelerate' * hooked}{' of several ranks' * synced}"
+    told = f"compile=True takes models that lie whole on one CPU or CUDA device; {name} is on {place}"
+    alone = not synced and not hooked and model.device.type in ("cpu", "cuda")
+    require(alone, f"{told}; use compile=False, or load it on one device.")
+    needed = "Triton" if model.device.type == "cuda" else "a C++ compiler"
+    recent = is_torch_greater_or_equal("2.9", accept_dev=True)  # earlier ones cannot trace transformers' forwards
+    told = f"compile=True needs {needed if recent else 'torch 2.9 or later'} for device {str(model.device)!r}"
+    require(recent and has_compiler(model.device.type), f"{told}; install one, or use compile=False.")
+
+
+def _hinders(model: PreTrainedModel) -> str:
+    """Why torch cannot compile a model's forwards; empty if it can."""
+    config = model.config.get_text_config(decoder=True)
+    rope, quantizer = getattr(config, "rope_parameters", None) or {}, getattr(model, "hf_quantizer", None)
+    kinds = [parameters.get("rope_type") for parameters in (rope, *rope.values()) if isinstance(parameters, dict)]
+    if not model._can_compile_fullgraph or "position_ids" not in inspect.signature(model.forward).parameters:
+        return "transformers does not say that its forward is one graph by position"
+    if any(kind in LENGTHENING for kind in kinds):
+        return "its frequencies follow the length of the text"
+    if quantizer is not None and not quantizer.is_compileable:
+        return f"it is quantised by {type(quantizer).__name__}"
+    return ""
+
+
+@cache
+def has_compiler(device_type: str) -> bool:
+    """Whether torch finds what it compiles with, by modules of its own that other calls do not depend on."""
+    if device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return has_triton()
+
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except RuntimeError:
+        return False
+    return True
+
+
+class CompiledDecoder(RaggedDecoder):
+    """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`, on a CPU
+    by the weights that compiled forwards have prepacked.
+
+    The buffers have as many rows as the next power of two. The R decoding rows are the first; the others are idle:
+    token 0 is fed into their first slots, and what comes of it is not used.
+    """
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.regions = regions_of(self.model, self.device)
+        self.compiled_before = self.regions.compilations
+        self.usual = 1  # query length of the last round that the end of the text did not cut short
+
+    @property
+    def compilations(self) -> int:
+        """Forwards of this model that were compiled since this decoder was made."""
+        return self.regions.compilations - self.compiled_before
+
+    def read(self) -> None:
+        super().read()
+        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        del self.cache
+        self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
+        slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
+        self._resize(row_bucket(self.rows), capacity_bucket(slots))
+
+    def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
+        """Move the rows at `index` [R], the first if None, to buffers of another size."""
+        buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
+        move(self.buffers, buffers, index)
+        self.buffers = buffers
+        self._note_rows()
+
+    def _note_rows(self) -> None:
+        """Prepare what the forwards are given for each buffer row."""
+        assert self.first_position is not None
+        offsets = self.first_position.index_select(-2, self.index) - self.width
+        last = torch.full_like(offsets, self.width + min(self.prompt.max_new_tokens, FAR) - 2)
+        if self.max_positions is not None:
+            last = torch.minimum(last, self.max_positions - 1 - offsets)
+        self.given = {"offsets": self._placed(offsets, -2), "last": self._placed(last, -2)}
+        self.given["pads"] = self._placed(self.pads[self.index])
+        if self.holes is not None:
+            capacity = self.buffers[0][0].shape[2]
+            self.given["holes"] = self._placed(
+                torch.nn.functional.pad(self.holes[self.index], (0, capacity - self.width))
+            )
+
+    def _placed(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Values of the R rows along a dimension, with zeros for idle rows after them."""
+        values, shape = values.to(self.device), list(values.shape)
+        shape[dim] = len(self.buffers[0][0]) - shape[dim]
+        return torch.cat([values, values.new_zeros(shape)], dim) if shape[dim] else values.contiguous()
+
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count = tokens.shape[1]
+        length = self._length(batch, count, ahead)
+        counts = [batch.counts[row] for row in batch.rows]
+        end = self.width + max(counts) + ahead + length - count
+        if end > self.buffers[0][0].shape[2]:
+            self._resize(row_bucket(len(counts)), capacity_bucket(end + MARGIN))
+        starts = batch.ends + (self.width - batch.width + ahead - count)
+        given: dict[str, Any] = {name: self._placed(value) for name, value in self._others(length).items()}
+        kept = keep
+        if length > count:
+            tokens, kept = torch.nn.functional.pad(tokens, (0, length - count)), length
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = kept
+        logits = self.regions(
+            self.model,
+            self.buffers,
+            self._placed(tokens),
+            keep=kept,
+            starts=self._placed(starts),
+            **self.given,
+            **given,
+        )
+        logits = logits[: len(counts)]
+        return logits if length == count else logits[:, count - keep : count]
+
+    def _length(self, batch: Batch, count: int, ahead: int) -> int:
+        """The query length to use where `count` tokens are needed; fillers come last, where no other token sees them.
+
+        A round that the end of the text cuts short is filled up to the usual length, so that it needs no compilation.
+        """
+        if ahead != count - 1:
+            return length_bucket(count)
+        if ahead < self._most(batch.rows, batch.counts) - 1:
+            self.usual = length_bucket(count)
+        return max(self.usual, length_bucket(count))
+
+    def _at_once(self, batch: Batch) -> int:
+        """Nor is a row fed more tokens than it has: they go to consecutive slots."""
+        return min(super()._at_once(batch), batch.shortest())
+
+    def _most(self, rows: Iterable[int], counts: Sequence[int] | None = None) -> int:
+        """The most new tokens that one of some rows may get, less what each has emitted."""
+        limits = self.prompt.limits or [self.prompt.max_new_tokens] * len(self.held)
+        return max(limits[row] - (0 if counts is None else counts[row]) for row in rows)
+
+    def _widen_cache(self, count: int) -> None:
+        rows, _, capacity, _ = self.buffers[0][0].shape
+        end = self.width + count + max(self.held)
+        if end > capacity:
+            self._resize(rows, capacity_bucket(end + MARGIN))
+        for buffer in (x for layer in self.buffers for x in layer):
+            buffer[:, :, count:] = buffer[:, :, :-count].clone()
+            buffer[:, :, :count] = 0
+
+    def _first(self) -> torch.Tensor:
+        with PackedLinear(self.regions.prepacked):
+            return super()._first()
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        with PackedLinear(self.regions.prepacked):
+            super().admit(batch, rows)
+        self._note_rows()
+
+    def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:
+        index = torch.tensor(indices).to(self.device, non_blocking=True)
+        for layer, read in zip(self.buffers, fresh.cache.layers, strict=True):
+            for buffer, states in zip(layer, (read.keys, read.values), strict=True):
+                buffer[index, :, start:end] = states[:, :, : end - start]
+
+    def select(self, stay: torch.Tensor) -> None:
+        self._select_inputs(stay)
+        self.index = self.index[stay.to(self.index.device)]
+        stay = stay.to(self.device)
+        rows, _, capacity, _ = self.buffers[0][0].shape
+        if row_bucket(len(stay)) < rows:
+            self._resize(row_bucket(len(stay)), capacity, stay)
+        else:
+            move(self.buffers, self.buffers, stay)
+            self._note_rows()
+
+    def columns(self, index: int, row: int) -> Columns:
+        end = self.width + self.held[row]
+        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
+
+
+def compilations(*decoders: object) -> int:
+    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
+    found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
+    return sum(found.values())

@@ -1,0 +1,175 @@
+"""The packed layout: the tokens of all rows lie in one row without pads, under a mask that keeps them apart.
+
+The prompts come first, column by column, then a slot for each row and emitted token, so that the last tokens of all
+rows always come last. Nothing is moved until a row leaves; a slot whose token was rolled back is hidden until it is
+written again.
+"""
+
+from typing import Any
+
+import torch
+
+from hf_specx.common.batch import Batch
+from hf_specx.common.errors import require
+
+from .attention import grouped_queries
+from .decoder import Decoder
+from .export import Columns
+from .prompts import Prompt
+from .ragged import Masks
+from .slots import MARGIN, SlotCache
+
+
+PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
+
+
+class PackedDecoder(Decoder):
+    """A batch of one that holds all rows; the model must take positions and masks as given.
+
+    Attributes:
+        lengths: tokens in the prompts of the R rows that are held.
+        row, before: [n] int64, for each slot the index of its row, and how many tokens of that row come before.
+    """
+
+    row: torch.Tensor
+    before: torch.Tensor
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.inputs = self._prompt_inputs()
+        self.cache = SlotCache()
+        self.masks = Masks(self.model)
+
+    def _prompt_inputs(self) -> dict[str, Any]:
+        """What `generate` would feed the model first.
+
+        Raises:
+            ValueError: if that is more than tokens and their positions.
+        """
+        given, held = self.kwargs, self.cache.get_seq_length()
+        _take(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
+        _take(not held, f"starts empty, and past_key_values holds {held} tokens")
+        mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
+        gaps = bool((mask.cummax(-1).values != mask).any())
+        _take(not gaps, "takes rows without gaps, and attention_mask has zeros between tokens")
+        size = self.prompt.generation_config.prefill_chunk_size
+        _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
+        ids = self._known(self.prompt.input_ids)
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
+            ids,
+            is_first_iteration=True,
+            next_sequence_length=ids.shape[1],
+            past_key_values=self.cache,
+            **given,
+        )
+        others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
+        _take(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
+        positions = inputs.get("position_ids")
+        found = "no position_ids" if positions is None else f"position_ids of shape {tuple(positions.shape)}"
+        takes = "position_ids" in self.parameters and positions is not None and positions.ndim == 2
+        _take(takes, f"needs one position a token; {type(self.model).__name__} has {found}")
+        return inputs
+
+    def read(self) -> None:
+        """Read the prompts of all rows in one forward of their tokens alone."""
+        home, mask = self.prompt.input_ids.device, self.prompt.kwargs.get("attention_mask")
+        ids = self.inputs["input_ids"].to(self.device)
+        positions = self.inputs["position_ids"].to(self.device).expand(ids.shape)
+        rows, self.width = ids.shape
+        real = torch.ones_like(ids) if mask is None else mask.to(self.device).bool().long()
+        column, self.row = real.T.nonzero().unbind(1)
+        self.before = (real.cumsum(-1) - 1)[self.row, column]
+        self._hold(real.sum(-1).tolist())
+        self.pads = (self.width - real.sum(-1)).to(home)
+        self.first_position = positions[:, -1:].to(home) + 1
+        with self.hidden:
+            logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
+        self.hidden_after_prompt = self._last_hidden(1)
+        self.after_prompt = logits[:, None].to(home)
+        self.inputs.clear()
+
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        rows, count = tokens.shape
+        counts = [batch.counts[row] for row in batch.rows]
+        ends = batch.ends - batch.width + ahead  # [R], emitted tokens with the candidates
+        emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
+        positions = self._positions(batch, emitted)
+        assert positions is not None
+        start = sum(self.lengths)
+        extent = start + (max(counts) + ahead) * rows
+        self._foresee(extent)
+        slots = start + emitted * rows + torch.arange(rows, device=tokens.device)[:, None]  # [R, q]
+        tokens, positions, slots = (x.T.reshape(-1).to(self.device) for x in (tokens, positions, slots))
+        even = len(set(counts)) == 1
+        with grouped_queries():
+            logits = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
+        return logits.view(keep, rows, -1).transpose(0, 1)
+
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        rows = len(self.lengths)
+        states = self.hidden.last(keep * rows)  # [1, keep * R, H], position by position
+        return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
+
+    def _fed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
+    ) -> torch.Tensor:
+        """Logits [keep, V] after the last of tokens [N].
+
+        The tokens are written to slots [N], or if None to the last N of the `extent` leading ones.
+        """
+        start = extent - len(tokens)
+        self.cache.slots.aim(None if slots is None else slots[None], start, extent)
+        row, before = self.row[:extent], self.before[:extent]
+        own_row, own_before = (x[start:] if slots is None else x[slots] for x in (row, before))
+        output = self.model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=self.masks.between(own_before[None, None, :, None], before, own_row[:, None] == row),
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **({"logits_to_keep": keep} if "logits_to_keep" in self.parameters else {}),
+        )
+        return output.logits[0, -keep:]
+
+    def _foresee(self, extent: int) -> None:
+        """Assign at least `extent` slots to rows."""
+        if extent <= len(self.row):
+            return
+        start, rows = sum(self.lengths), len(self.lengths)
+        emitted = torch.arange((len(self.row) - start) // rows, 2 * (extent - start) // rows, device=self.device)
+        row = torch.arange(rows, device=self.device).repeat(len(emitted))
+        before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
+        self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
+
+    def select(self, stay: torch.Tensor) -> None:
+        """Keep only the rows at indices `stay` [R']; the slots of the others are dropped."""
+        index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
+        index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
+        row = index[self.row[: self.cache.slots.written]]
+        kept = (row >= 0).nonzero()[:, 0]
+        self.cache.keep(kept)
+        self.row, self.before = row[kept], self.before[kept]
+        self._hold([self.lengths[n] for n in stay.tolist()])
+
+    def columns(self, index: int, row: int) -> Columns:
+        held = self.lengths[index] + self.held[row]
+        slots = ((self.row == index) & (self.before < held)).nonzero()[:, 0]  # in the order of the text
+        pads = self.width - self.lengths[index]
+        return self.cache.row(0, torch.nn.functional.pad(slots, (pads, 0), value=-1))
+
+    def _hold(self, lengths: list[int]) -> None:
+        """Hold rows whose prompts have these lengths."""
+        self.lengths = lengths
+        self.cache.slots.limit = sum(lengths) + (self.prompt.max_new_tokens + MARGIN) * len(lengths)
+
+
+def _take(ok: bool, told: str) -> None:
+    """Raise a `ValueError` that says what this layout needs and was not given, unless it will do."""
+    require(ok, f"layout='packed' {told}; use layout='ragged' or 'auto'.")
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_tensors, value.values()))
+    return isinstance(value, torch.Tensor) or (isinstance(value, tuple | list) and any(map(_has_tensors, value)))

@@ -1,0 +1,199 @@
+"""The ragged layout: each token stays in the slot of its column, and a mask by position hides the rest."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_specx.common.architectures import ASK_FOR_MASKS
+from hf_specx.common.batch import Batch
+
+from .attention import grouped_queries
+from .decoder import DROPPED, Decoder
+from .export import Columns
+from .prompts import Prompt, prepare
+from .slots import MARGIN, SlotCache, with_slots
+
+
+class RaggedDecoder(Decoder):
+    """Rows of unequal length side by side; the model must take positions and 4D masks as given."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.longest_limit)
+        assert isinstance(self.cache, SlotCache)
+        self.masks = Masks(self.model)
+
+    def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
+        count, first = tokens.shape[1], ahead - tokens.shape[1]
+        if batch.together is None:
+            counts = [batch.counts[row] for row in batch.rows]
+            last = torch.arange(first, ahead, device=tokens.device)
+            emitted = (batch.ends - batch.width)[:, None] + last  # [R, q], with the candidates
+            longest, even = max(counts), len(set(counts)) == 1
+            if -first > batch.shortest():  # a row with fewer tokens is fed its first one again and again
+                emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
+        else:
+            longest, even = batch.together, True
+            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
+        slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
+        self.cache.slots.aim(None if even else slots, extent - count, extent)
+        given = self._others(count)
+        if "logits_to_keep" in self.parameters:
+            given["logits_to_keep"] = keep
+        positions = self._positions(batch, emitted, longest + ahead)
+        if positions is not None and "position_ids" in self.parameters:
+            given["position_ids"] = positions.to(self.device)
+        mask = self._mask(batch, slots, extent, even)
+        with contextlib.nullcontext() if mask is None else grouped_queries():
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **given,
+            )
+        return output.logits[:, -keep:]
+
+    def widen(self, count: int) -> None:
+        self._widen_cache(count)
+        self.width += count
+        self.pads, self.absent = self.pads + count, self.absent + count
+        self.padding = [number + count for number in self.padding]
+        if self.holes is not None:
+            self.holes = torch.nn.functional.pad(self.holes, (count, 0))
+
+    def admit(self, batch: Batch, rows: list[int]) -> None:
+        if batch.width > self.width:
+            self.widen(batch.width - self.width)
+        index = torch.tensor(rows).to(batch.ids.device, non_blocking=True)
+        width = max(batch.prompt_lengths[row] for row in rows)
+        ids = batch.ids[index, batch.width - width : batch.width]
+        mask = torch.arange(batch.width - width, batch.width, device=index.device) >= batch.starts[index, None]
+        given = {"input_ids": ids, "attention_mask": mask.long()}
+        fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
+        fresh.read()
+        self.opening = False
+        self._take(fresh, [batch.rows.index(row) for row in rows], self.width - width, self.width)
+        self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
+        self.absent = self.absent.index_copy(0, index, fresh.absent + self.width - width)
+        for row, number in zip(rows, fresh.padding, strict=True):
+            self.held[row], self.valid[row], self.padding[row] = 0, 0, number + self.width - width
+        if self.holes is not None:
+            self.holes = self.holes.index_fill(0, index, False)
+        if self.first_position is not None and fresh.first_position is not None:
+            self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
+
+    def _widen_cache(self, count: int) -> None:
+        """Put `count` slots before the first of all rows."""
+        self.cache.widen(count)
+
+    def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
+        """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
+        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
+        self.cache.take(fresh.cache, indices, start, end)
+
+    def _mask(
+        self, batch: Batch, slots: torch.Tensor, extent: int, even: bool
+    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
+        """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
+        if self.holes is None and not max([self.padding[row] for row in batch.rows]):
+            if even and slots.shape[1] == 1 and self.masks.only_causal:
+                return None
+            if batch.together is None:
+                return self.masks(slots, None, extent)
+            return self.masks.expand(self.masks(slots, None, extent), len(batch.rows))
+        pads = self.pads[batch.index].to(self.device)
+        return self.masks(slots, pads, extent, self._holes(batch, extent))
+
+    def _holes(self, batch: Batch, extent: int) -> torch.Tensor | None:
+        """[R, extent] bool, hidden slots of the prompts after the pads; None if there are none."""
+        if self.holes is None:
+            return None
+        return torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
+
+    def _others(self, count: int) -> dict[str, Any]:
+        """What else the forward is given for each row, as `generate` gives it to the next tokens."""
+        names = self.per_row & self.parameters.keys() - DROPPED
+        given = {name: value for name, value in self.kwargs.items() if name in names}
+        return given | self._token_types(count)
+
+    def columns(self, index: int, row: int) -> Columns:
+        return self.cache.row(index, torch.arange(self.width + self.held[row]))
+
+
+class Masks:
+    """4D masks by position for one model: bool under sdpa, additive under eager attention."""
+
+    def __init__(self, model: PreTrainedModel):
+        config = model.config.get_text_config(decoder=True)
+        self.additive = None if config._attn_implementation == "sdpa" else model.dtype
+        self.window: int | None = getattr(config, "sliding_window", None)
+        self.chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self.kinds = sorted(set(getattr(config, "layer_types", None) or ()))
+        plain = self.additive is None and self.window is None and not self.kinds
+        self.only_causal = plain and config.model_type not in ASK_FOR_MASKS
+
+    def __call__(
+        self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """
+        Args:
+            slots: [R, q], of the queries.
+            pads: [R], leading slots that hold no token; None if there are none.
+            extent: S, how many leading slots are visible.
+            holes: [R, S] bool, other slots that are hidden.
+
+        Returns:
+            [R, 1, q, S], or one for each kind of layer if the model has several.
+        """
+        keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
+        if pads is None:
+            return self.between(queries, keys)
+        first = pads[:, None, None, None]
+        known = keys >= first
+        if holes is not None:
+            known = known & ~holes[:, None, None]
+        return self.between(queries, keys, known, first)
+
+    def between(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        known: torch.Tensor | None = None,
+        first: torch.Tensor | int = 0,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The same for queries and keys anywhere in a text; all arguments broadcast to [R, 1, q, S].
+
+        Args:
+            queries, keys: the number of each one's token in its text, counted alike for both.
+            known: False where the key is no token of the query's row; None if all are.
+            first: the number of a row's first token.
+        """
+        full = keys <= queries if known is None else known & (keys <= queries)
+        if not self.kinds:
+            return self._as_asked(full if self.window is None else full & (keys > queries - self.window))
+        masks = {}
+        for kind in self.kinds:
+            visible = full
+            if kind == "sliding_attention" and self.window is not None:
+                visible = full & (keys > queries - self.window)
+            elif kind == "chunked_attention" and self.chunk is not None:
+                visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
+            masks[kind] = self._as_asked(visible)
+        return masks
+
+    @staticmethod
+    def expand(masks: torch.Tensor | dict[str, torch.Tensor], rows: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Masks of one row as those of `rows` rows, without a copy."""
+        if isinstance(masks, dict):
+            return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
+        return masks.expand(rows, -1, -1, -1)
+
+    def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
+        if self.additive is None:
+            return visible
+        lowest = torch.finfo(self.additive).min
+        return torch.zeros(visible.shape, dtype=self.additive, device=visible.device).masked_fill_(~visible, lowest)

@@ -1,0 +1,276 @@
+"""`SpeculativeDecoding` as a function, with the arguments that transformers does not pass on to a strategy."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_outputs import ModelOutput
+
+from hf_specx.common.devices import execution_device, hardware
+from hf_specx.common.errors import require
+from hf_specx.common.wrappers import unwrapped
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
+from hf_specx.drafting.schedule import given_drafting
+from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.drafting.suffix_pool import check_number
+from hf_specx.engine.call import Withheld
+from hf_specx.engine.check_entry import check_arguments, check_entry, check_healing, check_one_name
+from hf_specx.engine.check_models import check_lifted
+from hf_specx.engine.stop_strings import bind_stop_strings, setting, unset
+from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.engine.streaming import ended
+from hf_specx.hub.find_draft import find_draft
+from hf_specx.models.prompts import shallow_copy
+
+
+STRATEGY_OPTIONS = (
+    "num_draft_tokens",
+    "verification",
+    "layout",
+    "compile",
+    "draft_tokenizer",
+    "tokenizer_match",
+    "costs",
+    "tokenizer",
+    "streamer",
+    "stream_by",
+)
+NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
+LOADER_OPTIONS = (
+    "revision",
+    "token",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "repo_type",
+    "trust_remote_code",
+)
+KNOWN_EXITS: dict[int, EarlyExitDraft] = {}
+
+
+def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
+    """`model.generate` with speculative sampling; takes also the arguments that a strategy object does not get.
+
+    The only thing remembered from call to call is how long forwards took, where they had to be timed before the call,
+    as where they are compiled: by batch size, in the draft's attribute `specx_times`. A strategy object also remembers
+    acceptance and the times of rounds, and so does the `SuffixDraft` of a pair.
+
+    Args:
+        inputs: as in `generate`.
+        *more: further positional arguments of the model's own `generate`.
+        model: the target.
+        **kwargs: everything that `generate` takes, and every option of `SpeculativeDecoding`. The draft is given as
+            `draft_model` or `assistant_model`; else `assistant_early_exit=n` means `EarlyExitDraft(n)`; else
+            `prompt_lookup_num_tokens` means a `SuffixDraft`, see `lookup_draft`; else it is looked for as `find_draft`
+            says, and the options that its pair recommends are used. With `custom_generate`, that is called instead.
+
+    Returns:
+        As `generate`.
+
+    Raises:
+        ValueError: if no draft is given or found, and as `SpeculativeDecoding`.
+    """
+    with ending(kwargs.get("streamer")) as reached:
+        model = unwrapped(model)
+        check_entry(model, kwargs.get("custom_generate"))
+        # called by string, we may be inside the class's own `generate` already; all arguments are then named
+        owner: Any = GenerationMixin if kwargs.keys() >= NAMED else type(model)
+        kwargs = add_positional(owner, more, kwargs)
+        other = kwargs.pop("custom_generate", None)
+        if other is not None:
+            reached.append(True)
+            return owner.generate(model, *first(inputs), custom_generate=other, **kwargs)
+        if kwargs.get("assistant_model") is not None and owner is not type(model):
+            check_lifted(model)
+        check_before_loading(inputs, model, kwargs)
+        options = take_options(kwargs)
+        SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
+        draft, recommended, costs = take_draft(model, kwargs)
+        options = recommended | options
+        strategy = SpeculativeDecoding(draft, **options)
+        if "costs" in options:
+            return run(strategy, owner, model, inputs, kwargs, reached)
+        strategy.costs = costs.apart()  # times at batch sizes of other calls must not count
+        with noted_times(strategy, model):
+            return run(strategy, owner, model, inputs, kwargs, reached)
+
+
+def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
+    """The draft that transformers' two options of prompt lookup ask for, in the call or in a config; None without.
+
+    Where the last tokens of a row stood before in its text, what followed them there is proposed.
+    `prompt_lookup_num_tokens` is how many tokens at most. `max_matching_ngram_size` is how many last tokens are
+    compared at most, down to one; more make a match rarer, and better. Without it 2 tokens or more have to match, and
+    the longest match counts.
+
+    Raises:
+        ValueError: if one of them is not an int of 1 or more, or the call has the second alone.
+    """
+    names = ("prompt_lookup_num_tokens", "max_matching_ngram_size")
+    number, size = (setting(name, model, kwargs) for name in names)
+    told = f"{names[1]}={size} is for {names[0]}, which is not given; give both, or leave it out."
+    require(number is not None or kwargs.get(names[1]) is None, told)
+    if number is None:
+        return None
+    for name, value in zip(names, (number, size), strict=True):
+        check_number(name, 1 if value is None else value, 1)
+    unset(names[0], model, kwargs)  # else `generate` would look them up itself
+    return SuffixDraft(number) if size is None else SuffixDraft(number, min_match=1, max_match=size)
+
+
+@contextmanager
+def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Iterator[None]:
+    """A context in which a call uses the times that earlier calls left on its draft, and leaves its own there.
+
+    They hold for targets of one class, size and dtype on one kind of device.
+    """
+    size = sum(weight.numel() for weight in target.parameters())
+    where = f"{target.dtype} on {hardware(execution_device(target))}{', compiled' * strategy.compile}"
+    kind = f"{type(target).__name__} of {size} parameters in {where}"
+    draft, times = strategy.draft_model, strategy.costs.measured
+    if isinstance(draft, list):
+        draft = next((part for part in draft if isinstance(part, PreTrainedModel)), draft[0])
+    times.update(getattr(draft, "specx_times", {}).get(kind, {}))
+    known = len(times)
+    yield
+    if len(times) > known:
+        vars(draft).setdefault("specx_times", {}).setdefault(kind, {}).update(times)
+
+
+@contextmanager
+def ending(streamer: Any) -> Iterator[list[bool]]:
+    """End a streamer after an error that comes before the strategy is called, which always ends it.
+
+    Yields:
+        An empty list; an item in it means that the strategy was called.
+    """
+    reached: list[bool] = []
+    try:
+        yield reached
+    except BaseException:
+        if not reached and hasattr(streamer, "end"):
+            streamer.end()
+        raise
+
+
+def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
+    """`inputs` as a positional argument, since a class may name its first argument differently."""
+    return [] if inputs is None else [inputs]
+
+
+def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
+    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
+    draft = either(kwargs, "draft_model", "assistant_model")
+    if draft is not None:
+        return draft, {}, Costs()
+    exit_layer = setting("assistant_early_exit", model, kwargs)
+    if exit_layer is not None:
+        unset("assistant_early_exit", model, kwargs)
+        return early_exit(exit_layer, model), {}, Costs()
+    lookup = lookup_draft(model, kwargs)
+    if lookup is not None:
+        return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
+    return find_draft(model, kwargs)
+
+
+def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
+    """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
+    check_exit_layer("assistant_early_exit", exit_layer, model)
+    return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
+
+
+def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name; `owner.generate` names those given by position after the first."""
+    parameters = inspect.signature(owner.generate).parameters.values()
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    if len(more) > len(names):
+        raise TypeError(f"{owner.__name__}.generate takes no {len(more) + 1} positional arguments; pass them by name.")
+    return dict(**dict(zip(names, more, strict=False)), **kwargs)
+
+
+def check_before_loading(inputs: Any, model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Check the arguments of a call by name and type, before anything is loaded for it."""
+    named = {name: value for name, value in kwargs.items() if name not in LOADER_OPTIONS}
+    check_arguments(inputs, model, named, (*STRATEGY_OPTIONS, "draft_model", "assistant_tokenizer", "seeds"))
+
+
+def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Take the options of `SpeculativeDecoding` out of the arguments of a call; None counts as not given."""
+    kwargs |= {"draft_tokenizer": either(kwargs, "draft_tokenizer", "assistant_tokenizer")}
+    options = {name: kwargs.pop(name, None) for name in STRATEGY_OPTIONS}
+    asked = given_drafting(kwargs, kwargs.get("generation_config"))
+    if options["num_draft_tokens"] is None and "num_assistant_tokens" in asked:
+        options["num_draft_tokens"] = "auto"  # so that the number that a pair recommends does not win over it
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
+    """Take an argument that has two names, ours and that of transformers; None if it is not given.
+
+    Raises:
+        ValueError: if both names are used.
+    """
+    found = {name: value for name in (ours, theirs) if (value := kwargs.pop(name, None)) is not None}
+    check_one_name(ours, theirs, found)
+    return next(iter(found.values()), None)
+
+
+def run(
+    strategy: SpeculativeDecoding,
+    owner: Any,
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None,
+    kwargs: dict[str, Any],
+    reached: list[bool],
+) -> Any:
+    """Call `owner.generate` with a strategy, and give this what `generate` does not pass on.
+
+    Args:
+        strategy: made for this call alone.
+        owner: the class whose `generate` is called: the model's, or `GenerationMixin`.
+        model: the target.
+        inputs, kwargs: the arguments of that, without the options of the strategy.
+        reached: gets an item when the strategy is called.
+    """
+    for name in LOADER_OPTIONS:
+        kwargs.pop(name, None)
+    drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
+    withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
+    strategy.report = None
+
+    @functools.wraps(strategy.__call__)
+    def called(given: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        reached.append(True)
+        target = model if given is served else given  # PEFT gives the model inside its wrapper
+        with ended(strategy.streamer):
+            return strategy.decode(withheld, target, *args, **kwargs)
+
+    bind_stop_strings(model, strategy.tokenizer, kwargs)
+    heals = setting("token_healing", model, kwargs)
+    served = healing(model, strategy.tokenizer) if heals else model
+    result = owner.generate(served, *first(inputs), custom_generate=called, **kwargs)
+    if isinstance(result, ModelOutput):
+        result.speculation_report = strategy.report
+    elif isinstance(result, dict):  # what Whisper makes of several windows
+        result["speculation_report"] = strategy.report
+    return result
+
+
+def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedModel:
+    """A shallow copy of a model whose `generate` heals the tokens at the end of prompts with this tokenizer.
+
+    `generate` heals while it prepares a call, and has no tokenizer if it was called from here.
+    """
+    check_healing(tokenizer)
+    assert tokenizer is not None
+    plain = shallow_copy(model)
+    vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
+    healed, heal = shallow_copy(plain), GenerationMixin.heal_tokens
+    vars(healed)["heal_tokens"] = lambda input_ids, _: heal(plain, input_ids, tokenizer)  # type: ignore[arg-type]
+    return healed

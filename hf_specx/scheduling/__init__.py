@@ -1,1 +1,0 @@
-"""How many candidates each row and round gets."""

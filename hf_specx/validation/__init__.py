@@ -1,1 +1,0 @@
-"""What is refused before any forward, with the value and the remedy."""

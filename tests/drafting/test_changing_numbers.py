@@ -1,0 +1,212 @@
+"""Numbers of candidates that change from round to round and row to row, through `generate`: exact, the draft in step.
+
+The chi-square tests at the end fail by chance with probability 1e-6.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import zoo
+from all_pairs import all_pairs
+from enumerated import ENOUGH, draw, exact_distribution, p_values
+from runs import COUPLED, GREEDY, KNOWN, run
+from tiny import Forwards, near, prompts, tiny
+
+from hf_specx import Costs, SpeculativeDecoding
+from hf_specx.common.round import Round
+from hf_specx.drafting import candidates, schedule
+from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.schedule import Schedule
+from hf_specx.models.decoder import Decoder
+
+
+FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
+LAYOUTS = ("ragged", "padded", "packed", "lockstep")
+EXACT = [("llama", layout) for layout in LAYOUTS]
+EXACT += [(name, "auto") for name in ("gpt2", "mistral", "gemma2", "mamba2", "qwen3_next", "lfm2")]
+EXACT += [("t5", "padded"), ("t5", "lockstep")]
+
+
+class Forced(Schedule):
+    """Drafts given numbers in turns."""
+
+    def __init__(self, *given: Any, numbers: Iterable[int] = FORCED):
+        super().__init__(MAX_DRAFT_TOKENS, room=given[2])
+        self.numbers = itertools.cycle(numbers)
+        self.wanted = next(self.numbers)
+
+    def number(self, row: int) -> int:
+        return self.wanted
+
+    def observe(self, done: Round) -> None:
+        if any(done.before):  # not the prompts' own step
+            self.wanted = next(self.numbers)
+
+
+class Uneven(Forced):
+    """Each row is elsewhere among the numbers, so that some rows draft while others do not."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.step = 0
+
+    def number(self, row: int) -> int:
+        return FORCED[(self.step + 4 * row) % len(FORCED)]
+
+    def observe(self, done: Round) -> None:
+        self.step += 1
+
+
+def known(rows: int = 4) -> Costs:
+    return Costs({rows: KNOWN})
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize(
+    ("numbers", "model_type", "layout", "settings"),
+    [(numbers, *kind, settings) for numbers, kind, settings in all_pairs([Forced, Uneven], EXACT, [GREEDY, COUPLED])],
+)
+def test_numbers_that_change_give_the_text_of_stock(
+    monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], model_type: str, layout: str, settings: dict
+):
+    """Rows end at different steps, so that some leave while the draft is away."""
+    monkeypatch.setattr(schedule, "Auto", numbers)
+    kind = {"t5": "seq2seq", "mamba2": "causal", "qwen3_next": "causal", "lfm2": "causal"}.get(model_type)
+    target = tiny(model_type) if kind is None else zoo.build(kind, model_type)
+    inputs = prompts(4) if kind is None else zoo.inputs(target, 4)
+    free = run(target, inputs, **settings)
+    early, late = int(free[0, -50]), int(free[1, -9])
+    for end in (None, [early, late]):
+        given = settings | {"eos_token_id": end, "pad_token_id": 0}
+        expected, state = run(target, inputs, **given), torch.get_rng_state()
+        strategy = SpeculativeDecoding(near(target, 0.05), verification="coupled", layout=layout, costs=known())
+        assert torch.equal(run(target, inputs, strategy, **given), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert strategy.report.drafted > strategy.report.accepted
+        if end is None:
+            rounds = [tuple(record.drafted for record in row[1:6]) for row in strategy.report.history]
+            assert any(0 in row for row in rounds)
+            assert (len(set(rounds)) == 1) is (numbers is Forced)
+
+
+class Spied(SampledCandidateGenerator):
+    """Notes of each greedy candidate whether a draft that reads the whole text anew would propose it."""
+
+    right: ClassVar[list[bool]] = []
+
+    def propose(self, batch, lengths):
+        draft = super().propose(batch, lengths)
+        for row, tokens, length in zip(batch.rows, draft.tokens, draft.lengths, strict=True):
+            text = batch.row(row)[None]
+            for candidate in tokens[:length]:
+                scores = self.model(text).logits[0, -1]
+                self.right.append(bool(scores[candidate] > scores.max() - 1e-3))
+                text = torch.cat([text, candidate[None, None]], 1)
+        return draft
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], layout: str) -> list[bool]:
+    """What `Spied` notes in a call."""
+    monkeypatch.setattr(candidates, "SampledCandidateGenerator", Spied)
+    monkeypatch.setattr(schedule, "Auto", numbers)
+    monkeypatch.setattr(Spied, "right", [])
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.1), layout=layout, costs=known())
+    run(target, prompts(4), strategy, **GREEDY)
+    assert strategy.report.accepted < strategy.report.drafted == len(Spied.right)
+    return Spied.right
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("numbers", [Forced, Uneven])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_draft_knows_the_text_after_an_absence(
+    monkeypatch: pytest.MonkeyPatch, layout: str, numbers: type[Forced]
+):
+    """The candidates that it had proposed and that were rejected are not taken for text."""
+    right = spied(monkeypatch, numbers, layout)
+    assert len(right) > 20
+    assert all(right)
+
+
+def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch):
+    """A control of the test above."""
+    monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
+    assert not all(spied(monkeypatch, Forced, "ragged"))
+
+
+def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):
+    """And none when it begins."""
+    numbers = (4, *[0] * 30, 3, *[0] * 100)
+    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=numbers))
+    target = tiny()
+    for noise in (0.0, 0.5):
+        draft = near(target, noise)
+        with Forwards(draft) as forwards:
+            run(target, prompts(4), SpeculativeDecoding(draft, costs=known()), **GREEDY)
+        prompt, first, *others = forwards.lengths
+        assert (prompt, first) == (11, 1)
+        assert len([length for length in others if length > 28]) == 1
+        assert sum(forwards.lengths) < 11 + 4 + 3 + 30 + 3 + 3 * (noise > 0)
+        assert len(forwards.lengths) == 1 + 4 + 3
+
+
+def test_one_number_travels_to_the_host_a_round(monkeypatch: pytest.MonkeyPatch):
+    """All that a round decides is read at once, survival among it."""
+    target, counts, whole = tiny(), [], torch.Tensor.tolist
+    monkeypatch.setattr(schedule, "Auto", partial(Forced, numbers=[0, 3]))
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: counts.append(1) or whole(tensor))
+    for name in ("item", "__bool__", "__int__", "__float__"):
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda tensor, own=method: counts.append(1) or own(tensor))
+    seen = []
+    for new_tokens in (20, 60):
+        counts.clear()
+        strategy = SpeculativeDecoding(near(target, 0.0), costs=known())
+        run(target, prompts(4), strategy, **GREEDY, max_new_tokens=new_tokens)
+        seen.append((len(counts), len(strategy.report.history[0])))
+    assert seen[1][0] - seen[0][0] == seen[1][1] - seen[0][1] == 16
+
+
+class ByThePast(Forced):
+    """Goes by what was kept, as "auto" does: three after a round that kept all, then none, then one."""
+
+    def observe(self, done: Round) -> None:
+        kept = sum(map(sum, done.survival)) / len(done.survival)
+        self.wanted = 3 if kept > 1.0 else int(max(done.draft.lengths) != 1)
+
+
+class EachByItsPast(Uneven):
+    """The same for each row alone."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.own = dict[int, int]()
+
+    def number(self, row: int) -> int:
+        return self.own.get(row, 2)
+
+    def observe(self, done: Round) -> None:
+        for row, chances in zip(done.rows, done.survival, strict=True):
+            self.own[row] = 3 if sum(chances) > 1.0 else int(len(chances) != 1)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "draws"),
+    [(partial(ByThePast, numbers=[2]), {"batches": 200, "rows": 64}), (EachByItsPast, ENOUGH)],
+    ids=["all", "each"],
+)
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rounds_by_the_past_keep_the_law(
+    monkeypatch: pytest.MonkeyPatch, verification: str, numbers: Callable, draws: dict
+):
+    """The joint distribution of the first tokens, where later rounds are as long as earlier ones were good."""
+    monkeypatch.setattr(schedule, "Auto", numbers)
+    monkeypatch.setattr(Costs, "measure", lambda costs, batch, *_: costs.table.update({batch: KNOWN}))
+    tokens = draw(verification, **draws, num_draft_tokens="auto")
+    assert min(p_values(tokens, exact_distribution([]))) > 1e-6 / 8

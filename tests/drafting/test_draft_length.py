@@ -1,0 +1,95 @@
+"""How many to draft: the theory against published numbers, and what is made of the rounds so far."""
+
+import pytest
+
+from hf_specx.drafting.draft_length import (
+    PRIOR_ALPHA,
+    PRIOR_WEIGHT,
+    Survival,
+    best_number,
+    expected_speedup,
+    expected_tokens,
+)
+
+
+# Leviathan et al. 2022, Table 1, c = 0: α, γ, speed
+LEVIATHAN = [
+    (0.6, 2, 1.96),
+    (0.7, 3, 2.53),
+    (0.8, 2, 2.44),
+    (0.8, 5, 3.69),
+    (0.9, 2, 2.71),
+    (0.9, 10, 6.86),
+]
+
+
+@pytest.mark.parametrize(("alpha", "gamma", "speed"), LEVIATHAN)
+def test_table_of_leviathan(alpha: float, gamma: int, speed: float):
+    assert expected_speedup(alpha, gamma, 0) == pytest.approx(speed, abs=0.005)
+    assert expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)))
+
+
+def test_coefficients_enter_the_formulas():
+    assert expected_tokens(0.5, 2) == 1.75
+    assert expected_speedup(0.5, 2, 0.25) == pytest.approx(1.75 / 1.5)
+
+
+@pytest.mark.parametrize("alpha", [0, 1 - 1e-9, 1, 1 + 1e-7])
+def test_extreme_acceptance(alpha: float):
+    """α is a mean of float sums, so it may come out a little over 1."""
+    assert expected_tokens(alpha, 5) == pytest.approx(6 if alpha else 1)
+
+
+def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
+    """S_i after many turns of these rounds."""
+    survival = Survival(PRIOR_ALPHA, PRIOR_WEIGHT, together)
+    for _ in range(400):
+        for made in rounds:
+            survival.take(made)
+    return survival.chances(5)
+
+
+def test_what_is_assumed_at_first():
+    assert Survival(0.6, 3.0).chances(4) == pytest.approx([0.6, 0.6**2, 0.6**3, 0.6**4])
+
+
+def test_a_first_round_is_weighed_against_what_is_assumed():
+    """Nothing of that is forgotten while so little was seen: (2 + 1) / (4 + 1) in all, and 4 of these at a depth."""
+    survival = Survival(0.5, 4.0)
+    survival.take([[1.0]])
+    assert survival.chances(2) == pytest.approx([0.68, 0.68 * 0.6])
+
+
+def test_survival_is_the_mean_over_rows_and_rounds_at_each_depth():
+    """Beyond the deepest candidate the mean ratio of all depths goes on."""
+    rounds = [[[1.0, 0.5, 0.5], [0.6, 0.3, 0.1]], [[0.8, 0.4, 0.3], [0.4, 0.0, 0.0]]]
+    chances = taken(*rounds)
+    assert chances[:3] == pytest.approx([0.7, 0.3, 0.225], rel=0.03)
+    assert chances[4] == pytest.approx(0.225 * ((0.7 + 0.3 + 0.225) / (1 + 0.7 + 0.3)) ** 2, rel=0.05)
+
+
+def test_depths_are_not_censored_by_short_rounds():
+    """Most rounds draft one; the second candidate stays as likely as in those that had it."""
+    assert taken([[0.9, 0.45]] * 8, *[[[0.9]] * 8] * 3)[1] == pytest.approx(0.45, rel=0.05)
+
+
+def test_rows_that_advance_together_keep_what_all_keep():
+    assert taken([[0.5, 0.2], [0.8, 0.5]], together=True)[:2] == pytest.approx([0.4, 0.1], rel=0.08)
+
+
+def test_what_a_round_was_worth():
+    """1 + S_1 + S_2 of the mean row."""
+    made = [[0.9, 0.5], [0.1, 0.0]]
+    assert Survival(0.5, 4.0).take(made) == pytest.approx(1.75)
+    assert Survival(0.5, 4.0, together=True).take(made) == pytest.approx(1.09)
+
+
+def test_the_best_number_is_that_with_the_most_tokens_a_second():
+    """A step between: 4 to 8 candidates cost little more than 3; none is as good as any if nothing is kept."""
+    stairs = [1.0, 1.3, 1.6, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]
+    assert best_number([0.9**i for i in range(1, 9)], stairs)[0] == 8
+    line = [1 + 0.2 * number for number in range(9)]
+    number, gain = best_number([0.7**i for i in range(1, 9)], line)
+    assert (number, gain) == (3, pytest.approx(expected_speedup(0.7, 3, 0.2)))
+    assert best_number([0.0] * 8, line) == (0, 1.0)
+    assert best_number([0.0] * 8, line, least=1) == (1, pytest.approx(1 / 1.2))

@@ -1,0 +1,178 @@
+"""The choices of "auto" in simulated calls: known chances that candidates are kept, and known times of rounds."""
+
+import random
+
+import pytest
+import torch
+from rounds import made_round
+
+from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS, PRIOR_ALPHA, expected_tokens
+from hf_specx.drafting.pace import Pace
+from hf_specx.drafting.schedule import Auto
+
+
+class Line(Pace):
+    """Plain steps take 1 second, and rounds with candidates so much, and more for each candidate."""
+
+    def __init__(self, first: float, each: float, costs: Costs, read: float = 0.0):
+        super().__init__(costs)
+        self.line, self.read, self.timed = (first, each), read, True
+
+    def times(self, rows: int, most: int, steps: bool = True) -> list[float]:
+        first, each = self.line
+        return [1.0, *(first + each * number for number in range(1, most + 1))]
+
+    def reading(self, rows: int, tokens: int) -> float:
+        return self.read * tokens
+
+    def has_seen_plain(self, rows: int) -> bool:
+        return self.timed
+
+    def observe(self, rows: int, drafted: int) -> None:
+        pass
+
+
+class Call:
+    """A call in which each candidate of a row is kept with probability α."""
+
+    def __init__(self, pace: Line, alphas: list[float], seed: int = 0, soft: bool = False, together: bool = False):
+        self.pace, self.alphas, self.soft, self.random = pace, alphas, soft, random.Random(seed)
+        self.together = together
+
+    def run(self, tokens: int, fixed: int | None = None) -> float:
+        """Seconds until each row has so many tokens; `drafted` has the number of each round."""
+        auto = Auto(self.pace, "greedy", [tokens + 1] * len(self.alphas), 10, self.together)
+        left, seconds, self.drafted, unread = [tokens] * len(self.alphas), 0.0, [], 10
+        while max(left) > 0:
+            rows = [row for row, open_tokens in enumerate(left) if open_tokens > 0]
+            number = auto.wanted if fixed is None else fixed
+            drawn = [self.draw(self.alphas[row], number) for row in rows]
+            accepted = [kept for _, kept in drawn]
+            if self.together:
+                accepted = [min(accepted)] * len(rows)
+            seconds += self.pace.times(len(rows), number)[number] + (self.pace.reading(1, unread) if number else 0)
+            unread = 0 if number else unread + 1
+            for row, kept in zip(rows, accepted, strict=True):
+                left[row] -= kept + 1
+            self.drafted.append(number)
+            survival = [chances for chances, _ in drawn]
+            done = made_round([number] * len(rows), accepted, rows=rows, survival=survival)
+            done.stay = torch.tensor([n for n, row in enumerate(rows) if left[row] > 0])
+            auto.observe(done)
+        auto.end()
+        return seconds
+
+    def draw(self, alpha: float, number: int) -> tuple[list[float], int]:
+        """The survival of a row, as indicators or by probabilities as of token verification, and what it keeps."""
+        survival, chance, kept, alive = [], 1.0, 0, True
+        for _ in range(number):
+            passes = min(1.0, self.random.uniform(0, 2) * alpha) if self.soft else alpha
+            alive = alive and self.random.random() < passes
+            kept += alive
+            chance = chance * passes if self.soft else float(alive)
+            survival.append(chance)
+        return survival, kept
+
+
+SIMULATED = {  # seconds of a round with candidates, and of each; α, the best γ
+    "line": (1.0, 0.2, 0.7, 3),
+    "nearly always right": (1.0, 0.03, 0.99, 20),
+    "not worth it": (1.0, 0.6, 0.45, 0),
+    "overhead": (1.4, 0.1, 0.8, 7),
+}
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["indicators", "probabilities"])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("case", SIMULATED)
+def test_choices_come_close_to_the_best_number(case: str, rows: int, soft: bool):
+    """Within 5 % of the best time; the mean of 10 simulated calls from nothing known, whose seeds are fixed."""
+    first, each, alpha, best = SIMULATED[case]
+    if not soft:
+        times = Line(first, each, Costs()).times(1, 20)
+        rates = [expected_tokens(alpha, number) / seconds for number, seconds in enumerate(times)]
+        assert abs(rates.index(max(rates)) - best) <= (best > 8)
+    calls = [Call(Line(first, each, Costs()), [alpha] * rows, seed, soft) for seed in range(10)]
+    numbers = {0, 1, 2, 3, 4, 6, 8, 12, 16, 20}
+    fixed = [sum(call.run(600, number) for call in calls) for number in numbers]
+    for call in calls:
+        call.pace.costs.saved = 0.0
+    assert sum(call.run(600) for call in calls) < 1.05 * min(fixed)
+
+
+@pytest.mark.parametrize("each", [0.02, 0.2, 0.9])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_useless_draft_costs_next_to_nothing(rows: int, each: float):
+    """Over 512 tokens; from the second call on no more than it may be tried for, and prompts are not read for it."""
+    for seed in range(5):
+        costs = Costs()
+        seconds, numbers = [], []
+        for _ in range(4):
+            call = Call(Line(1.0, each, costs, read=0.05), [0.02] * rows, seed)
+            seconds.append(call.run(512))
+            numbers.append(sum(map(bool, call.drafted)))
+            costs.alpha["greedy"] = 0.02
+        assert seconds[0] < 1.03 * 512
+        assert max(seconds[1:]) < 1.025 * 512
+        assert numbers[0] > 0
+
+
+def test_a_draft_that_has_become_better_is_found():
+    """In a later call; short calls save up for trying it."""
+    costs, rounds = Costs(alpha={"greedy": 0.02}), []
+    for _ in range(20):
+        call = Call(Line(1.0, 0.2, costs, read=0.005), [0.02])
+        call.run(60)
+        rounds.append(sum(map(bool, call.drafted)))
+    assert 0 < 0.2 * sum(rounds) < 0.01 * 20 * 60
+    costs.saved = 0.0
+    call = Call(Line(1.0, 0.2, costs, read=0.005), [0.95])
+    call.run(2000)
+    assert 0 not in call.drafted[-200:]
+    assert call.drafted[:10] == [0] * 10
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_dear_draft_is_tried_before_it_is_judged(known: bool):
+    """With what is assumed at first it would be slower than plain, with what it is one and a half times as fast."""
+    learned = {"greedy": PRIOR_ALPHA} if known else {}
+    calls = [Call(Line(1.5, 0.4, Costs(alpha=dict(learned))), [0.95], seed) for seed in range(10)]
+    seconds = sum(call.run(48) for call in calls)
+    assert (seconds < 10 * 48 / 1.3) is not known  # where so little had been seen, most of a call goes by plainly
+
+
+def test_a_short_call_does_not_read_a_long_prompt_for_little():
+    costs = Costs(alpha={"greedy": 0.6})
+    for tokens, drafts in ((8, False), (200, True)):
+        call = Call(Line(1.0, 0.2, costs, read=0.5), [0.6])
+        call.run(tokens)
+        assert (call.drafted[0] > 0) is drafts
+
+
+def test_plain_steps_are_timed_where_drafting_is_hardly_faster():
+    """Once; where it is much faster nothing that they could take would count."""
+    for alpha, plain in ((0.6, True), (0.95, False)):
+        costs = Costs(alpha={"greedy": alpha})
+        pace = Line(1.0, 0.2, costs)
+        pace.timed = False
+        auto = Auto(pace, "greedy", [100], 10, False)
+        assert (auto.wanted == 0) is plain
+        pace.timed = True
+        auto.observe(made_round([0], [0]))
+        assert auto.wanted > 0
+
+
+def test_a_seeded_row_of_a_queue_has_the_number_of_a_batch_of_one():
+    auto = Auto(Line(1.0, 0.9, Costs(alpha={"block": 0.1})), "block", [100, 100], 10, False)
+    auto.admit(1, 50, alone=True)
+    assert [auto.number(0), auto.number(1)] == [0, FIXED_DRAFT_TOKENS]
+    auto.admit(1, 50, alone=False)
+    assert auto.number(1) == 0
+
+
+def test_choices_are_the_same_again():
+    first, second = (Call(Line(1.0, 0.2, Costs()), [0.6, 0.8], seed=3, soft=True) for _ in range(2))
+    assert first.run(400) == second.run(400)
+    assert first.drafted == second.drafted
+    assert len(set(first.drafted)) > 1

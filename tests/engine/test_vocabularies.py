@@ -1,0 +1,122 @@
+"""Whether the tokens of a draft mean what the target's mean, where not both tokenizers were given."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tiny import VOCAB_SIZE, prompts, tiny
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
+from hf_specx.engine import check_vocabularies as vocabularies
+
+
+WORDS = [f"w{number}" for number in range(VOCAB_SIZE)]
+OTHERS, RENAMED = WORDS[::-1], [*WORDS[:-2], "user", "system"]
+APART = "and whether these are the same tokens is not known, since"
+
+
+def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)})))
+
+
+def loaded(folder: Path, words: Sequence[str] | None = None, seed: int = 0) -> PreTrainedModel:
+    """A model loaded from a folder, in which its tokenizer may lie too."""
+    tiny(seed=seed).save_pretrained(folder)
+    if words is not None:
+        tokenizer_of(words).save_pretrained(folder)
+    return type(tiny()).from_pretrained(folder).eval()
+
+
+def warned(target: PreTrainedModel, draft: PreTrainedModel, **options) -> list[str]:
+    """What a call warns of."""
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=2, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        target.generate(**prompts(2, width=6), max_new_tokens=3, do_sample=False, custom_generate=strategy)
+    return [str(each.message) for each in caught if APART in str(each.message)]
+
+
+def test_files_of_one_tokenizer(tmp_path: Path):
+    """Then types and special ids, which would be warned of, do not count."""
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", WORDS, seed=1)
+    draft.generation_config.eos_token_id, target.generation_config.eos_token_id = 5, 7
+    assert warned(target, draft) == []
+    (tmp_path / "draft" / "tokenizer.json").unlink()
+    assert len(warned(target, copy.deepcopy(draft))) == 1
+
+
+def test_a_few_tokens_of_another_name(tmp_path: Path):
+    """As in chat versions of models; candidates are judged in any case."""
+    assert warned(loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)) == []
+
+
+@pytest.mark.parametrize("given", [{}, {"tokenizer": tokenizer_of(WORDS)}, {"draft_tokenizer": tokenizer_of(OTHERS)}])
+def test_files_of_other_tokenizers(given: dict, tmp_path: Path):
+    """One tokenizer may be given, the other is the one beside the model."""
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", OTHERS, seed=1)
+    told = "different tokenizers: 48 of 48 ids stand for other tokens, for instance 47 for 'w47' and 'w0'; pass token"
+    for _ in range(2):  # not once, as a warning
+        with pytest.raises(ValueError, match=told):
+            warned(target, draft, **given)
+
+
+def test_a_pair_whose_draft_has_another_tokenizer(tmp_path: Path):
+    """A pair takes the tokenizer that it was given for that of both."""
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", OTHERS, seed=1)
+    pair = DraftTargetPair(target, draft, tokenizer_of(WORDS))
+    with pytest.raises(ValueError, match="48 of 48 ids stand for other tokens"):
+        pair.generate(**prompts(2, width=6), max_new_tokens=3)
+
+
+def test_nothing_to_compare():
+    """Once for each two models; not where types and special ids agree, nor where a tokenizer is said to be of both."""
+    target, of_other_type, of_other_end = tiny(eos_token_id=5), tiny("gpt2"), tiny(seed=1, eos_token_id=7)
+    (told,) = warned(target, of_other_type)
+    assert f"{APART} the target is of type llama and the draft of type gpt2" in told
+    assert told.endswith("pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which then compares and "
+                         "matches their tokens.")  # fmt: skip
+    assert warned(target, of_other_type) == []
+    (told,) = warned(target, of_other_end, tokenizer=tokenizer_of(WORDS))
+    assert "since the target's texts end at id 5, and the draft's end at id 7" in told
+    assert warned(target, tiny(seed=2, eos_token_id=5)) == []
+    assert warned(target, tiny(seed=3, eos_token_id=[7, 5])) == []
+    both = tokenizer_of(WORDS)
+    assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []
+
+
+def test_an_unreadable_file_is_as_none(tmp_path: Path):
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", seed=1)
+    (tmp_path / "draft" / "tokenizer.json").write_text("{")
+    assert warned(target, draft) == []
+
+
+def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not on every call, of the function neither, which makes a strategy each time."""
+    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)
+    read: list[Path] = []
+    original = vocabularies._vocabulary
+    monkeypatch.setattr(vocabularies, "_vocabulary", lambda *given: read.append(given[1]) or original(*given))
+    for _ in range(3):
+        generate(**prompts(2, width=6), model=target, draft_model=draft, max_new_tokens=2)
+    assert read == [tmp_path / "target" / "tokenizer.json", tmp_path / "draft" / "tokenizer.json"]
+
+
+def test_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that was loaded by its id; nothing is asked over a network."""
+    target, draft = tiny(), loaded(tmp_path / "draft", OTHERS, seed=1)
+    tokenizer_of(WORDS).save_pretrained(tmp_path / "snapshot")
+    target.name_or_path = "org/target"
+    asked: list[tuple] = []
+
+    def cached(*given, **named):
+        asked.append(given)
+        return str(tmp_path / "snapshot" / "tokenizer.json")
+
+    monkeypatch.setattr(vocabularies, "try_to_load_from_cache", cached)
+    with pytest.raises(ValueError, match="48 of 48 ids stand for other tokens"):
+        warned(target, draft)
+    assert asked == [("org/target", "tokenizer.json")]

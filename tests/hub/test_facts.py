@@ -1,0 +1,76 @@
+"""What a config records of models and tokenizers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import tiny
+from tiny_tokenizer import END, PAD, tiny_tokenizer
+
+from hf_specx.hub import facts
+from hf_specx.hub.facts import draft_tokenizer_facts, model_facts, tokenizer_facts
+from hf_specx.hub.pair_config import ModelSource
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def model():
+    return tiny(vocab_size=50).bfloat16()
+
+
+def test_facts_of_a_model(model):
+    parameters = sum(p.numel() for p in model.parameters())
+    kind = {"auto_class": "AutoModelForCausalLM", "model_type": "llama", "vocab_size": 50}
+    assert model_facts(model) == ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
+
+
+def test_model_from_the_hub(model):
+    model.config._name_or_path = model.name_or_path = "org/model"
+    model.config._commit_hash = COMMIT
+    found = model_facts(model)
+    assert (found.name, found.revision) == ("org/model", COMMIT)
+
+
+@pytest.mark.parametrize("why", ["no commit", "a folder of that name", "a path"])
+def test_model_from_elsewhere(model, tmp_path, monkeypatch, why):
+    model.name_or_path = str(tmp_path) if why == "a path" else "org/model"
+    model.config._commit_hash = None if why == "no commit" else COMMIT
+    monkeypatch.chdir(tmp_path)
+    if why == "a folder of that name":
+        (tmp_path / "org" / "model").mkdir(parents=True)
+    found = model_facts(model)
+    assert (found.name, found.revision) == (None, None)
+
+
+def test_a_vocabulary_is_its_tokens_with_their_ids():
+    found = tokenizer_facts(tiny_tokenizer()).vocabulary
+    for fewer in (0, 3):  # merges are none of it
+        assert tokenizer_facts(tiny_tokenizer(fewer_merges=fewer)).vocabulary == found
+    swapped = tiny_tokenizer()
+    swapped.get_vocab = lambda: tiny_tokenizer().get_vocab() | {END: 1, PAD: 0}
+    assert tokenizer_facts(swapped).vocabulary != found
+    assert tokenizer_facts(tiny_tokenizer(["other words altogether"])).vocabulary != found
+
+
+def test_of_another_tokenizer_the_overlap_is_noted():
+    target, draft, other = tiny(vocab_size=280), tiny(vocab_size=300), tiny_tokenizer(["other words altogether"])
+    assert tokenizer_facts(tiny_tokenizer(), other) == replace(tokenizer_facts(tiny_tokenizer()), method="own")
+    assert draft_tokenizer_facts(tiny_tokenizer(), tiny_tokenizer(), target, draft) is None
+    found = draft_tokenizer_facts(tiny_tokenizer(), other, target, draft)
+    assert found.tokens == len(other)
+    assert 0.9 < found.overlap < 1
+
+
+@pytest.mark.parametrize(("commits", "known"), [([], None), (["1", "2"], None), (["2"], "2")])
+def test_a_commit_is_that_of_the_only_snapshot(model, tmp_path: Path, monkeypatch, commits: list[str], known: str):
+    """transformers does not say which one it has loaded, and we do not guess."""
+    monkeypatch.setattr(facts.constants, "HF_HUB_CACHE", str(tmp_path))
+    model.name_or_path = "org/model"
+    for commit in commits:
+        snapshot = tmp_path / "models--org--model" / "snapshots" / (40 * commit)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").touch()
+    found = model_facts(model)
+    assert (found.name, found.revision) == (known and "org/model", known and 40 * known)

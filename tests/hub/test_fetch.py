@@ -1,0 +1,198 @@
+"""Files of pairs and models: what is asked for, what tells weights from others, and folders without a request."""
+
+import json
+import shutil
+import socket
+from fnmatch import fnmatch
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from repositories import INDEX, pair, shard
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from hf_specx import DraftTargetPair
+from hf_specx.hub import fetch
+from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair
+from hf_specx.hub.pair_config import ModelSource
+from hf_specx.hub.weights import shards
+
+
+COMMIT = "c" * 40
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "pair"
+    pair().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "pair"))
+
+
+@pytest.fixture
+def downloads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """A Hub with one repository, org/pair, whose files go into a cache as they are asked for; with what was asked."""
+    asked: list[dict] = []
+    root = tmp_path / "cache" / "models--org--pair" / "snapshots" / COMMIT
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str], **options) -> str:
+        asked.append({"name": name, "patterns": allow_patterns} | options)
+        for path in folder.rglob("*"):
+            inside = path.relative_to(folder).as_posix()
+            wanted = any(fnmatch(inside, x) for x in allow_patterns)
+            if path.is_file() and wanted and not any(fnmatch(inside, x) for x in ignore_patterns):
+                (root / inside).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, root / inside)
+        return str(root)
+
+    monkeypatch.setattr(fetch, "snapshot_download", download)
+    return asked
+
+
+def here(root: Path) -> set[str]:
+    return {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+
+
+def test_what_is_asked_of_the_hub(folder: Path, downloads: list):
+    """First the small files, then the weights that they name; nothing of the draft for the target, and no code."""
+    for name in ("custom_generate/generate.py", "own.py", "pytorch_model.bin", "other.safetensors", "draft/own.py"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    files, config = get_pair("org/pair", "v1", token="t", cache_dir="c")
+    assert downloads == [
+        {"name": "org/pair", "patterns": list(SMALL_FILES), "revision": "v1", "token": "t", "cache_dir": "c"}
+    ]
+    small = {"config.json", "generation_config.json", "specx_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert here(files.root) == small
+    assert files.revision == COMMIT
+    get_model(files, config.target, False, True)
+    assert here(files.root) == small | {"model.safetensors"}
+    get_model(files, config.draft, False, True)
+    assert {name for name in here(files.root) if name.startswith("draft/")} == {
+        "draft/config.json",
+        "draft/generation_config.json",
+        "draft/model.safetensors",
+    }
+    assert all(asked["revision"] == COMMIT for asked in downloads[1:])
+
+
+def test_all_is_asked_for_where_it_is_trusted(folder: Path, downloads: list):
+    (folder / "own.py").touch()
+    (folder / "pytorch_model.bin").touch()
+    (folder / "draft" / "own.py").touch()
+    files, config = get_pair("org/pair", None)
+    get_model(files, config.target, True, True)
+    assert "own.py" in here(files.root)
+    assert "pytorch_model.bin" not in here(files.root)
+    get_model(files, config.target, False, False)
+    assert "pytorch_model.bin" in here(files.root)
+    assert not [name for name in here(files.root) if name.startswith("draft/")]
+
+
+def test_a_reference_has_its_own_repository_and_revision(folder: Path, downloads: list):
+    get_model(
+        Files("nowhere", None, folder), ModelSource("org/pair", "v2", "draft"), False, True, local_files_only=True
+    )
+    assert {(x["name"], x["local_files_only"]) for x in downloads} == {("org/pair", True)}
+    assert [x["revision"] for x in downloads] == ["v2", COMMIT]
+    assert all(pattern.startswith("draft/") for x in downloads for pattern in x["patterns"])
+
+
+def test_what_is_not_found_is_named(tmp_path: Path):
+    with pytest.raises(OSError, match="'org/none' is no folder here, and cannot be got from the Hub: "):
+        get_files("org/none", None, ["*.json"], cache_dir=str(tmp_path), local_files_only=True)
+
+
+def test_no_request_for_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Though it may go online."""
+    requests: list[tuple] = []
+
+    def refuse(*args, **kwargs) -> None:
+        requests.append(args)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(OSError, match="."):
+        get_pair("org/pair", None)
+    assert requests
+    requests.clear()
+    DraftTargetPair.from_pretrained(folder)
+    assert requests == []
+
+
+def test_a_fingerprint_outlives_saving(folder: Path, tmp_path: Path):
+    """Of the same weights by the same program, wherever they lie."""
+    before = fingerprint(folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    assert fingerprint(tmp_path / "again") == before
+    assert fingerprint(folder / "draft") != before
+
+
+def save(folder: Path, weight: torch.Tensor) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"before": torch.zeros(3), "weight": weight, "x": torch.zeros(1)}, folder / "model.safetensors")
+    return fingerprint(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_a_value_in_the_middle_of_a_tensor_is_enough(tmp_path: Path, dtype: torch.dtype):
+    """Of any size; it is one of those that are read."""
+    for size in (1, 2, 3, 500, 60_001):
+        weight = torch.zeros(size, dtype=dtype)
+        before = save(tmp_path / "w", weight)
+        weight[size // 2] = 1
+        assert save(tmp_path / "w", weight) != before
+        assert save(tmp_path / "w", torch.zeros_like(weight)) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "same"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 5e5}, False),
+        ("rms_norm_eps", 1e-3, False),
+        ("transformers_version", "9.9", True),
+        ("_name_or_path", "org/target", True),
+    ],
+)
+def test_a_fingerprint_is_of_what_is_computed(folder: Path, name: str, value: object, same: bool):
+    """So that settings count as weights do, but not who has saved them."""
+    before, path = fingerprint(folder), folder / "config.json"
+    values = json.loads(path.read_text()) | {name: value}
+    path.write_text(json.dumps(values, indent=7))
+    assert (fingerprint(folder) == before) == same
+
+
+def test_all_shards_count(folder: Path):
+    shard(folder)
+    before = fingerprint(folder)
+    content = (folder / "two.safetensors").read_bytes()
+    (folder / "two.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert fingerprint(folder) != before
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", "[]", '{"weight_map": 1}', '{"metadata": {}, "weight_map": {"a": "../x.safetensors"}}']
+)
+def test_a_broken_index_is_told_to_whoever_asks_for_the_weights(folder: Path, content: str):
+    (folder / "model.safetensors").unlink()
+    (folder / INDEX).write_text(content)
+    for ask in (shards, fingerprint):
+        with pytest.raises(ValueError, match="does not say which file has which weights|outside the model's folder"):
+            ask(folder)
+
+
+def test_safetensors_are_taken_first(folder: Path):
+    """As transformers does: an index beside the one file is not looked at."""
+    before = fingerprint(folder)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../x.bin"}}))
+    assert fingerprint(folder) == before
+    DraftTargetPair.from_pretrained(folder)

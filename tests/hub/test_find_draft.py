@@ -1,0 +1,260 @@
+"""The draft of callers who name none: where it is looked for, loaded once, and gone with its target."""
+
+import copy
+import gc
+import shutil
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+import hf_specx
+from hf_specx import DraftTargetPair, SpeculationReport
+from hf_specx.common.devices import hardware
+from hf_specx.hub import find_draft as resolve
+from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig, SavedCosts
+from hf_specx.hub.publish import write_repository
+
+
+SETTINGS = {"do_sample": True, "max_new_tokens": 12}
+OURS = {"num_draft_tokens": 3, "verification": "block"}
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return tiny()
+
+
+def publish(folder: Path, target: PreTrainedModel, noise: float, **where: str) -> Path:
+    """A repository in a folder, whose draft has moved so far from its target."""
+    pair = DraftTargetPair(target, near(target, noise))
+    pair.config.num_draft_tokens, pair.config.verification = OURS["num_draft_tokens"], OURS["verification"]
+    write_repository(pair, folder, **where)
+    return folder
+
+
+def expected(target: PreTrainedModel, noise: float) -> torch.Tensor:
+    torch.manual_seed(0)
+    return hf_specx.generate(**prompts(3), **SETTINGS, **OURS, model=target, draft_model=near(target, noise))
+
+
+def by_string(model: PreTrainedModel, folder: Path, **kwargs) -> torch.Tensor:
+    torch.manual_seed(0)
+    loaded = {"custom_generate": str(folder), "trust_remote_code": True}
+    return model.generate(**prompts(3), **SETTINGS, **loaded, **kwargs)
+
+
+def test_a_folder_by_string(target: PreTrainedModel, tmp_path: Path):
+    """With the options that the pair recommends."""
+    folder = publish(tmp_path / "pair", target, 0.1)
+    assert torch.equal(by_string(target, folder), expected(target, 0.1))
+
+
+def test_a_folder_whose_code_is_bound_to_the_model(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**prompts(3), **SETTINGS), expected(target, 0.1))
+
+
+def test_the_package_finds_it_beside_the_target(target: PreTrainedModel, tmp_path: Path):
+    folder = publish(tmp_path / "pair", target, 0.1)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(0)
+    assert torch.equal(hf_specx.generate(**prompts(3), **SETTINGS, model=model), expected(target, 0.1))
+
+
+def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel, tmp_path: Path):
+    """transformers loads code under the name of its folder, once for the same content."""
+    near_by, far = (publish(tmp_path / str(n) / "pair", target, noise) for n, noise in ((0, 0.1), (1, 0.4)))
+    for _ in range(2):
+        assert torch.equal(by_string(target, near_by), expected(target, 0.1))
+        assert torch.equal(by_string(target, far), expected(target, 0.4))
+    assert not torch.equal(expected(target, 0.1), expected(target, 0.4))
+
+
+def test_a_folder_that_was_moved_is_found_beside_its_target(target: PreTrainedModel, tmp_path: Path):
+    publish(tmp_path / "pair", target, 0.1)
+    moved = shutil.move(tmp_path / "pair", tmp_path / "moved")
+    model = AutoModelForCausalLM.from_pretrained(moved)
+    assert torch.equal(by_string(model, moved), expected(target, 0.1))
+    with pytest.raises(ValueError, match="there is no draft: pass draft_model=.*of no pair.*not there"):
+        by_string(target, moved)
+
+
+def test_the_commit_of_a_target_is_looked_for_in_the_cache_of_the_call(target: PreTrainedModel, tmp_path: Path):
+    """It holds one commit, and does not say which one is the main branch's."""
+    publish(tmp_path / "hub" / "models--org--pair" / "snapshots" / ("c" * 40), target, 0.1)
+    model = copy.deepcopy(target)
+    model.name_or_path = "org/pair"
+    torch.manual_seed(0)
+    output = hf_specx.generate(**prompts(3), **SETTINGS, model=model, cache_dir=str(tmp_path / "hub"))
+    assert torch.equal(output, expected(target, 0.1))
+
+
+def test_a_draft_is_loaded_once_and_goes_with_its_target(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder, loads = publish(tmp_path / "pair", target, 0.1), []
+    load = resolve.load_model
+    monkeypatch.setattr(resolve, "load_model", lambda *args, **kwargs: loads.append(args) or load(*args, **kwargs))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for _ in range(3):
+        hf_specx.generate(**prompts(2), max_new_tokens=3, model=model)
+    (found,) = resolve.LOADED[model].values()
+    draft = weakref.ref(found.draft)
+    assert len(loads) == 1
+    del model, found
+    gc.collect()
+    assert draft() is None
+    assert not any(str(folder) in source for loaded in resolve.LOADED.values() for source, _ in loaded)
+
+
+def test_threads_that_ask_at_once_share_one_draft(
+    target: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second asks while the first is loading."""
+    folder, loads, asked = publish(tmp_path / "pair", target, 0.1), [], []
+    load, second, waits = resolve.load_model, ThreadPoolExecutor(1), threading.Event()
+    find_source = resolve.find_source
+
+    def slowly(*args, **kwargs) -> PreTrainedModel:
+        loads.append(args)
+        if len(loads) == 1:
+            asked.append(second.submit(resolve.find_draft, model, {}))
+            assert waits.wait(60)
+        return load(*args, **kwargs)
+
+    def noted(*args) -> tuple[str, str | None]:
+        found = find_source(*args)
+        if loads:
+            waits.set()
+        return found
+
+    monkeypatch.setattr(resolve, "load_model", slowly)
+    monkeypatch.setattr(resolve, "find_source", noted)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = resolve.find_draft(model, {})
+    assert asked[0].result().draft is found.draft
+    assert len(loads) == 1
+
+
+def test_a_target_that_is_not_the_one_that_was_measured(target: PreTrainedModel, tmp_path: Path):
+    """It is named, and its text is right all the same."""
+    folder = publish(tmp_path / "pair", target, 0.1)
+    other = tiny(seed=3, num_hidden_layers=1)
+    with pytest.warns(UserWarning, match="differs in parameters from the one that the pair was measured with"):
+        output = by_string(other, folder, verification="coupled")
+    torch.manual_seed(0)
+    assert torch.equal(output, other.generate(**prompts(3), **SETTINGS))
+
+
+def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrainedModel, tmp_path: Path):
+    model = AutoModelForCausalLM.from_pretrained(publish(tmp_path / "pair", target, 0.1))
+    config = GenerationConfig(num_assistant_tokens=2)
+    for given in ({"num_assistant_tokens": 2}, {"num_draft_tokens": 2}, {"generation_config": config}):
+        output = hf_specx.generate(**prompts(1), **given, max_new_tokens=9, model=model, return_dict_in_generate=True)
+        assert output.speculation_report.num_draft_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"inputs": "text"}, "inputs is a str; pass a tensor"),
+    ],
+)
+def test_arguments_are_checked_before_a_draft_is_loaded(monkeypatch: pytest.MonkeyPatch, given: dict, message: str):
+    monkeypatch.setattr(sys.modules["hf_specx.generate"], "find_draft", lambda *_: 1 / 0)
+    with pytest.raises(ValueError, match=message):
+        hf_specx.generate(model=tiny(), **given)
+
+
+def padded_pair(draft_tokens: int = 280) -> DraftTargetPair:
+    """Models with one tokenizer of 277 tokens, whose vocabularies are padded to other sizes."""
+    tokenizer = tiny_tokenizer()
+    return DraftTargetPair(tiny(vocab_size=288), tiny(vocab_size=draft_tokens, seed=1), tokenizer)
+
+
+def test_vocabularies_that_differ_in_padding(tmp_path: Path):
+    pair = padded_pair()
+    write_repository(pair, tmp_path / "pair")
+    output = by_string(pair.target, tmp_path / "pair", verification="coupled", num_draft_tokens=3)
+    torch.manual_seed(0)
+    assert torch.equal(output, pair.target.generate(**prompts(3), **SETTINGS))
+
+
+@pytest.mark.parametrize(
+    ("noted", "other", "message"),
+    [
+        (True, False, None),
+        (False, False, None),
+        (True, True, "the tokenizer of org/draft ha.* its pair was checked with"),
+        (False, True, None),  # its tokens are matched with the target's
+    ],
+)
+def test_the_tokenizer_of_a_draft_elsewhere_is_compared(tmp_path: Path, noted: bool, other: bool, message: str | None):
+    """Whether the pair has noted what it was checked with or not."""
+    pair, commit = padded_pair(), "d" * 40
+    write_repository(pair, tmp_path / "pair")
+    repository = tmp_path / "hub" / "models--org--draft" / "snapshots" / commit
+    shutil.move(tmp_path / "pair" / "draft", repository)
+    (tiny_tokenizer(["other words altogether"]) if other else tiny_tokenizer()).save_pretrained(repository)
+    config = PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME)
+    config.draft.name, config.draft.revision, config.draft.subfolder = "org/draft", commit, ""
+    config.tokenizers = config.tokenizers if noted else None
+    (tmp_path / "pair" / CONFIG_NAME).write_text(config.to_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "pair")
+    call = {"model": model, "cache_dir": str(tmp_path / "hub"), "verification": "coupled", "num_draft_tokens": 3}
+    if message is None:
+        torch.manual_seed(0)
+        output = hf_specx.generate(**prompts(3), **SETTINGS, **call)
+        torch.manual_seed(0)
+        assert torch.equal(output, model.generate(**prompts(3), **SETTINGS))
+        return
+    with pytest.raises(ValueError, match=message):
+        hf_specx.generate(**prompts(3), **SETTINGS, **call)
+
+
+def first_number(report: SpeculationReport) -> int:
+    """Candidates of the first round that has any; where little is gained, plain steps are timed before."""
+    return next(record.drafted for record in report.history[0] if record.drafted)
+
+
+FREE_DRAFTS = {"3": {"target": {"1": 1.0, "9": 1.0}, "draft": 0.02}}
+
+
+@pytest.mark.parametrize(("alpha", "number"), [({"block": 0.35}, 3), ({}, 8)])
+def test_what_a_pair_has_measured_is_gone_by(
+    target: PreTrainedModel, tmp_path: Path, alpha: dict[str, float], number: int
+):
+    """By string as by the pair: times, and the acceptance that it has seen. None of our forwards would say so."""
+    pair = DraftTargetPair(target, near(target, 0.1))
+    pair.config.costs = SavedCosts(hardware(torch.device("cpu")), "float32", FREE_DRAFTS, alpha)
+    write_repository(pair, tmp_path / "pair")
+    loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
+    torch.manual_seed(0)
+    expected = loaded.generate(**prompts(3), **SETTINGS, verification="block")
+    assert first_number(loaded.report) == number  # then it goes by what it sees
+    output = by_string(target, tmp_path / "pair", verification="block", return_dict_in_generate=True)
+    assert first_number(output.speculation_report) == number
+    assert torch.equal(output.sequences, expected)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "found", "said"), [("1", "2", True), ("1", "1", False), (None, "2", False), ("1", None, False)]
+)
+def test_a_target_at_another_commit_is_named(
+    recorded: str | None, found: str | None, said: bool, recwarn: pytest.WarningsRecorder
+):
+    """Where both are known."""
+    target = tiny()
+    target.config._commit_hash = found and found * 40
+    resolve.warn_of_another_target(PairConfig(ModelSource(revision=recorded and recorded * 40), ModelSource()), target)
+    assert [str(w.message).split(" from the one")[0] for w in recwarn] == ["the target '' differs in revision"] * said

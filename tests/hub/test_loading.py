@@ -1,0 +1,95 @@
+"""Loading a model as what its files say it is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from repositories import SMALL, code
+from tiny import tiny
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    LlamaConfig,
+    PreTrainedModel,
+)
+from vision import seeing
+
+from hf_specx.hub.fetch import Files
+from hf_specx.hub.load_model import auto_class, load_config, load_model
+
+
+def files(folder: Path) -> Files:
+    return Files(str(folder), None, folder)
+
+
+def load(folder: Path, subfolder: str = "", **options) -> PreTrainedModel:
+    return load_model(files(folder), subfolder, False, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "expected"),
+    [
+        ("causal", "llama", AutoModelForCausalLM),
+        ("causal", "gpt2", AutoModelForCausalLM),
+        ("seq2seq", "t5", AutoModelForSeq2SeqLM),
+        ("seq2seq", "bart", AutoModelForSeq2SeqLM),
+        ("speech", "whisper", AutoModelForSpeechSeq2Seq),
+        ("vision", "llava", AutoModelForImageTextToText),
+    ],
+)
+def test_each_kind_comes_back(kind: str, model_type: str, expected: type, tmp_path: Path):
+    model = seeing(model_type) if kind == "vision" else zoo.build(kind, model_type)
+    model.save_pretrained(tmp_path)
+    assert auto_class(load_config(files(tmp_path), "", False)) is expected
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert not loaded.training
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items())
+
+
+def test_code_of_its_own_says_what_it_is():
+    class OwnConfig(LlamaConfig):
+        model_type = "own"
+
+    for name in ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM"):
+        assert auto_class(OwnConfig(auto_map={name: "own.Model"})).__name__ == name
+    assert auto_class(OwnConfig()) is AutoModelForCausalLM
+
+
+def test_no_function_is_bound(tmp_path: Path):
+    """A pair's own, where its code is trusted, would call this package again."""
+    tiny(**SMALL).save_pretrained(tmp_path)
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text(code(tmp_path, "") + "def generate(model, **kw): pass\n")
+    assert "generate" in vars(AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True))
+    loaded = load_model(files(tmp_path), "", True)
+    assert "generate" not in vars(loaded)
+    assert loaded.generate.__func__ is type(loaded).generate
+
+
+def test_fewer_layers_by_request(tmp_path: Path):
+    """As some make a draft of a target; unasked it would be another model than was saved."""
+    tiny(**SMALL | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
+    assert len(load(tmp_path, num_hidden_layers=1).model.layers) == 1
+
+
+def test_weights_that_a_model_has_no_use_for_are_left(tmp_path: Path):
+    """Like heads of another task; only layers that its config leaves out make it another model."""
+    model = tiny(**SMALL)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() | {"classifier.weight": torch.ones(3)})
+    assert len(load(tmp_path).model.layers) == SMALL["num_hidden_layers"]
+
+
+def test_nothing_is_filled_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A model that its weights are too small for is refused before it takes any memory."""
+    tiny(**SMALL).save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.vocab_size = 10**9
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ValueError, match="numbers in its weights, and the model of its config"):
+        load(tmp_path)

@@ -1,0 +1,272 @@
+"""Folding query heads that share keys into the query length gives what the host's `sdpa` function gives."""
+
+import contextlib
+import contextvars
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from tiny import Forwards, near, prompts, tiny
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.models.attention import ACTIVE, GroupedAttention, Switch, grouped_queries, tiled
+
+
+ROWS, KEYS = 3, 13
+BOUNDS = {torch.float32: 1e-6, torch.float64: 1e-14}
+MODULE = sys.modules["hf_specx.models.attention"]
+
+
+def tensors(
+    group: int, count: int, dtype: torch.dtype = torch.float32
+) -> tuple[SimpleNamespace, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A module with `group` query heads to each of 2 key heads; queries, keys and values as models lay them out."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(ROWS, count, 2 * group, 8, dtype=dtype, generator=generator).transpose(1, 2)
+    key = torch.randn(ROWS, 2, 2 * KEYS, 8, dtype=dtype, generator=generator)[:, :, :KEYS]
+    value = torch.randn(ROWS, 2, 2 * KEYS, 6, dtype=dtype, generator=generator)[:, :, :KEYS]
+    return SimpleNamespace(num_key_value_groups=group, is_causal=True), query, key, value
+
+
+def ragged_mask(count: int) -> torch.Tensor:
+    """[R, 1, count, S] bool: rows begin and end in different slots."""
+    ends = torch.tensor([13, 9, 11])[:, None, None, None] - count + torch.arange(count)[:, None]
+    first = torch.tensor([0, 4, 2])[:, None, None, None]
+    return (torch.arange(KEYS) <= ends) & (torch.arange(KEYS) >= first)
+
+
+@pytest.fixture
+def host_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
+    """The keyword arguments of each call that is passed on to the host."""
+    found = []
+
+    def noted(*args, **kwargs):
+        found.append(kwargs)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    monkeypatch.setattr(MODULE, "sdpa_attention_forward", noted)
+    return found
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("group", [1, 2, 4, 7])
+def test_equals_the_host(group: int, count: int, dtype: torch.dtype, additive: bool, host_calls: list):
+    module, query, key, value = tensors(group, count, dtype)
+    mask = ragged_mask(count)
+    if additive:
+        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    output, weights = GroupedAttention()(
+        module, query, key, value, mask, scaling=0.3, position_ids=torch.zeros(1), use_cache=True, sliding_window=4
+    )
+    assert not host_calls
+    assert weights is None
+    assert output.shape == expected.shape == (ROWS, count, 2 * group, 6)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output, expected, rtol=0, atol=BOUNDS[dtype])
+
+
+def test_hidden_keys_have_no_part(host_calls: list):
+    """Whatever lies in slots that the mask hides gives the same bits; in visible ones it would not."""
+    module, query, key, value = tensors(4, 5)
+    mask = ragged_mask(5)
+    hidden = ~mask.any(2)[:, 0, :, None].expand(-1, -1, 8)[:, None]  # [R, 1, S, D]
+    attention = GroupedAttention()
+    expected, _ = attention(module, query, key, value, mask)
+    output, _ = attention(module, query, key.masked_fill(hidden, 1e4), value.masked_fill(hidden[..., :6], 1e4), mask)
+    assert torch.equal(output, expected)
+    output, _ = attention(module, query, key.masked_fill(~hidden, 1.0), value, mask)
+    assert not torch.allclose(output, expected)
+    assert not host_calls
+
+
+def test_a_mask_serves_layers_with_other_groups_and_dtypes():
+    """The tile is kept by mask; what is kept for one layer is not given to another kind of layer."""
+    attention, mask = GroupedAttention(), ragged_mask(5)
+    for group, dtype in ((2, torch.float32), (4, torch.float32), (4, torch.float64), (2, torch.float32)):
+        module, query, key, value = tensors(group, 5, dtype)
+        expected, _ = sdpa_attention_forward(module, query, key, value, mask)
+        output, _ = attention(module, query, key, value, mask)
+        torch.testing.assert_close(output, expected, rtol=0, atol=BOUNDS[dtype])
+    assert len(attention.tiles) == 1
+    del mask
+    assert len(attention.tiles) == 0
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_is_laid_out_as_the_kernels_of_cuda_take_it(additive: bool):
+    """In rows of multiples of 16, else torch would copy it in each layer (`preprocess_mask`)."""
+    mask = ragged_mask(5)
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
+    found = tiled(given, 2, torch.bfloat16)
+    assert all(stride % 16 == 0 for stride in found.stride()[:-1])
+    assert torch.equal(found == 0, mask.repeat(1, 1, 2, 1))
+
+
+OTHER_CALLS = {
+    "no mask": (4, 5, {"attention_mask": None}),
+    "a mask for each head": (4, 5, {"attention_mask": ragged_mask(5).expand(-1, 8, -1, -1)}),
+    "a mask for all queries": (4, 5, {"attention_mask": ragged_mask(5)[:, :, -1:]}),
+    "position bias": (4, 5, {"position_bias": torch.linspace(0, 9, 8 * 5 * KEYS).reshape(1, 8, 5, KEYS)}),
+    "not known": (4, 5, {"of_tomorrow": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_other_calls_go_to_the_host(name: str, host_calls: list):
+    group, count, changes = OTHER_CALLS[name]
+    module, query, key, value = tensors(group, count)
+    given = {"attention_mask": ragged_mask(count), "scaling": 0.3, "is_causal": True} | changes
+    if given["attention_mask"] is None:
+        key, value = key[:, :, :count], value[:, :, :count]
+    expected, _ = sdpa_attention_forward(module, query, key, value, **given)
+    output, _ = GroupedAttention()(module, query, key, value, **given)
+    assert torch.equal(output, expected)
+    (call,) = host_calls
+    assert call == {k: v for k, v in changes.items() if k != "attention_mask"}
+
+
+def test_what_the_host_refuses_stays_refused():
+    module, query, key, value = tensors(4, 5)
+    with pytest.raises(ValueError, match="softcap"):
+        GroupedAttention()(module, query, key, value, ragged_mask(5), softcap=30.0)
+
+
+def function_here():
+    """What this thread's forwards call."""
+    found = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return ACTIVE.get() if isinstance(found, Switch) else found
+
+
+def test_the_host_has_its_function_back():
+    with grouped_queries():
+        outer = function_here()
+        assert isinstance(outer, GroupedAttention)
+        with grouped_queries():
+            assert isinstance(function_here(), GroupedAttention)
+        assert function_here() is outer
+    assert function_here() is sdpa_attention_forward
+    with pytest.raises(KeyError, match="inside"), grouped_queries():
+        raise KeyError("inside")
+    assert function_here() is sdpa_attention_forward
+
+
+def copy_of_the_file() -> ModuleType:
+    """Under another name, as each published pair has one."""
+    spec = importlib.util.spec_from_file_location("pair.layouts", MODULE.__file__)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
+def test_forwards_of_several_copies_and_threads_end_in_any_order(order: tuple[int, ...]):
+    """The registry is as it was after the last one, whichever began first."""
+    other, contexts = copy_of_the_file(), [contextvars.copy_context() for _ in order]
+    forwards = [grouped_queries(), other.grouped_queries(), grouped_queries()]
+    for context, forward in zip(contexts, forwards, strict=True):
+        context.run(forward.__enter__)
+    assert all(
+        isinstance(context.run(module.ACTIVE.get), module.GroupedAttention)
+        for context, module in zip(contexts, [MODULE, other, MODULE], strict=True)
+    )
+    assert ACTIVE.get() is None
+    for number in order:
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+        contexts[number].run(forwards[number].__exit__, None, None, None)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
+@pytest.mark.parametrize("mapping", ["_global_mapping", "_local_mapping"])
+@pytest.mark.parametrize("during", [True, False])
+def test_a_function_of_the_user_is_left_alone(during: bool, mapping: str, monkeypatch: pytest.MonkeyPatch):
+    """Whether it was put there before a forward of ours or in its middle, and also if it calls what was there."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "sdpa", sdpa_attention_forward)
+    with grouped_queries() if during else contextlib.nullcontext():
+        usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+        def mine(*args, **kwargs):
+            return usual(*args, **kwargs)
+
+        monkeypatch.setitem(getattr(ALL_ATTENTION_FUNCTIONS, mapping), "sdpa", mine)
+    module, query, key, value = tensors(4, 5)
+    expected, _ = sdpa_attention_forward(module, query, key, value, ragged_mask(5))
+    monkeypatch.setattr(GroupedAttention, "__call__", None)
+    with grouped_queries():
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+        assert torch.equal(mine(module, query, key, value, ragged_mask(5))[0], expected)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is mine
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "packed"])
+@pytest.mark.parametrize("heads", [1, 2, 8])
+def test_models_of_any_group_equal_stock(heads: int, layout: str, monkeypatch: pytest.MonkeyPatch):
+    """Sampled under one seed, with rejections; heads are folded in every layer of each forward that has groups."""
+    tiled, folds = GroupedAttention._tiled, []
+
+    def noted(self, mask, group, dtype):
+        folds.append(group)
+        return tiled(self, mask, group, dtype)
+
+    monkeypatch.setattr(GroupedAttention, "_tiled", noted)
+    target = tiny("llama", num_attention_heads=8, num_key_value_heads=heads, head_dim=4)
+    inputs, settings = prompts(4), {"do_sample": True, "top_k": 0, "max_new_tokens": 31}
+    torch.manual_seed(3)
+    expected = target.generate(**inputs, **settings)
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, verification="coupled", layout=layout)
+    torch.manual_seed(3)
+    with Forwards(target) as forwards:
+        output = target.generate(**inputs, **settings, custom_generate=strategy)
+    assert torch.equal(output, expected)
+    assert 7 < len(forwards.lengths) < 31
+    assert set(folds) == {8 // heads}
+    assert len(folds) >= (0 if heads == 8 else 2 * sum(count > 1 for count in forwards.lengths[1:]))
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method")
+def test_what_a_user_compiles_is_compiled_once():
+    """Though torch looks at the registry, it finds the same in each forward of ours, and in each plain one."""
+    target, graphs = tiny("llama", num_hidden_layers=1), []
+    draft, call = near(target, 0.05), prompts(2) | {"do_sample": False, "max_new_tokens": 12}
+    expected = target.generate(**call)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    target.forward = torch.compile(target.forward, backend=backend)
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=3)
+    made = []
+    for _ in range(3):
+        assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
+        assert torch.equal(target.generate(**call), expected)
+        made.append(len(graphs))
+    assert made[1] == made[2] > 0
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_round_that_fails_leaves_the_model_as_it_was(layout: str):
+    target = tiny("llama")
+    config = target.config.to_dict()
+    seen = []
+
+    def fail(module, args, output):
+        if output.shape[1] == 5:
+            seen.append(function_here())
+            raise RuntimeError("in the middle of a round")
+
+    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=4, layout=layout)
+    target.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle of a round"):
+        target.generate(**prompts(4), max_new_tokens=31, custom_generate=strategy)
+    assert isinstance(seen[0], GroupedAttention)
+    assert function_here() is sdpa_attention_forward
+    assert target.config.to_dict() == config
+    assert target.config._attn_implementation == "sdpa"

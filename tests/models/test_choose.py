@@ -1,0 +1,183 @@
+"""Each layout forced on models that it claims, the choice, and the reports; the sweep walks all architectures."""
+
+import warnings
+
+import pytest
+import torch
+from all_pairs import all_pairs
+from enumerated import exact_distribution, first_tokens, models, p_values
+from tiny import Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.common.batch import Batch
+from hf_specx.engine.report import SpeculationReport
+from hf_specx.models.choose import DECODERS, choose_layout, layouts_of
+
+
+MODEL_TYPES = ("cohere", "gemma2", "gpt2", "gpt_neox", "llama", "mistral", "phi3", "qwen2", "smollm3", "stablelm")
+NEW_TOKENS = 31
+
+
+def pair(model_type: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny(model_type)
+    return target, near(target, 0.05)
+
+
+def run(target: PreTrainedModel, draft: PreTrainedModel, layout: str, verification: str = "coupled", **settings):
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4, verification=verification, layout=layout)
+    torch.manual_seed(3)
+    with Forwards(target) as forwards:
+        output = target.generate(**prompts(4), **settings, custom_generate=strategy)
+    return output, strategy.report, forwards.lengths
+
+
+@pytest.mark.parametrize(("model_type", "layout", "do_sample"), all_pairs(MODEL_TYPES, DECODERS, [False, True]))
+def test_every_layout_equals_stock(model_type: str, layout: str, do_sample: bool):
+    target, draft = pair(model_type)
+    settings = {"do_sample": do_sample, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+    torch.manual_seed(3)
+    expected = target.generate(**prompts(4), **settings)
+    output, report, lengths = run(target, draft, layout, **settings)
+    assert torch.equal(output, expected)
+    assert report.layout == layout
+    assert 1 + 6 <= len(lengths) < NEW_TOKENS
+    assert report.accepted > 0
+
+
+def verdicts(report: SpeculationReport) -> list[dict[int, bool]]:
+    """For each row, whether the candidate at each judged position was accepted."""
+    rows = []
+    for history in report.history:
+        found, end = {}, 0
+        for record in history:
+            found |= {end + i: i < record.accepted for i in range(min(record.accepted + 1, record.drafted))}
+            end += record.emitted
+        rows.append(found)
+    return rows
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
+def test_acceptance_does_not_depend_on_the_layout(model_type: str):
+    """Row by row; in lockstep the rounds differ, but not the verdict on any position that both judged."""
+    target, draft = pair(model_type)
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+    reports = {layout: run(target, draft, layout, **settings)[1] for layout in DECODERS}
+    expected = reports["ragged"]
+    for layout in DECODERS.keys() - {"lockstep"}:
+        assert reports[layout].history == expected.history
+        assert reports[layout].accepted_per_row == expected.accepted_per_row
+    for one, other in zip(verdicts(expected), verdicts(reports["lockstep"]), strict=True):
+        both = one.keys() & other.keys()
+        assert len(both) > NEW_TOKENS / 2
+        assert all(one[position] == other[position] for position in both)
+    assert reports["lockstep"].rounds > expected.rounds
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_rows_that_shift_are_judged_as_rows_that_stay(verification: str):
+    """Sampled text and verdicts in the padded layout; tests/layouts/test_packed.py has the packed one."""
+    target, draft = pair("llama")
+    settings = {"do_sample": True, "top_k": 0, "max_new_tokens": NEW_TOKENS, "verification": verification}
+    (ragged, expected, _), (padded, report, _) = (run(target, draft, x, **settings) for x in ("ragged", "padded"))
+    assert torch.equal(padded, ragged)
+    assert report.history == expected.history
+    assert 0 < report.accepted < report.drafted
+
+
+def in_lockstep(verification: str, batches: int) -> torch.Tensor:
+    """First tokens of batches of four rows."""
+    strategy = SpeculativeDecoding(models()[1], num_draft_tokens=3, verification=verification, layout="lockstep")
+    return first_tokens(strategy, batches, rows=4)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+def test_the_law_where_all_rows_advance_alike(verification: str):
+    """Rows are cut where another one is rejected. False alarms with probability 1e-4 over both; see test_law.py."""
+    assert min(p_values(in_lockstep(verification, batches=100), exact_distribution([]))) > 1e-4 / 4
+
+
+def test_a_cut_that_ends_in_another_positions_token_is_seen(monkeypatch: pytest.MonkeyPatch):
+    """Rows that are cut emit the token that was drawn after all that they accepted."""
+    append = Batch.append
+
+    def wrong(self, draft, judgement, stopping):
+        least = judgement.accepted.amin().expand_as(judgement.accepted)
+        return append(self, draft, judgement._replace(accepted=least), stopping)
+
+    monkeypatch.setattr(Batch, "append", wrong)
+    assert min(p_values(in_lockstep("token", batches=100), exact_distribution([]))) < 1e-8
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_sliding_window_over_a_long_text(layout: str):
+    target, draft = pair("mistral")
+    for settings in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        torch.manual_seed(3)
+        expected = target.generate(**prompts(4), **settings, max_new_tokens=200)
+        output, _, lengths = run(target, draft, layout, **settings, max_new_tokens=200)
+        assert torch.equal(output, expected)
+        assert len(lengths) < 140
+
+
+@pytest.mark.parametrize("layout", DECODERS)
+def test_eager_attention_takes_additive_masks(layout: str):
+    target = tiny("gemma2", attn_implementation="eager")
+    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=NEW_TOKENS)
+    output, _, _ = run(target, near(target, 0.05), layout, do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert torch.equal(output, expected)
+
+
+def test_the_choice_and_its_reason_are_reported():
+    assert choose_layout(tiny("llama")) == (
+        "ragged",
+        "chosen: llama takes positions and a 4D mask by position under sdpa",
+    )
+    assert choose_layout(tiny("llama"), "padded")[1].startswith("asked for")
+
+
+def test_flash_attention_has_no_mask_by_position():
+    llama = tiny("llama")
+    llama.config._attn_implementation = "flash_attention_2"
+    assert layouts_of(llama)[0] == "padded"
+    with pytest.raises(ValueError, match="layout='ragged' has not been shown .* use 'padded', 'lockstep' or 'auto'"):
+        choose_layout(llama, "ragged")
+
+
+def test_a_type_that_needs_a_mask_by_position_says_so():
+    llama = tiny("llama")
+    llama.config.model_type, llama.config._attn_implementation = "moshi", "flash_attention_2"
+    with pytest.raises(ValueError, match="'moshi' is exact with a mask by position only.*implementation='sdpa'"):
+        layouts_of(llama)
+
+
+def test_lockstep_says_once_what_it_costs():
+    target, draft = pair("llama")
+    target.config.model_type = "never_heard_of"
+    settings = {"do_sample": False, "max_new_tokens": 20}
+    strategy = SpeculativeDecoding(draft, num_draft_tokens=4)
+    with pytest.warns(UserWarning, match="as the row that accepted the fewest"):
+        output = target.generate(**prompts(4), **settings, custom_generate=strategy)
+    assert torch.equal(output, target.generate(**prompts(4), **settings))
+    assert strategy.report.layout == "lockstep"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        target.generate(**prompts(4), **settings, custom_generate=strategy)
+
+
+def test_rows_do_not_see_each_other():
+    """A row's text is the same whatever its batch mates are; float64 keeps the rounding out."""
+    target = tiny("llama").double()
+    draft = near(target, 0.05)
+    inputs = prompts(4)
+    settings = {"do_sample": False, "max_new_tokens": 31}
+    together = target.generate(**inputs, **settings, custom_generate=SpeculativeDecoding(draft, num_draft_tokens=4))
+    for row in range(4):
+        length = int(inputs["attention_mask"][row].sum())
+        alone = target.generate(
+            inputs["input_ids"][row : row + 1, -length:],
+            attention_mask=torch.ones(1, length, dtype=torch.int64),
+            **settings,
+            custom_generate=SpeculativeDecoding(draft, num_draft_tokens=4),
+        )
+        assert torch.equal(alone[0, length:], together[row, 11:])

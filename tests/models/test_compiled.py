@@ -1,0 +1,363 @@
+"""Compiled forwards: the text of stock over two buckets of rows, how often torch compiles, and what is left behind.
+
+Where a test is about anything but the compiler, torch traces the same regions and runs them as they are.
+"""
+
+import gc
+import itertools
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import pytest
+import torch
+from tiny import near, prompts, tiny
+from transformers import PreTrainedModel
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.engine.start import make_batch
+from hf_specx.models import compiled, regions
+from hf_specx.models.attention import ACTIVE
+from hf_specx.models.choose import make_decoder
+from hf_specx.models.compiled import has_compiler
+from hf_specx.models.prepacked import has_kernels
+from hf_specx.models.prompts import prepare
+from hf_specx.models.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")
+needs_compiler = pytest.mark.skipif(not has_compiler("cpu"), reason="torch finds no C++ compiler")
+SAMPLED = {"do_sample": True, "top_k": 0}
+ENDS = {"eos_token_id": [29, 32, 38], "pad_token_id": 0, "max_new_tokens": 24}  # four rows end one after another
+
+
+@cache
+def pair(model_type: str = "llama", **changes) -> tuple[PreTrainedModel, PreTrainedModel]:
+    target = tiny(model_type, **changes)
+    return target, near(target, 0.05)
+
+
+def run(target: PreTrainedModel, draft: PreTrainedModel | None, rows: int = 4, verification="coupled", **call):
+    """Text of stock where there is no draft, and the report otherwise; a strategy of its own for each call."""
+    options = {"num_draft_tokens": 2, "compile": True} | {x: call.pop(x) for x in ("compile",) if x in call}
+    strategy = None if draft is None else SpeculativeDecoding(draft, verification=verification, **options)
+    torch.manual_seed(3)
+    output = target.generate(**prompts(rows) | call, custom_generate=strategy)
+    return output, None if strategy is None else strategy.report
+
+
+@needs_compiler
+def test_two_buckets_of_rows():
+    """Four buffer rows, then two: six forwards in all, for every call and strategy; rows end as in `generate`."""
+    target, draft = pair(num_hidden_layers=1)
+    before = torch._dynamo.config.get_config_copy()
+    compilations = []
+    for settings in (SAMPLED, {"do_sample": False}, SAMPLED):
+        expected, _ = run(target, None, **settings, **ENDS)
+        output, report = run(target, draft, **settings, **ENDS)
+        assert torch.equal(output, expected)
+        active = [sum(len(row) > i for row in report.history) for i in range(1, max(map(len, report.history)))]
+        assert {4, 3, 2} == set(active)
+        compilations.append(report.compilations)
+    # drafts of one token and of two, and the target's of three, for each bucket
+    assert compilations == [6, 0, 0]
+    assert before == torch._dynamo.config.get_config_copy()
+    assert ACTIVE.get() is None
+    block = {"verification": "block", **SAMPLED, **ENDS, "rows": 4}
+    assert torch.equal(run(target, draft, **block)[0], run(target, draft, compile=False, **block)[0])
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "gpt2", "gemma2"])
+def test_models_of_other_kinds(traced: None, model_type: str):
+    """Windows, learned positions, masks by layer; three rows in four buffer rows."""
+    target, draft = pair(model_type)
+    for settings in (SAMPLED, {"do_sample": False}):
+        expected, _ = run(target, None, rows=3, max_new_tokens=31, **settings)
+        output, report = run(target, draft, rows=3, max_new_tokens=31, **settings)
+        assert torch.equal(output, expected)
+    assert report.accepted > 0
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(rows, capacity) of all buffers, in order."""
+    sizes: list[tuple[int, int]] = []
+    take = Pool.take
+
+    def note(pool, owner, rows, capacity, like):
+        sizes.append((rows, capacity))
+        return take(pool, owner, rows, capacity, like)
+
+    monkeypatch.setattr(Pool, "take", note)
+    return sizes
+
+
+def test_buffers_grow_behind_their_room(traced: None, taken: list, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "ROOM", 4)
+    target, draft = pair()
+    call = {"max_new_tokens": 90, "do_sample": False, "rows": 2}
+    output, _ = run(target, draft, **call)
+    assert torch.equal(output, run(target, None, **call)[0])
+    assert {(2, 64), (2, 128)} <= set(taken)
+
+
+def test_places_stay_until_half_are_idle(traced: None, taken: list):
+    target, draft = pair(num_hidden_layers=1)
+    _, report = run(target, draft, **SAMPLED, **ENDS)
+    assert taken == [(4, 96)] * 2 + [(2, 96)] * 2  # of target and draft
+    assert [len(row) for row in report.history] != [len(report.history[0])] * 4
+
+
+def test_a_round_that_the_end_cuts_short_is_filled_up(traced: None):
+    """So that it is not compiled anew: the target's forward is of three tokens, the draft's of one or two."""
+    target = tiny(num_hidden_layers=1)
+    call = {"rows": 2, "max_new_tokens": 12, "do_sample": False}
+    output, report = run(target, near(target, 0.0), **call)
+    assert torch.equal(output, run(target, None, **call)[0])
+    assert [record.drafted for record in report.history[0]] == [0, 2, 2, 2, 1]
+    assert report.compilations == 3
+
+
+def test_holes_and_the_cache_for_the_next_turn(traced: None):
+    """A mask with holes behind its pads, and the keys that come back, also of rows that left early."""
+    target, draft = pair(num_hidden_layers=1)
+    mask = prompts(4)["attention_mask"].clone()
+    mask[0, 4:6] = 0
+    call = {"attention_mask": mask, "return_dict_in_generate": True, **SAMPLED, **ENDS}
+    expected, _ = run(target, None, **call)
+    output, eager = (run(target, draft, compile=compile, **call)[0] for compile in (True, False))
+    assert torch.equal(output.sequences, expected.sequences)
+    for ours, theirs in zip(output.past_key_values.layers, eager.past_key_values.layers, strict=True):
+        assert torch.allclose(ours.keys, theirs.keys, atol=1e-4)
+        assert torch.allclose(ours.values, theirs.values, atol=1e-4)
+
+
+def test_any_query_length(traced: None):
+    """A tail of many tokens, filled up behind its end, gives the logits of single steps."""
+    target, _ = pair()
+    inputs = prompts(3)
+    found = {}
+    for name in (True, False):
+        prompt = prepare(target, 40, dict(inputs))
+        decoder, batch = make_decoder("ragged", prompt, compiled=name), make_batch(prompt)
+        decoder.read()
+        tokens = torch.arange(1, 46).view(3, 15)
+        batch.emit(tokens, [15, 13, 14])
+        found[name] = decoder.feed(batch, 11, 0, 11)
+        assert found[name].shape == (3, 11, 48)
+    assert torch.allclose(found[True], found[False], atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_row_with_fewer_tokens_than_another_lacks(traced: None, model_type: str):
+    """As when a draft has rested, and a prompt was admitted meanwhile: each row is fed its own tokens alone."""
+    target, _ = pair(model_type)
+    mask = torch.ones(2, 11, dtype=torch.int64)
+    mask[1, :9] = 0
+    prompt = prepare(target, 40, {"input_ids": prompts(2)["input_ids"].clamp(min=1), "attention_mask": mask})
+    decoder, batch = make_decoder("ragged", prompt, compiled=True), make_batch(prompt)
+    decoder.read()
+    decoder.opening = False
+    batch.emit(torch.arange(1, 41).view(2, 20), [20, 1])
+    for token in (3, 4):
+        expected = torch.cat([target(batch.row(row)[None]).logits[:, -1:] for row in range(2)])
+        assert torch.allclose(decoder.step(batch, 0), expected, atol=1e-4)
+        batch.emit(torch.full((2, 1), token), [1, 1])
+
+
+def test_keys_of_a_group_are_not_repeated(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """What is compiled attends with the 2 heads of the cache, not with the 4 of the queries."""
+    target, draft = pair()
+    heads: list[int] = []
+
+    def look(graph, inputs, config_patches):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        keys = [node.args[1] for node in graph.graph.nodes if node.target is attention]
+        heads.extend(node.meta["example_value"].shape[1] for node in keys)
+        return graph
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    assert set(heads) == {2}
+
+
+def test_a_graph_serves_the_thread_that_captured_it(traced: None, monkeypatch: pytest.MonkeyPatch):
+    """In another one, torch would not find what it has captured."""
+    target, draft = pair(num_hidden_layers=1, seed=5)
+    captured: list[bool] = []
+
+    def look(graph, inputs, config_patches):
+        captured.append(config_patches is not None)
+        return graph
+
+    def as_on_cuda(model, device):
+        return regions.regions_of(model, torch.device("cuda"))
+
+    monkeypatch.setattr(regions, "lookup_backend", lambda name: look)
+    monkeypatch.setattr(compiled, "regions_of", as_on_cuda)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    here, _ = run(target, draft, **call)
+    assert all(captured)
+    before = len(captured)
+    with ThreadPoolExecutor(1) as pool:
+        there, _ = pool.submit(run, target, draft, **call).result()
+    assert captured[before:] == [False] * before
+    assert torch.equal(here, there)
+
+
+def test_forwards_go_with_their_model(traced: None):
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    assert len(regions.REGIONS) == 2
+    gone = [weakref.ref(thing) for thing in (target, draft, *regions.REGIONS.values())]
+    del target, draft
+    gc.collect()
+    assert [thing() for thing in gone] == 4 * [None]
+    assert not len(regions.REGIONS)
+
+
+def test_a_model_that_was_changed_is_compiled_anew(traced: None):
+    """Weights are read in each forward; a setting of a module, or a hook, was taken for a constant."""
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    seen = []
+
+    def weights():
+        target.lm_head.weight.data.mul_(-1)
+
+    def setting():
+        target.model.layers[0].self_attn.scaling *= 9
+
+    def hook():
+        target.lm_head.register_forward_hook(lambda module, args, output: output.roll(1, -1))
+
+    texts = []
+    for change in (lambda: None, weights, setting, hook):
+        change()
+        texts.append(run(target, None, **call)[0])
+        output, report = run(target, draft, **call)
+        assert torch.equal(output, texts[-1])
+        seen.append(report.compilations > 0)
+    assert seen == [True, False, True, True]
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(texts))
+
+
+@pytest.mark.skipif(not has_kernels(), reason="torch has no oneDNN for this processor")
+def test_linear_layers_are_multiplied_by_onednn(traced: None):
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    for model in (target, draft):
+        layers = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        assert len(layers) == 8
+        assert {pointer for pointer, *_ in regions.REGIONS[model].prepacked.packs} == {x.data_ptr() for x in layers}
+
+
+class Owner:
+    """Somebody who takes buffers."""
+
+
+def test_buffers_are_zeros_and_nobody_elses_while_they_are_in_use():
+    """What an earlier call has left in them may be no number, which even a hidden slot would spread."""
+    pool, like, first = Pool(), [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))], Owner()
+    ((keys, values),) = pool.take(first, 2, 8, like)
+    assert keys.shape == values.shape == (2, 1, 8, 4)
+    second = Owner()
+    assert pool.take(second, 2, 8, like)[0][0] is not keys
+    keys.fill_(torch.nan)
+    del first
+    third = Owner()
+    ((again, _),) = pool.take(third, 2, 8, like)
+    assert again is keys
+    assert not again.any()
+
+
+def test_buffers_that_their_owner_has_outgrown_are_let_go():
+    """But for the last ones, from which it copies."""
+    pool, owner = Pool(), Owner()
+    taken = pool.take(owner, 2, 8, [(torch.ones(2, 1, 5, 4), torch.ones(2, 1, 5, 4))])
+    for capacity in (16, 32, 64):
+        taken = pool.take(owner, 2, capacity, taken)
+    assert [size for size, _, _ in pool.known] == [(2, 32), (2, 64)]
+
+
+def test_a_model_that_is_its_own_draft(traced: None):
+    """Two caches of one model."""
+    target, _ = pair(num_hidden_layers=1)
+    call = {"rows": 3, "max_new_tokens": 15, **SAMPLED}
+    assert torch.equal(run(target, target, **call)[0], run(target, None, **call)[0])
+
+
+@pytest.mark.parametrize("positions", [11 + 15 - 1, 8])
+def test_a_table_of_positions_that_ends(traced: None, positions: int):
+    """The target's with the text, and the draft's perhaps within the prompt; the last round is filled up behind it."""
+    target = tiny("gpt2", num_hidden_layers=1, max_position_embeddings=11 + 15 - 1)
+    draft = tiny("gpt2", seed=1, num_hidden_layers=1, max_position_embeddings=positions)
+    call = {"rows": 3, "max_new_tokens": 15, "do_sample": False}
+    assert torch.equal(run(target, draft, **call)[0], run(target, None, **call)[0])
+
+
+def test_a_model_of_another_precision_is_compiled_anew(traced: None):
+    target, draft = tiny(num_hidden_layers=1), tiny(num_hidden_layers=1, seed=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    for change in (torch.float32, torch.float64, torch.float32):
+        target.to(change)
+        output, report = run(target, draft, **call)
+        assert torch.equal(output, run(target, None, **call)[0])
+        assert report.compilations > 0
+
+
+def test_an_error_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, traced: None):
+    target, draft = pair()
+
+    def fail(graph, inputs, config_patches):
+        raise RuntimeError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(regions, "lookup_backend", lambda name: fail)
+        with pytest.raises(Exception, match="no space left"):
+            run(target, draft, rows=2, max_new_tokens=8, do_sample=False)
+    assert ACTIVE.get() is None
+    expected, _ = run(target, None, rows=2, max_new_tokens=8, do_sample=False)
+    assert torch.equal(run(target, draft, rows=2, max_new_tokens=8, do_sample=False)[0], expected)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_inference_mode_in_one_call_and_not_in_the_next(traced: None, first: bool):
+    """Buffers are kept from call to call."""
+    target, draft = pair(num_hidden_layers=1)
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    expected, _ = run(target, None, **call)
+    for mode in (first, not first):
+        with torch.inference_mode(mode):
+            assert torch.equal(run(target, draft, **call)[0], expected)
+
+
+def test_it_says_once_that_the_first_call_is_slow(traced: None):
+    target, draft = pair()
+    call = {"rows": 2, "max_new_tokens": 8, "do_sample": False}
+    with pytest.warns(UserWarning, match="compile=True compiles the forwards of LlamaForCausalLM once for each size"):
+        run(target, draft, **call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(target, draft, **call)
+
+
+def test_costs_are_measured_on_compiled_forwards(traced: None):
+    target, draft = pair(num_hidden_layers=1)
+    strategy = SpeculativeDecoding(draft, compile=True)
+    strategy.calibrate(target, prompts(2)["input_ids"])
+    assert list(strategy.costs.table) == [2]
+    assert regions.REGIONS[target].compilations == 3  # one for each query length that is timed
+    assert regions.REGIONS[draft].compilations == 1
+
+
+def test_sizes():
+    assert [row_bucket(n) for n in (1, 2, 3, 4, 5, 9)] == [1, 2, 4, 4, 8, 16]
+    assert [capacity_bucket(n) for n in (1, 64, 65, 96, 97, 128, 129, 1160)] == [64, 64, 96, 96, 128, 128, 192, 1536]
+    assert [length_bucket(n) for n in (1, EXACT, 10, 11, 17, 19, 35)] == [1, 9, 10, 12, 18, 20, 40]
+    for size in range(2, 3000):
+        assert size <= row_bucket(size) < 2 * size
+        assert size <= capacity_bucket(size) <= max(64, 1.5 * size)
+        assert size <= length_bucket(size) < 1.25 * size

@@ -1,0 +1,219 @@
+"""Targets that see images: the same tokens as stock, whether the draft sees the images too or takes them for text."""
+
+import itertools
+import math
+from functools import cache
+
+import pytest
+import torch
+from tiny import Forwards, near, prompts, tiny
+from transformers import PreTrainedModel
+from vision import END, IMAGE, MODEL_TYPES, START, seeing
+
+from hf_specx import SpeculativeDecoding
+from hf_specx.models import choose as layouts
+from hf_specx.models.decoder import Decoder
+
+
+NEW_TOKENS, NUM_DRAFT_TOKENS = 20, 4
+FEWEST = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))  # rounds, if all candidates are accepted
+SETTINGS = {
+    "greedy": {"do_sample": False},
+    "two texts a row": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+}
+BATCHES = {"one row": (1,), "some with an image": (1, 0, 1), "all with an image": (1, 1, 1)}  # images in each row
+CALLS = list(zip(BATCHES.values(), ["two texts a row", "greedy", "two texts a row"], strict=True))
+LAYOUTS = ("ragged", "padded", "lockstep")
+EXACT = [(t, layout) for t in MODEL_TYPES for layout in LAYOUTS if (t, layout) != ("paligemma", "ragged")]
+
+
+def inputs(model: PreTrainedModel, images: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of unequal length with one image or none each; Qwen's images differ in size."""
+    name, generator = model.config.model_type, torch.Generator().manual_seed(0)
+    qwen, grids, rows = name.startswith("qwen"), [], []
+    for row, count in enumerate(images):
+        words = torch.randint(1, IMAGE, ((7, 3, 5)[row],), generator=generator).tolist()
+        grid = ((1, 4, 4), (1, 2, 4), (1, 4, 6))[row]
+        grids += [grid] * count
+        placeholders = [START, *[IMAGE] * (math.prod(grid) // 4 if qwen else 4), END] * count
+        rows.append(words[:1] + placeholders + words[1:])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    given = {"input_ids": ids, "attention_mask": mask}
+    if qwen:
+        pixels = torch.randn(sum(map(math.prod, grids)), 3 * 2 * 4 * 4, generator=generator)
+        return given | {
+            "pixel_values": pixels,
+            "image_grid_thw": torch.tensor(grids),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        }
+    if name in ("idefics3", "smolvlm"):  # a row without an image has one of zeros
+        pixels = torch.randn(len(images), 1, 3, 16, 16, generator=generator)
+        return given | {"pixel_values": pixels * torch.tensor(images).view(-1, 1, 1, 1, 1)}
+    given["pixel_values"] = torch.randn(sum(images), 3, 8, 8, generator=generator)
+    if name == "mistral3":
+        given["image_sizes"] = torch.tensor([[8, 8]] * sum(images))
+    if name == "gemma3":
+        given["token_type_ids"] = (ids == IMAGE).long()
+    if name == "paligemma":
+        given["token_type_ids"] = torch.zeros_like(ids)
+    return given
+
+
+def generated(target: PreTrainedModel, given: dict, **settings) -> torch.Tensor:
+    torch.manual_seed(4)
+    return target.generate(**given, max_new_tokens=NEW_TOKENS, pad_token_id=0, **settings)
+
+
+@cache
+def plain(model_type: str, images: tuple[int, ...], settings: str) -> torch.Tensor:
+    target = seeing(model_type)
+    return generated(target, inputs(target, images), **SETTINGS[settings])
+
+
+def strategy(draft: PreTrainedModel, layout: str) -> SpeculativeDecoding:
+    return SpeculativeDecoding(draft, num_draft_tokens=NUM_DRAFT_TOKENS, verification="coupled", layout=layout)
+
+
+@pytest.fixture
+def any_layout(monkeypatch: pytest.MonkeyPatch):
+    """Let every layout be asked for; which of them `auto` takes is tested apart."""
+    for name in ("llama", *MODEL_TYPES):
+        monkeypatch.setitem(layouts.LAYOUTS_OF, name, LAYOUTS)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.usefixtures("any_layout")
+def test_equals_stock(model_type: str, layout: str):
+    """For a draft that sees the images and for one that reads their placeholders as words."""
+    target, rounds = seeing(model_type), []
+    for (images, name), draft in itertools.product(CALLS, (near(target, 0.02), tiny())):
+        with Forwards(target) as forwards:
+            output = generated(
+                target, inputs(target, images), **SETTINGS[name], custom_generate=strategy(draft, layout)
+            )
+        assert torch.equal(output, plain(model_type, images, name)), (images, name, type(draft))
+        assert max(forwards.lengths[1:]) == NUM_DRAFT_TOKENS + 1
+        rounds.append(len(forwards.lengths) - 1)
+    seeing_draft, blind_draft = sum(rounds[::2]), sum(rounds[1::2])
+    assert FEWEST * len(rounds[::2]) < seeing_draft < blind_draft <= (NEW_TOKENS - 1) * len(rounds[1::2])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_text_depends_on_the_images(model_type: str):
+    target = seeing(model_type)
+    for images in BATCHES.values():
+        given = inputs(target, images)
+        other = given | {"pixel_values": given["pixel_values"] * -1.5}
+        differs = (generated(target, given) != generated(target, other)).any(-1)
+        assert differs.tolist() == [bool(count) for count in images]
+
+
+@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.usefixtures("any_layout")
+def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
+    """All is accepted, so the draft has the same images at the same positions; a wrong one would only be slower."""
+    target = seeing(model_type)
+    twin = near(target, 0.0)
+    for images, chosen in zip(BATCHES.values(), [*SETTINGS.values(), SETTINGS["greedy"]], strict=True):
+        with Forwards(target) as forwards:
+            generated(target, inputs(target, images), **chosen, custom_generate=strategy(twin, layout))
+        assert len(forwards.lengths) - 1 == FEWEST
+
+
+@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_layout_that_auto_takes_is_exact(model_type: str):
+    target = seeing(model_type)
+    given = inputs(target, (1, 0, 1))
+    for name, chosen in SETTINGS.items():
+        output = generated(target, given, **chosen, custom_generate=strategy(near(target, 0.05), "auto"))
+        assert torch.equal(output, plain(model_type, (1, 0, 1), name))
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.usefixtures("any_layout")
+def test_eager_attention(model_type: str):
+    target = near(seeing(model_type), 0.0)
+    target.set_attn_implementation("eager")
+    given = inputs(target, (1, 0, 1))
+    expected = generated(target, given, do_sample=True)
+    output = generated(target, given, do_sample=True, custom_generate=strategy(near(target, 0.05), "ragged"))
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3", "qwen2_5_vl"])
+@pytest.mark.usefixtures("any_layout")
+def test_draft_that_cannot_read_the_features(model_type: str):
+    """A smaller model of the same type embeds in another width, so images are words to it."""
+    target = seeing(model_type)
+    draft = seeing(model_type, hidden_size=16, num_attention_heads=2)
+    given = inputs(target, (1, 0, 1))
+    with Forwards(draft) as forwards:
+        output = generated(target, given, do_sample=True, custom_generate=strategy(draft, "ragged"))
+    assert torch.equal(output, generated(target, given, do_sample=True))
+    assert sum(forwards.lengths) > NEW_TOKENS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("any_layout")
+def test_state_that_stock_leaves_on_the_model(layout: str):
+    """Qwen notes on itself how far positions lag behind columns; a draft that is the target itself shares the note."""
+    target = near(seeing("qwen2_5_vl"), 0.0)
+    given = inputs(target, (1, 1, 1))
+    expected = generated(target, given)
+    noted = target.model.rope_deltas.clone()
+    assert len(set(noted.flatten().tolist())) == 3
+    for draft in (target, near(target, 0.05)):
+        generated(target, inputs(target, (1,)))
+        assert torch.equal(generated(target, given, custom_generate=strategy(draft, layout)), expected)
+        assert torch.equal(target.model.rope_deltas, noted)
+        assert torch.equal(generated(target, given), expected)
+
+
+@pytest.mark.usefixtures("any_layout")
+def test_positions_of_one_row_for_all_are_caught(monkeypatch: pytest.MonkeyPatch):
+    """The tests above can fail: images of different sizes let rows differ in their positions."""
+    target, read = seeing("qwen2_5_vl"), Decoder.read
+
+    def read_first(self: Decoder) -> None:
+        read(self)
+        self.first_position = self.first_position[:, :1].expand_as(self.first_position)
+
+    monkeypatch.setattr(Decoder, "read", read_first)
+    given = inputs(target, (1, 1, 1))
+    output = generated(target, given, custom_generate=strategy(near(target, 0.05), "ragged"))
+    assert not torch.equal(output, generated(target, given))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.usefixtures("any_layout")
+def test_embeddings_as_the_prompt(rows: int, layout: str):
+    """Without ids a draft of the same width reads the embeddings too; with ids, any draft reads those."""
+    target = tiny()
+    words = prompts(rows)
+    mask = {"attention_mask": words["attention_mask"]}
+    embeds = {"inputs_embeds": target.get_input_embeddings()(words["input_ids"]).detach() * 1.2}
+    twin, narrow = near(target, 0.0), tiny(hidden_size=16, head_dim=4)
+    cases = [(embeds | mask, twin), (embeds, twin), (embeds | words, narrow), (embeds | words, near(target, 0.05))]
+    for chosen in SETTINGS.values():
+        for given, draft in cases:
+            expected = generated(target, given, **chosen)
+            assert expected.shape[1] == NEW_TOKENS + ("input_ids" in given) * 11
+            rounds = []
+            handle = target.register_forward_hook(lambda *_, rounds=rounds: rounds.append(1))
+            output = generated(target, given, **chosen, custom_generate=strategy(draft, layout))
+            handle.remove()
+            assert torch.equal(output, expected)
+            if draft is twin:
+                assert len(rounds) - 1 == FEWEST
+
+
+def test_embeddings_that_the_draft_cannot_read():
+    target, narrow = tiny(), tiny(hidden_size=16, head_dim=4)
+    embeds = target.get_input_embeddings()(prompts(1)["input_ids"]).detach()
+    with Forwards(target) as forwards, pytest.raises(ValueError, match=r"width 32 .* in 16; pass input_ids= as well"):
+        generated(target, {"inputs_embeds": embeds}, custom_generate=strategy(narrow, "ragged"))
+    assert not forwards.ids
