@@ -72,7 +72,7 @@ class Growth:
         self.masked, self.weighed = False, False
         self.pace, self.step, self.position = pace, 0.0, 0.0  # prices in tokens of plain steps, where there are masks
         # `limits` regard the room of a row; forced tokens come besides, and are not looked for where ranks keep step
-        self.room = [processors.room(batch, row) - 1 if forces else sys.maxsize for row in batch.rows]
+        self.room = [batch.room(row) - 1 if forces else sys.maxsize for row in batch.rows]
         # none before the first token, which the prompt's forward gives
         forces = forces and processors.mask_size > 0
         self.asks = [forces and batch.counts[row] > 0 for row in batch.rows] if forces else None

@@ -121,7 +121,7 @@ class SeveralDrafts(Drafter):
         if self.costly is None or self.number is not None or not any(batch.counts):
             return lengths
         most = self.processors.max_rollback
-        room = [min(most, max(0, self.processors.room(batch, row) - 1)) for row in batch.rows]
+        room = [min(most, max(0, batch.room(row) - 1)) for row in batch.rows]
         return [number if batch.counts[row] else 0 for number, row in zip(room, batch.rows, strict=True)]
 
     def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:

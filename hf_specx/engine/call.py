@@ -20,8 +20,8 @@ from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
 from hf_specx.models.slots import has_columns
-from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
+from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_calls import check_asked, check_noise, check_past

@@ -14,9 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief, is_int, require
-from hf_specx.sampling.grammars import masked
 from hf_specx.sampling.processors import Processor, can_look_ahead
-from hf_specx.sampling.rewindable import TokenMasks
+from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import check_encoder_positions, check_positions, unknown_token

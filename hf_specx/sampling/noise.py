@@ -1,8 +1,7 @@
-"""Where randomness comes from: the noise that `generate` samples with, at any position, and streams of our own."""
+"""The noise that plain `generate` samples with, at any position of any row, for coupled verification."""
 
 import sys
 from collections import deque
-from collections.abc import Iterable
 from itertools import islice
 
 import torch
@@ -25,8 +24,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 class StockNoise:
     """The Exp(1) vectors that `torch.multinomial(probs, 1)` would draw in `generate`, [B, V] for each emitted column.
 
-    They are drawn from a copy of the default generator, in the order of columns. Its states between draws are kept, of
-    early ones only some, so that any draw can be repeated, and the default generator left as `generate` leaves it.
+    They are drawn from a copy that is made of the default generator here, in the order of columns. Its states between
+    draws are kept, of early ones only some, so that any draw can be repeated, and the default generator left as
+    `generate` leaves it.
 
     Attributes:
         window: a draw is kept for rows that need it within so many columns, or fewer if that is more than `MOST_HELD`;
@@ -37,14 +37,11 @@ class StockNoise:
     def __init__(self, rows: int, device: torch.device, window: int):
         self.rows, self.device, self.window = rows, device, window
         self.generator = torch.Generator(device)
-        self.states: dict[int, torch.Tensor] = {}  # of `generator`, by the emitted column that it draws next
+        # states of `generator`, by the emitted column that it draws next
+        self.states: dict[int, torch.Tensor] = {0: default_generator(device).get_state()}
         self.coming = -1  # the column that it would draw now; -1 if it is in no such state
         self.held: list[dict[int, torch.Tensor]] = [{} for _ in range(rows)]  # of each row [V], by emitted column
         self.dtype: torch.dtype | None = None
-
-    def begin(self) -> None:
-        """Start from the default generator as it is now."""
-        self.states[0] = default_generator(self.device).get_state()
 
     def at(self, batch: Batch, probs: torch.Tensor, ahead: int) -> torch.Tensor:
         """The noise of P positions from `ahead` after each decoding row's end on, like probs [R, P, V]."""
@@ -80,6 +77,7 @@ class StockNoise:
         return drawn
 
     def finish(self, columns: int) -> None:
+        """Leave the default generator as `generate` does after so many emitted columns."""
         if columns not in self.states:  # rows without an end may be far ahead of the column where all have stopped
             self._draw(columns - 1, self.like)
             self.states[columns] = self.generator.get_state()
@@ -97,13 +95,10 @@ class SeededNoise:
     """
 
     def __init__(self, seeds: list[int], device: torch.device):
-        self.generators = _seeded(seeds, device)
+        self.generators = [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]
         self.held: list[deque[torch.Tensor]] = [deque() for _ in seeds]  # of each row [1, V] for its coming tokens
         self.first = [0] * len(seeds)  # how many tokens of a row come before its first held vector
         self.dtype: torch.dtype | None = None
-
-    def begin(self) -> None:
-        pass
 
     def admit(self, row: int, seed: int) -> None:
         """A new prompt with a seed of its own has the place of a row."""
@@ -127,47 +122,3 @@ class SeededNoise:
             held.popleft()
         self.first[row] = count
         return held
-
-    def finish(self, columns: int) -> None:
-        pass
-
-
-class NoiseStream:
-    """Random numbers of one purpose, from one generator for all rows or from one for each row.
-
-    In the latter case what a row gets depends on how many numbers it had before, and on nothing else. They are drawn
-    on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
-    """
-
-    def __init__(self, generators: list[torch.Generator], per_row: bool):
-        self.generators, self.per_row = generators, per_row
-
-    def uniforms(self, batch: Batch, most: int, wanted: list[int]) -> torch.Tensor:
-        """Numbers from [0, 1) for the decoding rows: [R, most] float64.
-
-        Args:
-            batch: the text, which says which rows decode.
-            most: how many numbers for each row.
-            wanted: [R], how many of them each row needs; where each row has a generator it draws no more, and the
-                others are 0.
-        """
-        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
-        if self.per_row:
-            for row_noise, row, number in zip(noise, batch.rows, wanted, strict=True):
-                row_noise[:number].uniform_(generator=self.generators[row])
-        else:
-            noise.uniform_(generator=self.generators[0])
-        return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
-
-
-def independent_streams(number: int, device: torch.device, seeds: list[int] | None = None) -> list[NoiseStream]:
-    """Streams whose seeds are drawn from the default generator, or for each row by one with the row's seed."""
-    if seeds is None:
-        drawn = [torch.randint(2**62, (number,), device=device).tolist()]
-    else:
-        drawn = [torch.randint(2**62, (number,), generator=source).tolist() for source in _seeded(seeds)]
-    return [NoiseStream(_seeded(column), seeds is not None) for column in zip(*drawn, strict=True)]
-
-
-def _seeded(seeds: Iterable[int], device: torch.device | str = "cpu") -> list[torch.Generator]:
-    return [torch.Generator(device).manual_seed(int(seed)) for seed in seeds]

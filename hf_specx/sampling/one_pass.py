@@ -8,62 +8,87 @@ Nothing is carried from round to round but what depends on the processor and the
 leaves nothing behind.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
-from hf_specx.common.devices import sent
-
-from .prefixes import Prefixes
-from .watermarks import synthid, watermark
+from hf_specx.common.batch import Batch
 
 
-OnePass = Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]
-FULL = (torch.float32, torch.float64)  # where a number in Python and a tensor's element round alike
+class Prefixes:
+    """The text before each of P consecutive positions of the R decoding rows, padded on the left in columns.
+
+    Args:
+        batch: the text so far; candidates are written after each row's end.
+        ahead: candidates before the first position.
+        positions: P.
+        memory: what `kept` has made; it lasts for a call.
+
+    Attributes:
+        rows: B, of the whole batch.
+        index: [R] int64, which of these still decode.
+        shortest, longest: columns of the shortest and of the longest prefix.
+        lengths: [R, P] int64, columns of each.
+    """
+
+    def __init__(self, batch: Batch, ahead: int, positions: int, memory: dict[Hashable, Any]):
+        self.batch, self.ahead, self.positions, self.memory = batch, ahead, positions, memory
+        self.rows, self.index = len(batch.counts), batch.index
+        counts = [batch.counts[row] for row in batch.rows]
+        self.shortest = batch.width + min(counts) + ahead
+        self.longest = batch.width + max(counts) + ahead + positions - 1
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        last = self.ahead + self.positions
+        return self.batch.ends[:, None] + torch.arange(self.ahead, last, device=self.index.device)
+
+    def last(self, count: int) -> torch.Tensor:
+        """The last tokens of each prefix, also pads: [R, P, count]; without meaning where it has fewer columns."""
+        self.batch.reserve(self.ahead + self.positions)
+        device, end = self.index.device, self.ahead + self.positions - 1
+        columns = self.batch.ends[:, None] + torch.arange(self.ahead - count, end, device=device)
+        return self.batch.ids[self.index[:, None], columns.clamp_(min=0)].unfold(1, count, 1)
+
+    def tokens(self, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens of columns `start` up to the longest prefix, [R, C], and the numbers of these columns, [C]."""
+        self.batch.reserve(self.ahead + self.positions - 1)
+        ids = self.batch.ids[:, start : self.longest]
+        if len(self.index) < self.rows:
+            ids = ids[self.index]
+        return ids, torch.arange(start, self.longest, device=ids.device)
+
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `make` gave when it was first asked for under this key."""
+        if key not in self.memory:
+            self.memory[key] = make()
+        return self.memory[key]
 
 
 def repetition(
     processor: logits_process.RepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor | None:
-    """The scores of the tokens in columns [first, length) of each prefix are penalised."""
-    ignored = processor.prompt_ignore_length
-    if not prefixes.prompts_inside(scores.shape[-1]):
+    """The scores of the tokens of each prefix are penalised, from a column on."""
+    if isinstance(processor.prompt_ignore_length, torch.Tensor):
         return None
-    start = int(ignored or 0) if not isinstance(ignored, torch.Tensor) else 0
-    first = torch.full_like(prefixes.lengths, start)  # [R, P]
-    if isinstance(ignored, torch.Tensor):
-        if len(ignored) != prefixes.rows:
-            return None
-        start = prefixes.kept((processor, "start"), lambda: int(ignored.min()))
-        first = ignored.to(first)[prefixes.index][:, None].expand_as(first)
+    start, batch = processor.prompt_ignore_length or 0, prefixes.batch
+    prompts = batch.ids[:, : batch.width]  # emitted tokens are in the vocabulary, but prompts may have images
+    highest = prefixes.kept("highest prompt id", lambda: int(prompts.max()) if prompts.numel() else 0)
+    if max(highest, batch.pad_token_id) >= scores.shape[-1]:
+        return None
     if prefixes.longest <= start:
         return scores
     tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
     lengths = prefixes.lengths[..., None]
-    counts = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
-    # a column that does not count stands for the last token, which does if any does
-    index = torch.where(counts, tokens[:, None], prefixes.last(1))
+    # a column behind a prefix stands for its last token
+    index = torch.where(columns < lengths, tokens[:, None], prefixes.last(1))
     found = scores.gather(-1, index)
-    return scores.scatter(-1, index, torch.where(lengths > first[..., None], _penalised(found, processor), found))
-
-
-def encoder_repetition(
-    processor: logits_process.EncoderRepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
-    ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
-    known = prefixes.kept((processor, scores.shape[-1]), lambda: _inside(ids, scores.shape[-1]))
-    if not known or len(ids) != prefixes.rows:
-        return None
-    index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
-    return scores.scatter(-1, index, _penalised(scores.gather(-1, index), processor))
-
-
-def _penalised(scores: torch.Tensor, processor: Any) -> torch.Tensor:
-    return torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+    penalised = torch.where(found < 0, found * processor.penalty, found / processor.penalty)
+    return scores.scatter(-1, index, torch.where(lengths > start, penalised, found))
 
 
 def no_repeat_ngram(
@@ -77,39 +102,12 @@ def no_repeat_ngram(
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
     alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     alike &= columns[size - 1 :] < prefixes.lengths[..., None]
-    return _without_last(ngrams, alike, scores)
-
-
-def encoder_no_repeat_ngram(
-    processor: logits_process.EncoderNoRepeatNGramLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """As `no_repeat_ngram`, with the n-grams of the input of the encoder, or of the prompt."""
-    size, texts = processor.ngram_size, processor.generated_ngrams
-    if prefixes.rows % len(texts):
-        return None
-
-    def make() -> tuple[torch.Tensor, bool]:
-        """[T, N, n], and whether the last of each is in the vocabulary."""
-        every = [[(*start, token) for start, tokens in known.items() for token in tokens] for known in texts]
-        found = torch.tensor(every, dtype=torch.int64, device=scores.device).view(len(texts), len(every[0]), size)
-        return found, _inside(found[..., -1], scores.shape[-1])
-
-    known, inside = prefixes.kept((processor, scores.shape[-1]), make)
-    if not inside:
-        return None
-    ngrams = known[prefixes.index // (prefixes.rows // len(texts))][:, None]  # [R, 1, N, n]
-    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, N]
-    return _without_last(ngrams, alike & (prefixes.lengths[..., None] >= size - 1), scores)
-
-
-def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Scores [R, P, V] without the last tokens of n-grams [R, 1, N, n] where [R, P, N] says so."""
-    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
+    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
         return scores
     vocab_size = scores.shape[-1]
     banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
     # others, and ids outside of the vocabulary, go to a column of their own
-    banned.scatter_(-1, torch.where(where, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
     return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
 
 
@@ -173,18 +171,17 @@ def suppress(
     processor: logits_process.SuppressTokensLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor:
     """Some tokens are excluded."""
-    everywhere = torch.ones_like(prefixes.lengths, dtype=torch.bool)
-    return _without(processor, processor.suppress_tokens, prefixes, scores, everywhere)
+    return _without(processor, processor.suppress_tokens, prefixes, scores, prefixes.lengths >= 0)
 
 
 def suppress_at_begin(
     processor: logits_process.SuppressTokensAtBeginLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
 ) -> torch.Tensor:
     """Some tokens are excluded at one length."""
-    if not prefixes.any_of_length(processor.begin_index):
+    length = processor.begin_index
+    if not prefixes.shortest <= length <= prefixes.longest:
         return scores
-    here = prefixes.lengths == processor.begin_index
-    return _without(processor, processor.begin_suppress_tokens, prefixes, scores, here)
+    return _without(processor, processor.begin_suppress_tokens, prefixes, scores, prefixes.lengths == length)
 
 
 def _without(
@@ -206,51 +203,19 @@ def forced_eos(one: Any, *given: Any) -> torch.Tensor | None:
 
 def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """Only these tokens after a prefix of this length."""
-    if not prefixes.any_of_length(length):
+    if not prefixes.shortest <= length <= prefixes.longest:
         return scores
-    if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
+    ids = torch.as_tensor(tokens)
+    if not ((ids >= 0) & (ids < scores.shape[-1])).all():
         return None
     only = scores.new_full(scores.shape[-1:], -torch.inf)
     only[tokens] = 0
     return torch.where(prefixes.lengths[..., None] == length, only, scores)
 
 
-def length_penalty(
-    processor: logits_process.ExponentialDecayLengthPenalty, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
-    """The scores of end tokens grow exponentially from a length on."""
-    start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
-    if prefixes.longest <= start:
-        return scores
-
-    def as_here() -> bool:
-        """Whether -inf stays -inf, which older versions of transformers make NaN."""
-        inside = _inside(ends, scores.shape[-1])
-        text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
-        return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
-
-    if scores.dtype not in FULL or not prefixes.kept((processor, scores.shape[-1]), as_here):
-        return None
-    try:
-        factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
-    except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
-        return None
-    ends, factor = ends.to(scores.device), sent(factors, scores.device, torch.float64)
-    found = scores[..., ends]
-    added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
-    return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))
-
-
-def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
-    """Whether all ids are in the vocabulary."""
-    return bool(((ids >= 0) & (ids < vocab_size)).all())
-
-
-ONE_PASS: dict[type[LogitsProcessor], OnePass] = {
+ONE_PASS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: repetition,
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor: encoder_repetition,
     logits_process.NoRepeatNGramLogitsProcessor: no_repeat_ngram,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor: encoder_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: sequence_bias,
     logits_process.NoBadWordsLogitsProcessor: sequence_bias,
     logits_process.MinLengthLogitsProcessor: min_length,
@@ -259,7 +224,4 @@ ONE_PASS: dict[type[LogitsProcessor], OnePass] = {
     logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
     logits_process.ForcedBOSTokenLogitsProcessor: forced_bos,
     logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
-    logits_process.ExponentialDecayLengthPenalty: length_penalty,
-    logits_process.WatermarkLogitsProcessor: watermark,
-    logits_process.SynthIDTextWatermarkLogitsProcessor: synthid,
 }

@@ -13,9 +13,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 
-from .processors import WARPERS, Processor, Processors, warped
+from .processors import WARPERS, Processor, Processors, in_runs, warp
 from .stopping import Stopping
-from .warping import in_runs
 
 
 class RequestProcessors(Processors):
@@ -36,8 +35,8 @@ class RequestProcessors(Processors):
         eos_token_id: torch.Tensor | None,
         alike: Sequence[bool],
     ):
-        super().__init__(own[0], eos_token_id)
-        self.own: list[Processors] = [self] * len(own)
+        super().__init__([], eos_token_id)
+        self.own = [Processors([]) for _ in own]
         self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
         self.alike = list(alike)
         for row, (processors, is_alike) in enumerate(zip(own, alike, strict=True)):
@@ -49,51 +48,39 @@ class RequestProcessors(Processors):
         self.own[row] = Processors(processors[:last], self.eos_token_id)
         self.warpers[row], self.alike[row] = in_runs(processors[last:]), alike
         self.max_rollback, self.limited_by = min((one.max_rollback, one.limited_by) for one in self.own)
+        self.mask_size = max(one.mask_size for one in self.own)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        self.barred.clear()
-        rows, alike = batch.rows, all(self.alike[row] for row in batch.rows)
-        if alike and not any(self.own[row].at_once for row in rows):
-            return _warped_by(self.warpers[rows[0]], logits.float())
-        found = self._alone(batch, draft, logits, ahead)
-        if alike:
-            return _warped_by(self.warpers[rows[0]], torch.cat(found))
-        return torch.cat([_warped_by(self.warpers[row], one) for row, one in zip(rows, found, strict=True)])
-
-    def _alone(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int) -> list[torch.Tensor]:
-        """Scores [1, P, V] of each row after the processors that do not serve all rows at once."""
         batch.reserve(ahead + logits.shape[1])
-        found = []
-        for index, row in enumerate(batch.rows):
-            of_row = (
-                None if draft is None else draft._replace(tokens=draft.tokens[[index]], lengths=[draft.lengths[index]])
-            )
-            found.append(self.own[row](batch.alone(row), of_row, logits[index : index + 1], ahead))
-            self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
-        return found
+        alike, scores = all(self.alike[row] for row in batch.rows), logits.float()
+        if any(self.own[row].at_once for row in batch.rows):
+            self.barred.clear()
+            alone = [self._alone(batch, index, draft, logits, ahead) for index in range(len(batch.rows))]
+            scores = torch.cat(alone)
+        if alike:
+            return warp(self.warpers[batch.rows[0]], scores.flatten(0, 1)).view_as(scores)
+        rows = zip(batch.rows, scores, strict=True)
+        return torch.stack([warp(self.warpers[row], of_row) for row, of_row in rows])
+
+    def _alone(self, batch: Batch, index: int, draft: Draft | None, logits: torch.Tensor, ahead: int) -> torch.Tensor:
+        """Scores [1, P, V] of one row after the processors that do not serve all rows at once."""
+        row = batch.rows[index]
+        if draft is not None:
+            draft = draft._replace(tokens=draft.tokens[[index]], lengths=[draft.lengths[index]])
+        scores = self.own[row](batch.alone(row), draft, logits[index : index + 1], ahead)
+        self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
+        return scores
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
-        if not (size := self.mask_size):
+        if not self.mask_size:
             return None
         found = []
         for row, is_wanted in zip(batch.rows, wanted, strict=True):
             masks = self.own[row].allowed(batch.alone(row), ahead, [is_wanted])
             if masks is None:  # a request without masks goes on as it does where no other has any
-                masks = [torch.ones(size, dtype=torch.bool) if is_wanted else None]
+                masks = [torch.ones(self.mask_size, dtype=torch.bool) if is_wanted else None]
             found.append(masks[0])
         return found
-
-    @property
-    def mask_size(self) -> int:
-        return max(one.mask_size for one in self.own)
-
-
-def _warped_by(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
-    for warper in warpers:
-        found = warped(warper, scores)
-        assert found is not None
-        scores = found
-    return scores
 
 
 class RequestStopping(Stopping):

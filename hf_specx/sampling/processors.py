@@ -1,30 +1,25 @@
 """Logits processors, applied exactly as `generate` would, but at several positions of several rows at once.
 
-There are five kinds. A warper reads only the scores, so one call serves all positions. Those of transformers that read
-the text are computed for all positions at once where `one_pass` knows how. Any other stateless one is called as
-`generate` would, on the whole batch with the exact prefix, once for each prefix length. One whose state can be taken
-back follows the candidates: see `rewindable`. A call with any other that keeps state between calls, or may, is decoded
-by transformers' own sampler: see `engine/plain.py`.
+A warper reads only the scores, so one call serves all positions. Those of transformers that read the text are computed
+for all positions at once by `one_pass` and `watermarks`. Any other stateless one is called as `generate` would, on the
+whole batch with the exact prefix, once for each prefix length. One whose state can be taken back follows the
+candidates: see `rewindable`. A call with any other is decoded by transformers' own sampler: see `engine/plain.py`.
 """
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
-from types import MappingProxyType
+from collections import ChainMap
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from transformers.generation import logits_process
-from transformers.generation.logits_process import (
-    LogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-)
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 
-from .one_pass import ONE_PASS
-from .prefixes import Prefixes
-from .warping import HeadWarper, in_runs, warp
+from .one_pass import ONE_PASS, Prefixes
+from .watermarks import WATERMARKS
 
 
 WARPERS = frozenset(
@@ -42,45 +37,42 @@ WARPERS = frozenset(
         logits_process.SuppressTokensLogitsProcessor,
     }
 )
-STATELESS = frozenset(
-    {
-        logits_process.RepetitionPenaltyLogitsProcessor,
-        logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-        logits_process.NoRepeatNGramLogitsProcessor,
-        logits_process.EncoderNoRepeatNGramLogitsProcessor,
-        logits_process.SequenceBiasLogitsProcessor,
-        logits_process.NoBadWordsLogitsProcessor,
-        logits_process.MinLengthLogitsProcessor,
-        logits_process.MinNewTokensLengthLogitsProcessor,
-        logits_process.ForcedBOSTokenLogitsProcessor,
-        logits_process.ForcedEOSTokenLogitsProcessor,
-        logits_process.ExponentialDecayLengthPenalty,
-        logits_process.SuppressTokensAtBeginLogitsProcessor,
-        logits_process.WatermarkLogitsProcessor,
-        logits_process.WhisperTimeStampLogitsProcessor,
-    }
-)
-# stateless, whatever the number of the row: they are called with the rows alone that have a prefix of the length
-ROW_FREE = frozenset({logits_process.WatermarkLogitsProcessor, logits_process.WhisperTimeStampLogitsProcessor})
+OF_TEXT = ONE_PASS | WATERMARKS
+SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
+STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor,
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.WhisperTimeStampLogitsProcessor,
+}
+
+HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
+FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})
+AFTER = FIRST | {  # for these a token with a score of -inf does not exist
+    logits_process.TemperatureLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.LogitNormalization,
+}
+RAISING = frozenset({logits_process.TopHLogitsWarper, logits_process.EtaLogitsWarper})  # without a distribution
 
 
 class RoundProcessor:
     """A processor of this package: it follows the rows of a call, and takes all positions of a round at once.
 
     Attributes:
-        barred: as in `Processors`; what it says of a candidate that was rejected since is taken out of it.
+        name: as the user knows it.
         max_rollback: how many candidates of a row it can take back.
         vocab_size: V of its masks; 0 if it has none.
+        barred: as in `Processors`; None if it has no such errors.
     """
 
-    barred: Mapping[tuple[int, int], Exception] = MappingProxyType({})
+    name: str = ""
     max_rollback: int = sys.maxsize
     vocab_size: int = 0
-
-    @property
-    def name(self) -> str:
-        """As the user knows it."""
-        return type(self).__name__
+    barred: dict[tuple[int, int], Exception] | None = None
 
     def __call__(self, batch: Batch, draft: Draft | None, scores: torch.Tensor, ahead: int) -> torch.Tensor:
         """New scores [R, P, V] for `scores` [R, P, V], whose first position is `ahead` tokens after each row's end."""
@@ -114,8 +106,9 @@ class Processors:
 
     Attributes:
         max_rollback: candidates of a row that can be taken back, at most; `limited_by` names the processor.
-        barred: errors of `prefix_allowed_tokens_fn` in the last call, by row and by tokens emitted before: it allowed
-            no token, or raised. Where that text has a rejected candidate in it, the error does not count.
+        mask_size: V of their masks; 0 if none of them has any.
+        barred: errors of `prefix_allowed_tokens_fn`, by row and by tokens emitted before: it allowed no token, or
+            raised. Where that text has a rejected candidate in it, the error does not count.
     """
 
     def __init__(
@@ -131,11 +124,17 @@ class Processors:
             memory: what is computed once for a call, which draft and target may share.
         """
         self.eos_token_id = eos_token_id
-        self.at_once = in_runs(processors)
-        self.barred: dict[tuple[int, int], Exception] = {}
-        limits = [(p.max_rollback, p.name) for p in self.at_once if isinstance(p, RoundProcessor)]
-        self.max_rollback, self.limited_by = min(limits, default=(sys.maxsize, ""))
         self.memory: dict[Hashable, Any] = {} if memory is None else memory
+        self.at_once = in_runs(processors)
+        self.max_rollback, self.limited_by, self.mask_size = sys.maxsize, "", 0
+        self.barred: ChainMap[tuple[int, int], Exception] = ChainMap()
+        for processor in self.at_once:
+            if isinstance(processor, RoundProcessor):
+                if processor.max_rollback < self.max_rollback:
+                    self.max_rollback, self.limited_by = processor.max_rollback, processor.name
+                self.mask_size = max(self.mask_size, processor.vocab_size)
+                if processor.barred is not None:
+                    self.barred.maps.append(processor.barred)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
         """
@@ -148,22 +147,20 @@ class Processors:
         Returns:
             [R, P, V] float32 scores as `generate` has them at each of these prefixes.
         """
-        scores, cells = logits.float(), None
-        prefixes = Prefixes(batch, ahead, scores.shape[1], self.memory)
-        self.barred.clear()
+        scores, prefixes, cells = logits.float(), None, None
         for processor in self.at_once:
-            one_pass = ONE_PASS.get(type(processor))
-            if one_pass is not None and (found := one_pass(processor, prefixes, scores)) is not None:
-                scores = found
-            elif isinstance(processor, RoundProcessor):
-                scores = processor(batch, draft, scores, ahead)
-                self.barred.update(processor.barred)
-            elif (of_scores := warped(processor, scores)) is not None:
-                scores = of_scores
-            else:
-                if cells is None:
-                    cells = self._cells(batch, draft, scores.shape[1], ahead)
-                scores = self._by_length(processor, batch, scores, cells)
+            found = None
+            if isinstance(processor, RoundProcessor):
+                found = processor(batch, draft, scores, ahead)
+            elif type(processor) in OF_TEXT:
+                prefixes = prefixes or Prefixes(batch, ahead, scores.shape[1], self.memory)
+                found = OF_TEXT[type(processor)](processor, prefixes, scores)
+            elif type(processor) in WARPERS or isinstance(processor, HeadWarper):
+                found = warp([processor], scores.flatten(0, 1)).view_as(scores)
+            if found is None:
+                cells = cells or self._cells(batch, draft, scores.shape[1], ahead)
+                found = self._by_length(processor, batch, scores, cells)
+            scores = found
         return scores
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
@@ -177,15 +174,6 @@ class Processors:
                 pairs = zip(together, masks, strict=True)
                 together = [None if one is None or other is None else one & other for one, other in pairs]
         return together
-
-    @property
-    def mask_size(self) -> int:
-        """V of their masks; 0 if none of them has any."""
-        return max((p.vocab_size for p in self.at_once if isinstance(p, RoundProcessor)), default=0)
-
-    def room(self, batch: Batch, row: int) -> int:
-        """How many tokens a row may still emit."""
-        return batch.room(row)
 
     def observe(self, done: Round) -> None:
         """Let go of rows that have left."""
@@ -213,20 +201,13 @@ class Processors:
         return cells
 
     def _by_length(
-        self,
-        processor: LogitsProcessor,
-        batch: Batch,
-        scores: torch.Tensor,
-        cells: dict[int, list[tuple[int, int]]],
+        self, processor: Any, batch: Batch, scores: torch.Tensor, cells: dict[int, list[tuple[int, int]]]
     ) -> torch.Tensor:
         """One call of a stateless processor for each prefix length among the cells of scores [R, P, V]."""
         result = scores.clone()
         for emitted, members in cells.items():
             index, position = torch.tensor(members, device=scores.device).unbind(-1)
             row, prefix = batch.index[index], batch.prefix(emitted)
-            if type(processor) in ROW_FREE:
-                result[index, position] = processor(prefix[row], scores[index, position])
-                continue
             every = scores.new_zeros(len(batch.ids), scores.shape[2])  # [B, V], 0 in rows without such a prefix
             every[row] = scores[index, position]
             found = processor(prefix, every)[row]
@@ -237,17 +218,81 @@ class Processors:
 
 def can_look_ahead(processor: Processor) -> bool:
     """Whether the result of a processor depends only on the text and scores that it is called with."""
-    known = isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS
-    # what it keeps is a function of the text, unless it was called before
-    known = known or (type(processor) is SynthIDTextWatermarkLogitsProcessor and processor.state is None)
-    return known or getattr(processor, "stateless", False) is True
+    if isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS:
+        return True
+    if type(processor) is SYNTHID and processor.state is None:  # type: ignore[attr-defined]
+        return True  # what it keeps is a function of the text, unless it was called before
+    return getattr(processor, "stateless", False) is True
 
 
-def warped(processor: Processor, scores: torch.Tensor) -> torch.Tensor | None:
-    """Scores [R, P, V] after a processor that reads nothing else; None if it reads the text."""
-    flat = scores.flatten(0, 1)  # [R * P, V]
-    if isinstance(processor, HeadWarper):
-        return processor(flat).view_as(scores)
-    if type(processor) in WARPERS and not isinstance(processor, RoundProcessor):
-        return warp([processor], flat).view_as(scores)
-    return None
+class HeadWarper:
+    """Consecutive warpers of which the first keeps few tokens, applied to the likeliest tokens only.
+
+    Top-p sorts the scores of the whole vocabulary, which on a CPU can take longer than a draft step. The tokens that
+    it keeps are nearly always among the likeliest few hundred; where they are not, all scores are sorted, as in
+    transformers.
+
+    Args:
+        warpers: top-k or top-p, then any of `AFTER`.
+    """
+
+    def __init__(self, warpers: list[Any]):
+        self.warpers, first = warpers, warpers[0]
+        # twice as many as top-k keeps, since it also keeps all that tie with the last of these
+        self.size = 2 * first.top_k if isinstance(first, logits_process.TopKLogitsWarper) else HEAD
+
+    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [N, V] after all warpers: those of transformers, except for the rounding of sums.
+
+        Where tokens tie at the edge of top-p, which happens in half precision, others of them may be kept: there the
+        choice of transformers depends on an unstable sort.
+        """
+        # on other devices sorting is quick, and reading `enough` back would wait for the device
+        if scores.device.type != "cpu" or scores.shape[-1] <= 2 * self.size:
+            return warp(self.warpers, scores)
+        values, ids = scores.topk(self.size)
+        first, enough = self._first(scores, values, ids)
+        output = torch.full_like(scores, -torch.inf).scatter_(-1, ids, warp(self.warpers[1:], first))
+        if not enough.all():
+            output[~enough] = warp(self.warpers, scores[~enough])
+        return output
+
+    def _first(
+        self, scores: torch.Tensor, values: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values [N, head] after the first warper, and [N] bool, whether it drops every token outside of the head."""
+        first = self.warpers[0]
+        if isinstance(first, logits_process.TopKLogitsWarper):
+            least = values[:, -1]  # -inf where a grammar has left few tokens, and then all others are dropped already
+            return warp([first], values), (least < values[:, first.top_k - 1]) | (least == -torch.inf)
+        probs = scores.softmax(-1)
+        total, head = probs.sum(-1, dtype=torch.float64), probs.gather(-1, ids).double()
+        ascending = total[:, None] - head.cumsum(-1) + head  # sums from the least likely token up to and with each
+        dropped = ascending.to(scores.dtype) <= 1 - first.top_p
+        dropped[:, : first.min_tokens_to_keep] = False
+        return values.masked_fill(dropped, -torch.inf), dropped[:, -1]
+
+
+def in_runs(processors: Sequence[Any]) -> list[Any]:
+    """The same processors in order, each run of warpers that starts with top-k or top-p as one `HeadWarper`."""
+    found: list[Any] = []
+    for processor in processors:
+        drops = getattr(processor, "filter_value", -torch.inf) == -torch.inf  # so that later warpers ignore them
+        if drops and type(processor) in AFTER and found and isinstance(found[-1], HeadWarper):
+            found[-1].warpers.append(processor)
+        elif drops and type(processor) in FIRST and processor.min_tokens_to_keep < HEAD:
+            found.append(HeadWarper([processor]))
+        else:
+            found.append(processor)
+    return found
+
+
+def warp(warpers: Sequence[Any], scores: torch.Tensor) -> torch.Tensor:
+    """Scores [N, V] after warpers; rows without a distribution, which no text may get to, are no error of theirs."""
+    for warper in warpers:
+        if type(warper) in RAISING:
+            nowhere = scores.logsumexp(-1, keepdim=True).isfinite().logical_not()
+            scores = warper(None, scores.masked_fill(nowhere, 0)).where(~nowhere, scores)
+        else:
+            scores = warper(None, scores)
+    return scores

@@ -6,22 +6,23 @@ then drawn from the masked distribution; each mask is computed once, and serves 
 
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakValueDictionary
 
 import torch
+from transformers.generation.logits_process import LogitsProcessor, PrefixConstrainedLogitsProcessor
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.round import Draft
 
-from .matchers import sent_masks
-from .processors import RoundProcessor
+from .grammars import MAKERS, PrefixFunction, sent_masks
+from .processors import Processor, RoundProcessor
+from .stopping import Stopping
 
 
 @runtime_checkable
@@ -75,22 +76,15 @@ class TokenMasks(RoundProcessor):
     Args:
         processor: what says it.
         vocab_size: V of the target.
-        eos_token_id: ids that end a row; nothing is asked after one. None if there are none.
-        max_new_tokens: of a row; 0 is no limit.
+        ends: ids that end a row; nothing is asked after one.
         of_call: whether the processor was made for this call, so that nobody sees where it ends.
     """
 
     def __init__(
-        self,
-        processor: RewindableProcessor,
-        vocab_size: int,
-        eos_token_id: torch.Tensor | None = None,
-        max_new_tokens: int = 0,
-        of_call: bool = False,
+        self, processor: RewindableProcessor, vocab_size: int, ends: set[int] | None = None, of_call: bool = False
     ):
-        self.processor, self.of_call = processor, of_call
-        self.vocab_size, self.max_new_tokens = vocab_size, max_new_tokens
-        self.ends = set() if eos_token_id is None else set(eos_token_id.tolist())
+        self.processor, self.name = processor, type(processor).__name__
+        self.vocab_size, self.ends, self.of_call = vocab_size, ends or set(), of_call
         self.strict = getattr(processor, "strict", False)
         self.max_rollback = getattr(processor, "max_rollback", self.max_rollback)
         self.barred = getattr(processor, "barred", self.barred)
@@ -98,10 +92,6 @@ class TokenMasks(RoundProcessor):
         self.moving = False  # while the processor is shown tokens, or they are taken back
         self.read: tuple[int, ...] = ()  # which text `tokens` are the end of, [R, n]
         self.tokens: list[list[int]] = []
-
-    @property
-    def name(self) -> str:
-        return type(self.processor).__name__
 
     @property
     def shown(self) -> bool:
@@ -136,7 +126,7 @@ class TokenMasks(RoundProcessor):
             for index, row in enumerate(batch.rows):
                 emitted, own = batch.counts[row], self.followed[row]
                 depth = emitted + ahead + position
-                if position == wanted[index] or len(found[index]) < position or 0 < self.max_new_tokens <= depth:
+                if position == wanted[index] or len(found[index]) < position or batch.limits[row] <= depth:
                     continue
                 shown.add(row)
                 if self._go(row, texts[index], depth - 1 if position else own.sure, depth, emitted):
@@ -144,8 +134,10 @@ class TokenMasks(RoundProcessor):
             self._compute([(row, depth) for _, row, depth in here])
             for index, row, depth in here:
                 found[index].append(self.followed[row].masks[depth])
-        for row in shown:
-            self._forget(self.followed[row], batch.counts[row])
+        for row in shown:  # masks before the end of its text are not needed again
+            own = self.followed[row]
+            own.sure = batch.counts[row]
+            own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= own.sure}
         return found
 
     def _texts(self, batch: Batch, last: int) -> list[list[int]]:
@@ -178,11 +170,6 @@ class TokenMasks(RoundProcessor):
             self.moving = False
         return True
 
-    def _forget(self, own: Followed, emitted: int) -> None:
-        """A row was shown all tokens that it has emitted; masks before these are not needed again."""
-        own.sure = emitted
-        own.masks = {depth: mask for depth, mask in own.masks.items() if depth >= emitted}
-
     def _compute(self, wanted: list[tuple[int, int]]) -> None:
         """Masks of rows after so many tokens each, as far as they are not known."""
         missing = [(row, depth) for row, depth in wanted if depth not in self.followed[row].masks]
@@ -203,11 +190,7 @@ class TokenMasks(RoundProcessor):
             self.moving = False
 
     def begin(self, rows: int) -> None:
-        """Before anything is decoded: ask for the first masks.
-
-        Raises:
-            ValueError: if the masks are not of the target's vocabulary.
-        """
+        """Ask for the first masks; a `ValueError` if they are not of the target's vocabulary."""
         masks = self.processor.mask(list(range(rows))).to("cpu", copy=True)
         shape = tuple(masks.shape)
         right = masks.dtype == torch.bool and shape == (rows, self.vocab_size)
@@ -247,41 +230,71 @@ def choices(masks: Sequence[torch.Tensor | None]) -> tuple[list[int], list[int |
     return counts, tokens
 
 
-TAKEN: dict[int, weakref.ref[Any]] = {}  # by id, processors of users that a call uses, or has left in mid-text
-TAKING = threading.Lock()  # for it: calls may be in several threads
+def masked(
+    processors: Sequence[LogitsProcessor], input_ids: torch.Tensor, vocab_size: int, stopping: Stopping
+) -> list[Processor]:
+    """The same processors, with `TokenMasks` in place of those whose state can be taken back.
+
+    Args:
+        processors: as `generate` prepared them for prompts `input_ids` [B, L].
+        vocab_size: V of the target.
+
+    Raises:
+        ValueError: if one was used before, or is for another vocabulary or batch size.
+    """
+    found: list[Processor] = []
+    for processor in processors:
+        maker = MAKERS.get(f"{type(processor).__module__}.{type(processor).__qualname__}")
+        if maker is not None:
+            matchers = maker(processor, len(input_ids), vocab_size)
+            found.append(TokenMasks(matchers, vocab_size, stopping.ends, of_call=True))
+        elif type(processor) is PrefixConstrainedLogitsProcessor and processor._num_beams == 1:
+            function = PrefixFunction(processor._prefix_allowed_tokens_fn, input_ids, vocab_size)
+            found.append(TokenMasks(function, vocab_size, stopping.ends, of_call=True))
+        elif isinstance(processor, RewindableProcessor):
+            found.append(TokenMasks(processor, vocab_size, stopping.ends))
+        else:
+            found.append(processor)
+    return found
+
+
+# by id, processors of users that a call uses, or has left in mid-text; calls may be in several threads
+TAKEN: WeakValueDictionary[int, Any] = WeakValueDictionary()
+TAKING = threading.Lock()
 
 
 @contextmanager
 def in_use(processors: Sequence[object], batch: Batch) -> Iterator[None]:
     """A context for one call, after which the rewindable processors of users are where plain `generate` leaves them.
 
-    Raises:
-        ValueError: if another call uses one of them or has used it, or its masks do not fit.
+    Raises a `ValueError` if another call uses one of them or has used it, or its masks do not fit.
     """
-    given = [one for one in processors if isinstance(one, TokenMasks) and not one.of_call]
-    with TAKING:
-        for masks in given:
-            told = f"{masks.name} is used by another call, or was used by an earlier one and is in the middle of its "
-            require(id(masks.processor) not in TAKEN, f"{told}text; make one for each call.")
-            told = f"{masks.name} takes no weak references, by which a second use is seen; add '__weakref__' to its "
-            require(type(masks.processor).__weakrefoffset__ != 0, f"{told}slots.")
-        for masks in given:
-            forget = partial(_forget, id(masks.processor))
-            TAKEN[id(masks.processor)] = weakref.ref(masks.processor, forget)
+    masks, users = [], []
+    for one in processors:
+        if isinstance(one, TokenMasks):
+            masks.append(one)
+            users += [] if one.of_call else [one]
+    if users:
+        _take(users)
     try:
-        for one in processors:
-            if isinstance(one, TokenMasks):
-                one.begin(len(batch.rows))
+        for one in masks:
+            one.begin(len(batch.rows))
         yield
     finally:
         try:
-            for masks in given:
-                masks.finish(batch)
+            for one in users:
+                one.finish(batch)
         finally:
-            for masks in given:
-                if not masks.shown:
-                    _forget(id(masks.processor))
+            for one in users:
+                if not one.shown:
+                    TAKEN.pop(id(one.processor), None)
 
 
-def _forget(number: int, gone: object = None) -> None:
-    TAKEN.pop(number, None)
+def _take(users: list[TokenMasks]) -> None:
+    with TAKING:
+        for one in users:
+            told = f"{one.name} is used by another call, or was used by an earlier one and is in the middle of its "
+            require(id(one.processor) not in TAKEN, f"{told}text; make one for each call.")
+            told = f"{one.name} takes no weak references, by which a second use is seen; add '__weakref__' to its "
+            require(type(one.processor).__weakrefoffset__ != 0, f"{told}slots.")
+        TAKEN.update({id(one.processor): one.processor for one in users})

@@ -8,7 +8,7 @@ import torch
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Judgement
 
-from .noise import SeededNoise, StockNoise, independent_streams
+from .noise import SeededNoise, StockNoise
 from .verify import pick, race, verify_block, verify_match, verify_token
 
 
@@ -74,14 +74,17 @@ class RejectionRule(Rule):
     def __init__(self, block: bool, device: torch.device, seeds: list[int] | None = None):
         self.verify = verify_block if block else verify_token
         self.device, self.seeds = device, seeds
+        self.streams: list[dict[str, torch.Generator]] = []  # for all rows, or of each
 
     def begin(self) -> None:
-        self.drafts, self.uniforms, self.residuals = independent_streams(3, self.device, self.seeds)
+        if self.seeds is None:
+            self.streams = [_streams(torch.randint(2**62, (3,), device=self.device))]
+        else:
+            self.streams = [_streams_of_row(seed) for seed in self.seeds]
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
-        wanted = [int(ahead < length) for length in lengths]
-        return pick(probs, self.drafts.uniforms(batch, 1, wanted)[:, 0]), probs
+        return pick(probs, self.uniforms("drafting", batch, 1, lengths, ahead)[:, 0]), probs
 
     def judge(self, batch: Batch, draft: Draft, scores: torch.Tensor) -> Judgement:
         probs, undefined = distribution(scores)
@@ -89,15 +92,33 @@ class RejectionRule(Rule):
         draft_probs = draft.probs
         if draft_probs is None:  # all of q is at the candidate: x is kept with probability p(x)
             draft_probs = torch.zeros_like(probs[:, :-1]).scatter_(-1, draft.tokens[..., None], 1)
-        uniforms = self.uniforms.uniforms(batch, most, draft.lengths)
-        choice = self.residuals.uniforms(batch, 1, [1] * rows)[:, 0]
+        uniforms = self.uniforms("accepting", batch, most, draft.lengths)
+        choice = self.uniforms("choosing", batch, 1, [1] * rows)[:, 0]
         verdict = self.verify(draft.tokens, draft_probs, probs, uniforms, choice, draft.proposed)
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 
     def admit(self, row: int, seed: int) -> None:
-        fresh = independent_streams(3, self.device, [seed])
-        for stream, alone in zip((self.drafts, self.uniforms, self.residuals), fresh, strict=True):
-            stream.generators[row] = alone.generators[0]
+        self.streams[row] = _streams_of_row(seed)
+
+    def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
+        """Numbers from [0, 1) for the decoding rows: [R, most] float64.
+
+        They are drawn on the CPU, wherever the text is: few are needed, and a device would take a kernel for each row.
+
+        Args:
+            purpose: "drafting", "accepting" or "choosing".
+            most: how many numbers for each row.
+            lengths: [R], the place where each row needs no more; where each row has streams of its own, what it gets
+                depends on how many it had before and on nothing else, so it draws no more, and the others are 0.
+            first: the place of the first number.
+        """
+        noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
+        if self.seeds is None:
+            noise.uniform_(generator=self.streams[0][purpose])
+        else:
+            for of_row, row, length in zip(noise, batch.rows, lengths, strict=True):
+                of_row[: max(0, length - first)].uniform_(generator=self.streams[row][purpose])
+        return noise.to(batch.index.device, non_blocking=True)  # else it would wait for what the device has to do
 
 
 class CoupledRule(Rule):
@@ -111,10 +132,11 @@ class CoupledRule(Rule):
     """
 
     def __init__(self, rows: int, device: torch.device, window: int, seeds: list[int] | None = None):
-        self.noise = StockNoise(rows, device, window) if seeds is None else SeededNoise(seeds, device)
+        self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
 
     def begin(self) -> None:
-        self.noise.begin()
+        stock = self.seeds is None
+        self.noise = StockNoise(self.rows, self.device, self.window) if stock else SeededNoise(self.seeds, self.device)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -131,7 +153,8 @@ class CoupledRule(Rule):
         self.noise.admit(row, seed)
 
     def finish(self, columns: int) -> None:
-        self.noise.finish(columns)
+        if isinstance(self.noise, StockNoise):
+            self.noise.finish(columns)
 
 
 def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
@@ -168,3 +191,13 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
     if draft.probs is None:
         return probs[:, :-1].gather(-1, draft.tokens[..., None])[..., 0]
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
+
+
+def _streams(seeds: torch.Tensor) -> dict[str, torch.Generator]:
+    """Three streams from seeds [3]."""
+    purposes = ("drafting", "accepting", "choosing")
+    return {name: torch.Generator().manual_seed(seed) for name, seed in zip(purposes, seeds.tolist(), strict=True)}
+
+
+def _streams_of_row(seed: int) -> dict[str, torch.Generator]:
+    return _streams(torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(int(seed))))

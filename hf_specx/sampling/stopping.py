@@ -39,23 +39,23 @@ class Stopping:
         """
         self.all, self.criteria = criteria, StoppingCriteriaList()
         self.stateful: list[str] = []
-        ends = []
-        lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]  # the user's or else transformers'
+        self.stopped_at: dict[int, int] = {}
+        self.pads_finished_rows = False
+        ends, columns = [], []
         for criterion in criteria:
+            self.pads_finished_rows |= hasattr(criterion, "eos_token_id")
             if type(criterion) is EosTokenCriteria:
-                ends.append(criterion.eos_token_id)
-            elif type(criterion) is MaxLengthCriteria:
-                continue
+                ends.append(criterion.eos_token_id.flatten())
+            elif type(criterion) is MaxLengthCriteria:  # the user's or else transformers'
+                columns.append(criterion.max_length)
             elif type(criterion) in PREFIX_CRITERIA or getattr(criterion, "stateless", False) is True:
                 self.criteria.append(criterion)
             else:
                 self.stateful.append(type(criterion).__name__)
-        self.eos_token_id = torch.cat([e.flatten() for e in ends]) if ends else None
+        self.eos_token_id = torch.cat(ends) if ends else None
         self.ends = set() if self.eos_token_id is None else set(self.eos_token_id.tolist())
-        self.pads_finished_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         # `generate` checks the length after a token, so it always emits one
-        self.max_new_tokens = max(min(lengths, default=max_length), width + 1) - width
-        self.stopped_at: dict[int, int] = {}
+        self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
 
     def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
         """Cut each row's new tokens at the maximum length and after its first end token.
@@ -71,9 +71,13 @@ class Stopping:
         for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
             room = batch.room(row)
             number = min(number, room)
-            end = next((i for i, token in enumerate(new[:number], 1) if token in self.ends), 0)
-            kept.append(end or number)
-            ended.append(end > 0 or number == room)
+            last = number == room
+            for position in range(number):
+                if new[position] in self.ends:
+                    number, last = position + 1, True
+                    break
+            kept.append(number)
+            ended.append(last)
         return kept, ended
 
     def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
@@ -98,9 +102,11 @@ class Stopping:
             ends = dict.fromkeys(batch.rows, self.columns)
         else:
             ends = dict.fromkeys(batch.rows, self.max_new_tokens)
-        leaving = [row for row in batch.rows if batch.counts[row] >= ends.get(row, batch.counts[row] + 1)]
-        for row in leaving:
-            batch.truncate(row, ends[row])
+        leaving = []
+        for row in batch.rows:
+            if row in ends and batch.counts[row] >= ends[row]:
+                leaving.append(row)
+                batch.truncate(row, ends[row])
         return leaving
 
     def by_limit(self, text: torch.Tensor, emitted: int) -> bool:
@@ -122,9 +128,8 @@ class Stopping:
 
     def _update_prefix_criteria(self, batch: Batch, new: list[int]) -> None:
         """Call each criterion on the whole batch at every length that some row has just passed."""
-        passed = {}
-        for row, number in zip(batch.rows, new, strict=True):
-            passed[row] = range(batch.counts[row] - number + 1, batch.counts[row] + 1)
+        numbers = zip(batch.rows, new, strict=True)
+        passed = {row: range(batch.counts[row] - number + 1, batch.counts[row] + 1) for row, number in numbers}
         counts = sorted({n for lengths in passed.values() for n in lengths})
         if not counts:
             return

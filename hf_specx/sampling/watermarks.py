@@ -1,4 +1,4 @@
-"""transformers' watermarks, for all rows and positions at once; they are two of `one_pass.ONE_PASS`."""
+"""transformers' watermarks, for all rows and positions at once, as in `one_pass`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process
 
-from .prefixes import Prefixes
+from .one_pass import Prefixes
 
 
 MOST_GREENLISTS = 256  # kept for one call, [V] bool each
@@ -99,3 +99,9 @@ def _g_values(processor: Any, prefixes: Prefixes, hashes: torch.Tensor) -> Itera
     lowest = (hashes & (size - 1)).flatten()
     for table in prefixes.kept((processor, "g-values"), make):
         yield table.index_select(0, lowest).view_as(hashes)  # on a CPU four times as fast as indexing
+
+
+WATERMARKS: dict[type[logits_process.LogitsProcessor], Any] = {
+    logits_process.WatermarkLogitsProcessor: watermark,
+    logits_process.SynthIDTextWatermarkLogitsProcessor: synthid,
+}

@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hf_specx.sampling.warping import HeadWarper, in_runs
+from hf_specx.sampling.processors import in_runs, warp
 
 from .recipe import TrainingRecipe
 
@@ -47,10 +47,7 @@ def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     """The distribution [N, V] that a token is drawn from, of logits [N, V]; one-hot if text is greedy."""
     if not recipe.do_sample:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    unread = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
-    for warper in in_runs(_warpers(recipe)):
-        logits = warper(logits) if isinstance(warper, HeadWarper) else warper(unread, logits)
-    return logits.softmax(-1)
+    return warp(in_runs(_warpers(recipe)), logits).softmax(-1)
 
 
 def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:

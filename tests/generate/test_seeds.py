@@ -15,7 +15,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.drafting.candidates import no_candidates
 from hf_specx.sampling import rules
-from hf_specx.sampling.noise import NoiseStream, SeededNoise
+from hf_specx.sampling.noise import SeededNoise
 from hf_specx.sampling.rules import RejectionRule
 
 
@@ -48,7 +48,6 @@ def test_a_row_gets_what_stock_draws_for_it_alone():
                 first = counts[row] + ahead
                 assert torch.equal(drawn[place], expected[row][first : first + positions])
     assert max(map(len, noise.held)) == 4  # a round's noise, however long the text
-    noise.finish(7)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -98,7 +97,7 @@ def test_a_row_is_drafted_and_judged_alike_in_any_company():
 def test_streams_differ_between_rows_and_uses():
     rule = RejectionRule(True, CPU, [0, 1, 2])
     rule.begin()
-    streams = [g.initial_seed() for s in (rule.drafts, rule.uniforms, rule.residuals) for g in s.generators]
+    streams = [one.initial_seed() for of_row in rule.streams for one in of_row.values()]
     assert len(set(streams)) == 9
 
 
@@ -240,24 +239,27 @@ class OneStream(RejectionRule):
 
     def begin(self):
         super().begin()
-        self.residuals, self.uniforms = (
-            NoiseStream([torch.Generator().manual_seed(g.initial_seed()) for g in self.drafts.generators], True)
-            for _ in range(2)
-        )
+        for streams in self.streams:
+            for name in ("accepting", "choosing"):
+                streams[name].manual_seed(streams["drafting"].initial_seed())
 
 
 class Restarted(RejectionRule):
     """Wrong: the streams of a row start anew each round."""
 
     def choose(self, batch, scores, ahead, lengths):
-        for generator in self.drafts.generators if ahead == 0 else ():
-            generator.manual_seed(generator.initial_seed())
+        if ahead == 0:
+            self.restart("drafting")
         return super().choose(batch, scores, ahead, lengths)
 
     def judge(self, batch, draft, scores):
-        for generator in self.uniforms.generators + self.residuals.generators:
-            generator.manual_seed(generator.initial_seed())
+        self.restart("accepting", "choosing")
         return super().judge(batch, draft, scores)
+
+    def restart(self, *names):
+        for streams in self.streams:
+            for name in names:
+                streams[name].manual_seed(streams[name].initial_seed())
 
 
 @pytest.mark.parametrize("wrong", [OneStream, Restarted])

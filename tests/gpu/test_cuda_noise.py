@@ -5,7 +5,8 @@ import torch
 from device import DEVICE, generator_state, on_device
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.noise import SeededNoise, StockNoise, independent_streams
+from hf_specx.sampling.noise import SeededNoise, StockNoise
+from hf_specx.sampling.rules import RejectionRule
 from hf_specx.sampling.verify import race
 
 
@@ -41,7 +42,6 @@ def test_noise_in_any_order_and_the_generator_after_it(shape: tuple[int, int], d
     for window in (0, 2, 100):
         torch.manual_seed(0)
         noise, batch = StockNoise(rows, DEVICE, window), text(rows)
-        noise.begin()
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
         noise.finish(4)
@@ -58,7 +58,11 @@ def test_a_row_with_a_seed_gets_what_is_drawn_for_it_alone():
 
 
 def test_numbers_for_rejection_are_those_of_a_cpu():
-    streams = independent_streams(3, DEVICE, [7, 8]), independent_streams(3, torch.device("cpu"), [7, 8])
-    found, expected = (of[0].uniforms(text(2), 5, [5, 2]) for of in streams)
+    drawn = []
+    for batch in (text(2), Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)):
+        rule = RejectionRule(True, batch.ids.device, [7, 8])
+        rule.begin()
+        drawn.append(rule.uniforms("accepting", batch, 5, [5, 2]))
+    found, expected = drawn
     assert found.device.type == DEVICE.type
-    assert torch.equal(found, expected)
+    assert torch.equal(found.cpu(), expected)

@@ -30,7 +30,6 @@ def test_stock_noise_in_any_order_and_from_saved_states():
     for window in (0, 2, 100):
         torch.manual_seed(0)
         noise = StockNoise(3, torch.device("cpu"), window)
-        noise.begin()
         batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
         for position in (2, 0, 5, 2, 1, 5, 0):
             assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
@@ -46,7 +45,6 @@ def test_few_states_are_kept_of_a_long_text(monkeypatch: pytest.MonkeyPatch):
     expected = [torch.empty(2, 7).exponential_() for _ in range(40)]
     torch.manual_seed(0)
     noise = StockNoise(2, torch.device("cpu"), window=2)
-    noise.begin()
     batch = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)
     for position in (*range(38), 3, 11, 37, 0, 21):
         assert torch.equal(noise.at(batch, like, position)[:, 0], expected[position])
@@ -61,7 +59,6 @@ def test_rows_that_drifted_apart_get_their_own_positions():
     expected = torch.stack([torch.empty(3, 7).exponential_() for _ in range(8)])
     torch.manual_seed(0)
     noise = StockNoise(3, torch.device("cpu"), window=4)
-    noise.begin()
     batch = Batch(torch.ones(3, 4, dtype=torch.int64), None, 0)
     batch.counts = [5, 0, 2]
     batch.retire([1])
@@ -75,7 +72,6 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     positions, draw = [], StockNoise._draw
     monkeypatch.setattr(StockNoise, "_draw", lambda self, t, like: (positions.append(t), draw(self, t, like))[1])
     noise = StockNoise(2, torch.device("cpu"), window=4)
-    noise.begin()
     batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
     for batch.counts in ([0, 0], [1, 3], [1, 4], [2, 5]):
         noise.at(batch, like, ahead=0)
@@ -88,7 +84,6 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
 
 def test_rows_that_have_left_keep_none():
     noise = StockNoise(2, torch.device("cpu"), window=4)
-    noise.begin()
     batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
     noise.at(batch, like, ahead=0)
     assert [len(held) for held in noise.held] == [3, 3]
@@ -104,7 +99,6 @@ def test_noise_that_would_take_too_much_memory_is_drawn_again(most: int, held: i
     expected = torch.stack([torch.empty(2, 7).exponential_() for _ in range(12)])
     torch.manual_seed(0)
     noise = StockNoise(2, torch.device("cpu"), window=100)
-    noise.begin()
     batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
     for batch.counts in ([0, 0], [0, 3], [0, 6], [0, 9]):
         noise.at(batch, like, ahead=0)
@@ -130,7 +124,7 @@ def test_the_three_streams_differ():
     torch.manual_seed(0)
     rule = RejectionRule(True, torch.device("cpu"))
     rule.begin()
-    seeds = {g.initial_seed() for g in (s.generators[0] for s in (rule.drafts, rule.uniforms, rule.residuals))}
+    seeds = {one.initial_seed() for one in rule.streams[0].values()}
     assert len(seeds) == 3
 
 

@@ -5,16 +5,14 @@ Each is compared with the processor itself, called on one prefix after another w
 
 import pytest
 import torch
-from transformers import GenerationConfig
 from transformers.generation import logits_process as host
 from transformers.generation.logits_process import LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.sampling import watermarks
-from hf_specx.sampling.one_pass import ONE_PASS
-from hf_specx.sampling.prefixes import Prefixes
-from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.one_pass import Prefixes
+from hf_specx.sampling.processors import OF_TEXT, Processors
 
 
 VOCAB, WIDTH, PAD, END = 9, 6, 0, 5  # few tokens, so that they and n-grams come again
@@ -31,19 +29,12 @@ def masked(rows: int) -> torch.Tensor:
 
 MAKERS = {
     "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
-    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
-    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
     "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
     "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
     "n-grams as long as the text": lambda rows: host.NoRepeatNGramLogitsProcessor(WIDTH + 3),
-    "encoder unigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(1, encoder_ids(rows)),
-    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
-    "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
-    "no n-grams of the encoder": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(4, encoder_ids(rows)[:, :2]),
-    "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
     "bad words of repeats": lambda rows: host.NoBadWordsLogitsProcessor([[i, i, i, 3] for i in range(VOCAB)]),
@@ -57,9 +48,15 @@ MAKERS = {
     "suppressed at first": lambda rows: host.SuppressTokensAtBeginLogitsProcessor([1, 4], WIDTH + 2),
     "forced begin": lambda rows: host.ForcedBOSTokenLogitsProcessor(4),
     "forced end": lambda rows: host.ForcedEOSTokenLogitsProcessor(WIDTH + 5, [END, 1]),
-    "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
     "watermark": lambda rows: host.WatermarkLogitsProcessor(VOCAB, "cpu", bias=1.7),
     "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
+}
+
+BY_LENGTH = {  # by the general rule
+    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
+    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
+    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
+    "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
 }
 
 
@@ -111,7 +108,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, dtype: torch.
         for ahead in range(min(2, draft.tokens.shape[1] + 1)):
             scores = drawn(batch, draft.tokens.shape[1] + 1 - ahead).to(dtype)
             given = scores.clone()
-            found = ONE_PASS[type(ours)](ours, Prefixes(batch, ahead, scores.shape[1], memory), scores)
+            found = OF_TEXT[type(ours)](ours, Prefixes(batch, ahead, scores.shape[1], memory), scores)
             assert found is not None
             assert torch.equal(scores, given), "changed in place"
             assert_alike(processor, batch, draft, scores, found, ahead)
@@ -119,7 +116,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
-    """But once for one row, to learn the list of a watermark, and what becomes of -inf under a length penalty."""
+    """But once for one row, to learn the list of a watermark."""
     processor, batch, asked = MAKERS[name](4), text(4, seed=2), []
 
     def noted(self, input_ids, scores):
@@ -129,7 +126,7 @@ def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(processor), "__call__", noted)
     draft = drafted(batch, 3)
     Processors([processor])(batch, draft, drawn(batch, draft.tokens.shape[1] + 1))
-    assert not asked or (name.startswith(("watermark", "length")) and set(asked) == {1})
+    assert not asked or (name.startswith("watermark") and set(asked) == {1})
 
 
 @pytest.mark.parametrize("width", [0, 1])
@@ -142,10 +139,11 @@ def test_prompts_may_be_empty_or_one_token(name: str, width: int):
     assert_alike(MAKERS[name](4), batch, draft, scores, Processors([MAKERS[name](4)])(batch, draft, scores))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", MAKERS | BY_LENGTH)
 def test_rejected_candidates_leave_nothing(name: str):
     """Over rounds that keep some of the candidates and go on with another token."""
-    batch, processors, processor = text(4, seed=1), Processors([MAKERS[name](4)]), MAKERS[name](4)
+    make = (MAKERS | BY_LENGTH)[name]
+    batch, processors, processor = text(4, seed=1), Processors([make(4)]), make(4)
     generator = torch.Generator().manual_seed(8)
     for seed in range(5):
         draft = drafted(batch, seed)
@@ -196,34 +194,6 @@ def test_a_subclass_is_called_itself():
     draft = drafted(batch, 1)
     scores = drawn(batch, draft.tokens.shape[1] + 1)
     assert_alike(Mine(2.0), batch, draft, scores, Processors([Mine(2.0)])(batch, draft, scores))
-
-
-def test_one_input_of_an_encoder_for_several_rows():
-    batch = text(4, seed=2)
-    draft = drafted(batch, 1)
-    scores = drawn(batch, draft.tokens.shape[1] + 1)
-    processor = host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(1))
-    assert_alike(processor, batch, draft, scores, Processors([processor])(batch, draft, scores))
-
-
-def test_only_rows_of_a_length_are_looked_at(monkeypatch: pytest.MonkeyPatch):
-    """Where a processor is called for each length, and no row's number matters."""
-    config = GenerationConfig(no_timestamps_token_id=4, eos_token_id=4, max_initial_timestamp_index=1)
-    processor = host.WhisperTimeStampLogitsProcessor(config, WIDTH)
-    batch, asked = text(8, seed=2), []
-    draft = drafted(batch, 1)
-    scores = drawn(batch, draft.tokens.shape[1] + 1)
-    call = type(processor).__call__
-
-    def noted(self, input_ids, scores):
-        asked.append(len(input_ids))
-        return call(self, input_ids, scores)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(processor), "__call__", noted)
-        found = Processors([processor])(batch, draft, scores)
-    assert sum(asked) == sum(length + 1 for length in draft.lengths)
-    assert_alike(processor, batch, draft, scores, found)
 
 
 OUTSIDE = {

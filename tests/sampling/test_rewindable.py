@@ -25,7 +25,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
-from hf_specx.sampling.matchers import sent_masks
+from hf_specx.sampling.grammars import sent_masks
 from hf_specx.sampling.rewindable import TokenMasks, in_use
 from hf_specx.sampling.rules import RejectionRule
 

@@ -5,8 +5,7 @@ import torch
 from transformers.generation import logits_process as host
 
 from hf_specx.common.batch import Batch
-from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.warping import HEAD, HeadWarper, in_runs
+from hf_specx.sampling.processors import HEAD, HeadWarper, Processors, in_runs
 
 
 VOCAB = 3000
@@ -54,7 +53,7 @@ def test_equals_stock(run: str, dtype: torch.dtype, widths: list[int]):
     """On 400 laws from peaked to flat; what is kept is the same set, and the values but for rounding."""
     scale = torch.linspace(3, 8, 400)[:, None]
     scores = (scale * torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
-    output = HeadWarper(RUNS[run])(scores)
+    output = HeadWarper(RUNS[run])(None, scores)
     assert not [width for width in widths if width == VOCAB]
     expected = by_stock(RUNS[run], scores)
     assert torch.equal(output.isinf(), expected.isinf())
@@ -67,7 +66,7 @@ def test_of_tokens_that_tie_as_many_stay_as_in_stock(run: str):
     """Logits of half precision have many; which of them stay is up to an unstable sort."""
     scale = torch.linspace(3, 8, 400)[:, None]
     scores = (scale * torch.randn(400, VOCAB, generator=torch.Generator().manual_seed(0))).bfloat16().float()
-    output, expected = HeadWarper(RUNS[run])(scores), by_stock(RUNS[run], scores)
+    output, expected = HeadWarper(RUNS[run])(None, scores), by_stock(RUNS[run], scores)
     torch.testing.assert_close(output.sort().values, expected.sort().values)
 
 
@@ -75,12 +74,12 @@ def test_a_row_is_the_same_to_the_bit_in_any_company():
     """Also beside rows for which the head is not enough."""
     scores = 5 * torch.randn(100, VOCAB, generator=torch.Generator().manual_seed(0))
     warp = HeadWarper(RUNS["all"])
-    assert torch.equal(warp(torch.cat([scores, torch.zeros(2, VOCAB)]))[:100], warp(scores))
+    assert torch.equal(warp(None, torch.cat([scores, torch.zeros(2, VOCAB)]))[:100], warp(None, scores))
 
 
 def test_a_head_that_is_not_enough_falls_back_to_all(widths: list[int]):
     flat = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(HeadWarper(RUNS["top-p"])(flat), by_stock(RUNS["top-p"], flat))
+    assert torch.equal(HeadWarper(RUNS["top-p"])(None, flat), by_stock(RUNS["top-p"], flat))
     assert widths == [VOCAB, VOCAB]
 
 
@@ -89,7 +88,7 @@ def test_more_ties_than_the_head_holds():
     scores = torch.zeros(2, VOCAB)
     scores[:, 7] = 1.0
     scores[1, : 5 * HEAD] = 2.0
-    output = HeadWarper(RUNS["top-k"])(scores)
+    output = HeadWarper(RUNS["top-k"])(None, scores)
     assert torch.equal(output, by_stock(RUNS["top-k"], scores))
     assert output.isfinite().sum(-1).tolist() == [VOCAB, 5 * HEAD]
 
@@ -101,9 +100,9 @@ def test_few_tokens_none_and_no_numbers(run: str):
     scores[0, :3] = torch.tensor([1.0, 2.0, -1.0])
     scores[1] = torch.nan
     scores[3] = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 8
-    output, expected = HeadWarper(RUNS[run])(scores), by_stock(RUNS[run], scores)
+    output, expected = HeadWarper(RUNS[run])(None, scores), by_stock(RUNS[run], scores)
     assert torch.equal(output.softmax(-1).nan_to_num(7), expected.softmax(-1).nan_to_num(7))
-    alone = HeadWarper(RUNS[run])(scores[:1])
+    alone = HeadWarper(RUNS[run])(None, scores[:1])
     assert torch.equal(alone, expected[:1])
 
 
@@ -112,7 +111,7 @@ def test_few_tokens_do_not_need_the_whole_vocabulary(run: str, widths: list[int]
     scores = torch.full((3, VOCAB), -torch.inf)
     for row, number in enumerate((1, 7, 300)):
         scores[row, :number] = torch.randn(number, generator=torch.Generator().manual_seed(row))
-    output = HeadWarper(RUNS[run])(scores)
+    output = HeadWarper(RUNS[run])(None, scores)
     assert widths
     assert VOCAB not in widths
     torch.testing.assert_close(output, by_stock(RUNS[run], scores))

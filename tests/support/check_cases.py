@@ -77,7 +77,7 @@ def last_kept(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.T
 
 def colder(rule: RejectionRule, batch, scores, ahead, lengths):
     """The draft samples at half the temperature that it is judged by."""
-    uniforms = rule.drafts.uniforms(batch, 1, [int(ahead < length) for length in lengths])
+    uniforms = rule.uniforms("drafting", batch, 1, lengths, ahead)
     return pick(distribution(scores * 2)[0], uniforms[:, 0]), distribution(scores)[0]
 
 

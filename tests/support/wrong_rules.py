@@ -13,7 +13,7 @@ class SharedNoise(RejectionRule):
     """
 
     def choose(self, batch, scores, ahead, lengths):
-        state = self.drafts.generators[0].get_state()
+        state = self.streams[0]["drafting"].get_state()
         token, probs = super().choose(batch, scores, ahead, lengths)
         again = torch.Generator().set_state(state)
         drawn = torch.rand(len(probs), generator=again, dtype=torch.float64)
