@@ -17,6 +17,7 @@ from transformers.generation import logits_process
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
 
 class Prefixes:
@@ -69,9 +70,7 @@ class Prefixes:
         return self.memory[key]
 
 
-def repetition(
-    processor: logits_process.RepetitionPenaltyLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
+def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """The scores of the tokens of each prefix are penalised, from a column on."""
     if isinstance(processor.prompt_ignore_length, torch.Tensor):
         return None
@@ -87,13 +86,24 @@ def repetition(
     # a column behind a prefix stands for its last token
     index = torch.where(columns < lengths, tokens[:, None], prefixes.last(1))
     found = scores.gather(-1, index)
-    penalised = torch.where(found < 0, found * processor.penalty, found / processor.penalty)
-    return scores.scatter(-1, index, torch.where(lengths > start, penalised, found))
+    return scores.scatter(-1, index, torch.where(lengths > start, _penalised(found, processor), found))
 
 
-def no_repeat_ngram(
-    processor: logits_process.NoRepeatNGramLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
+def encoder_repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """The scores of the tokens that are in the input of the encoder, or in the prompt, are penalised."""
+    ids: torch.Tensor = processor.encoder_input_ids  # [B, L]
+    known = prefixes.kept((processor, scores.shape[-1]), lambda: _inside(ids, scores.shape[-1]))
+    if not known or len(ids) != prefixes.rows:
+        return None
+    index = ids[prefixes.index][:, None].expand(-1, scores.shape[1], -1)
+    return scores.scatter(-1, index, _penalised(scores.gather(-1, index), processor))
+
+
+def _penalised(scores: torch.Tensor, processor: Any) -> torch.Tensor:
+    return torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
+
+
+def no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
     """Excluded is the last token of each n-gram of the prefix that begins with the last n - 1 tokens."""
     size = processor.ngram_size
     if prefixes.longest < size:
@@ -102,18 +112,41 @@ def no_repeat_ngram(
     ngrams = tokens.unfold(1, size, 1)[:, None]  # [R, 1, C - n + 1, n]
     alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, C - n + 1]
     alike &= columns[size - 1 :] < prefixes.lengths[..., None]
-    if scores.device.type == "cpu" and not alike.any():  # on other devices the question would wait for them
+    return _without_last(ngrams, alike, scores)
+
+
+def encoder_no_repeat_ngram(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """As `no_repeat_ngram`, with the n-grams of the input of the encoder, or of the prompt."""
+    size, texts = processor.ngram_size, processor.generated_ngrams
+    if prefixes.rows % len(texts):
+        return None
+
+    def make() -> tuple[torch.Tensor, bool]:
+        """[T, N, n], and whether the last of each is in the vocabulary."""
+        every = [[(*start, token) for start, tokens in known.items() for token in tokens] for known in texts]
+        found = torch.tensor(every, dtype=torch.int64, device=scores.device).view(len(texts), len(every[0]), size)
+        return found, _inside(found[..., -1], scores.shape[-1])
+
+    known, inside = prefixes.kept((processor, scores.shape[-1]), make)
+    if not inside:
+        return None
+    ngrams = known[prefixes.index // (prefixes.rows // len(texts))][:, None]  # [R, 1, N, n]
+    alike = (ngrams[..., :-1] == prefixes.last(size - 1)[:, :, None]).all(-1)  # [R, P, N]
+    return _without_last(ngrams, alike & (prefixes.lengths[..., None] >= size - 1), scores)
+
+
+def _without_last(ngrams: torch.Tensor, where: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Scores [R, P, V] without the last tokens of n-grams [R, 1, N, n] where [R, P, N] says so."""
+    if scores.device.type == "cpu" and not where.any():  # on other devices the question would wait for them
         return scores
     vocab_size = scores.shape[-1]
     banned = torch.zeros(*scores.shape[:2], vocab_size + 1, dtype=torch.bool, device=scores.device)
     # others, and ids outside of the vocabulary, go to a column of their own
-    banned.scatter_(-1, torch.where(alike, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
+    banned.scatter_(-1, torch.where(where, ngrams[..., -1].clamp(max=vocab_size), vocab_size), True)
     return scores.masked_fill(banned[..., :vocab_size], -torch.inf)
 
 
-def sequence_bias(
-    processor: logits_process.SequenceBiasLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
+def sequence_bias(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """A bias is added to the last token of each sequence of which the prefix ends with the others."""
     biases: dict[tuple[int, ...], float] = processor.sequence_bias
     vocab_size, dtype, device = scores.shape[-1], scores.dtype, scores.device
@@ -167,16 +200,12 @@ def _without_ends(processor: Any, least: int, prefixes: Prefixes, scores: torch.
     return _without(processor, processor.eos_token_id, prefixes, scores, prefixes.lengths < least)
 
 
-def suppress(
-    processor: logits_process.SuppressTokensLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
+def suppress(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
     """Some tokens are excluded."""
     return _without(processor, processor.suppress_tokens, prefixes, scores, prefixes.lengths >= 0)
 
 
-def suppress_at_begin(
-    processor: logits_process.SuppressTokensAtBeginLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor:
+def suppress_at_begin(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor:
     """Some tokens are excluded at one length."""
     length = processor.begin_index
     if not prefixes.shortest <= length <= prefixes.longest:
@@ -205,17 +234,48 @@ def _forced(processor: Any, length: int, tokens: Any, prefixes: Prefixes, scores
     """Only these tokens after a prefix of this length."""
     if not prefixes.shortest <= length <= prefixes.longest:
         return scores
-    ids = torch.as_tensor(tokens)
-    if not ((ids >= 0) & (ids < scores.shape[-1])).all():
+    if not _inside(torch.as_tensor(tokens), scores.shape[-1]):
         return None
     only = scores.new_full(scores.shape[-1:], -torch.inf)
     only[tokens] = 0
     return torch.where(prefixes.lengths[..., None] == length, only, scores)
 
 
+def length_penalty(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
+    """The scores of end tokens grow exponentially from a length on."""
+    start, growth, ends = processor.regulation_start, processor.regulation_factor, processor.eos_token_id.flatten()
+    if prefixes.longest <= start:
+        return scores
+
+    def as_here() -> bool:
+        """Whether -inf stays -inf, which older versions of transformers make NaN."""
+        inside = _inside(ends, scores.shape[-1])
+        text = torch.zeros(1, max(start, 0) + 1, dtype=torch.int64, device=scores.device)
+        return inside and not processor(text, torch.full_like(scores[:1, 0], -torch.inf)).isnan().any()
+
+    full = scores.dtype in (torch.float32, torch.float64)  # where a number and a tensor's element round alike
+    if not full or not prefixes.kept((processor, scores.shape[-1]), as_here):
+        return None
+    try:
+        factors = [pow(growth, max(n - start, 0)) - 1 for n in range(prefixes.shortest, prefixes.longest + 1)]
+    except OverflowError:  # an error in transformers too, but a prefix of this length may never be reached
+        return None
+    ends, factor = ends.to(scores.device), sent(factors, scores.device, torch.float64)
+    found = scores[..., ends]
+    added = found.abs() * factor[prefixes.lengths - prefixes.shortest].to(scores.dtype)[..., None]
+    return scores.index_copy(-1, ends, found + added.masked_fill(~found.isfinite(), 0.0))
+
+
+def _inside(ids: torch.Tensor, vocab_size: int) -> bool:
+    """Whether all ids are in the vocabulary."""
+    return bool(((ids >= 0) & (ids < vocab_size)).all())
+
+
 ONE_PASS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], torch.Tensor | None]] = {
     logits_process.RepetitionPenaltyLogitsProcessor: repetition,
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor: encoder_repetition,
     logits_process.NoRepeatNGramLogitsProcessor: no_repeat_ngram,
+    logits_process.EncoderNoRepeatNGramLogitsProcessor: encoder_no_repeat_ngram,
     logits_process.SequenceBiasLogitsProcessor: sequence_bias,
     logits_process.NoBadWordsLogitsProcessor: sequence_bias,
     logits_process.MinLengthLogitsProcessor: min_length,
@@ -224,4 +284,5 @@ ONE_PASS: dict[type[LogitsProcessor], Callable[[Any, Prefixes, torch.Tensor], to
     logits_process.SuppressTokensAtBeginLogitsProcessor: suppress_at_begin,
     logits_process.ForcedBOSTokenLogitsProcessor: forced_bos,
     logits_process.ForcedEOSTokenLogitsProcessor: forced_eos,
+    logits_process.ExponentialDecayLengthPenalty: length_penalty,
 }

@@ -39,12 +39,7 @@ WARPERS = frozenset(
 )
 OF_TEXT = ONE_PASS | WATERMARKS
 SYNTHID = logits_process.SynthIDTextWatermarkLogitsProcessor
-STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {
-    logits_process.EncoderRepetitionPenaltyLogitsProcessor,
-    logits_process.EncoderNoRepeatNGramLogitsProcessor,
-    logits_process.ExponentialDecayLengthPenalty,
-    logits_process.WhisperTimeStampLogitsProcessor,
-}
+STATELESS = (OF_TEXT.keys() - WARPERS - {SYNTHID}) | {logits_process.WhisperTimeStampLogitsProcessor}
 
 HEAD = 256  # the likeliest tokens that a `HeadWarper` looks at, where top-k does not say how many
 FIRST = frozenset({logits_process.TopKLogitsWarper, logits_process.TopPLogitsWarper})

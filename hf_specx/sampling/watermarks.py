@@ -14,9 +14,7 @@ FEW = 8  # where warpers have left less than one token in so many, only these ar
 LARGEST_TABLE = 1 << 16  # of g-values that is made for each key
 
 
-def watermark(
-    processor: logits_process.WatermarkLogitsProcessor, prefixes: Prefixes, scores: torch.Tensor
-) -> torch.Tensor | None:
+def watermark(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
     """A bias is added to the tokens of a list that depends on the last token only ("lefthash")."""
     if processor.seeding_scheme != "lefthash" or prefixes.shortest < processor.context_width:
         return None
@@ -60,12 +58,7 @@ def _context_hashes(processor: Any, prefixes: Prefixes) -> torch.Tensor:
     return processor.accumulate_hash(contexts.new_ones(contexts.shape[:2]), contexts)
 
 
-def _marked(
-    processor: Any,
-    prefixes: Prefixes,
-    context: torch.Tensor,
-    scores: torch.Tensor,
-) -> torch.Tensor:
+def _marked(processor: Any, prefixes: Prefixes, context: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
     """Scores [N, V] as `update_scores` of transformers has them after contexts with these hashes [N].
 
     Where warpers have left few tokens, only these are computed, and sums may be rounded otherwise.

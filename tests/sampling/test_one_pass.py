@@ -31,10 +31,15 @@ MAKERS = {
     "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
+    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
     "unigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(1),
     "bigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(2),
     "trigrams": lambda rows: host.NoRepeatNGramLogitsProcessor(3),
     "n-grams as long as the text": lambda rows: host.NoRepeatNGramLogitsProcessor(WIDTH + 3),
+    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
+    "encoder bigrams of one": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(1)),
+    "encoder n-grams too long": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(WIDTH + 3, encoder_ids(rows)),
+    "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
     "bad words": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4, 5], [6, 7, 1], [7, 1], [1] * (WIDTH + 3)]),
     "bad words of one token": lambda rows: host.NoBadWordsLogitsProcessor([[3], [4]]),
     "bad words of repeats": lambda rows: host.NoBadWordsLogitsProcessor([[i, i, i, 3] for i in range(VOCAB)]),
@@ -52,12 +57,7 @@ MAKERS = {
     "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
 }
 
-BY_LENGTH = {  # by the general rule
-    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
-    "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
-    "encoder bigrams": lambda rows: host.EncoderNoRepeatNGramLogitsProcessor(2, encoder_ids(rows)),
-    "length penalty": lambda rows: host.ExponentialDecayLengthPenalty((2, 1.37), [END, 2], WIDTH),
-}
+BY_LENGTH = {"repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows))}
 
 
 def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
@@ -116,7 +116,7 @@ def test_each_position_is_as_in_transformers(name: str, rows: int, dtype: torch.
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
-    """But once for one row, to learn the list of a watermark."""
+    """But once for one row, to learn the list of a watermark, and what becomes of -inf under a length penalty."""
     processor, batch, asked = MAKERS[name](4), text(4, seed=2), []
 
     def noted(self, input_ids, scores):
@@ -126,7 +126,7 @@ def test_none_is_called(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(type(processor), "__call__", noted)
     draft = drafted(batch, 3)
     Processors([processor])(batch, draft, drawn(batch, draft.tokens.shape[1] + 1))
-    assert not asked or (name.startswith("watermark") and set(asked) == {1})
+    assert not asked or (name.startswith(("watermark", "length")) and set(asked) == {1})
 
 
 @pytest.mark.parametrize("width", [0, 1])
