@@ -71,22 +71,29 @@ class Prefixes:
 
 
 def repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:
-    """The scores of the tokens of each prefix are penalised, from a column on."""
-    if isinstance(processor.prompt_ignore_length, torch.Tensor):
-        return None
-    start, batch = processor.prompt_ignore_length or 0, prefixes.batch
+    """The scores of the tokens in columns [first, length) of each prefix are penalised."""
+    ignored, batch = processor.prompt_ignore_length, prefixes.batch
     prompts = batch.ids[:, : batch.width]  # emitted tokens are in the vocabulary, but prompts may have images
     highest = prefixes.kept("highest prompt id", lambda: int(prompts.max()) if prompts.numel() else 0)
     if max(highest, batch.pad_token_id) >= scores.shape[-1]:
         return None
+    if isinstance(ignored, torch.Tensor):  # of each row, such as its pads
+        if len(ignored) != prefixes.rows:
+            return None
+        start = prefixes.kept((processor, "start"), lambda: int(ignored.min()))
+        first = ignored.to(prefixes.lengths)[prefixes.index][:, None].expand_as(prefixes.lengths)  # [R, P]
+    else:
+        start = ignored or 0
+        first = torch.full_like(prefixes.lengths, start)
     if prefixes.longest <= start:
         return scores
     tokens, columns = prefixes.tokens(start)  # [R, C] and [C]
     lengths = prefixes.lengths[..., None]
-    # a column behind a prefix stands for its last token
-    index = torch.where(columns < lengths, tokens[:, None], prefixes.last(1))
+    counts = (columns < lengths) & (columns >= first[..., None])  # [R, P, C]
+    # a column that does not count stands for the last token, which does if any does
+    index = torch.where(counts, tokens[:, None], prefixes.last(1))
     found = scores.gather(-1, index)
-    return scores.scatter(-1, index, torch.where(lengths > start, _penalised(found, processor), found))
+    return scores.scatter(-1, index, torch.where(lengths > first[..., None], _penalised(found, processor), found))
 
 
 def encoder_repetition(processor: Any, prefixes: Prefixes, scores: torch.Tensor) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ def masked(rows: int) -> torch.Tensor:
 
 MAKERS = {
     "repetition": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3),
+    "repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows)),
     "repetition without prompts": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH),
     "repetition of few": lambda rows: host.RepetitionPenaltyLogitsProcessor(1.3, WIDTH + 3),
     "encoder repetition": lambda rows: host.EncoderRepetitionPenaltyLogitsProcessor(1.3, encoder_ids(rows)),
@@ -56,8 +57,6 @@ MAKERS = {
     "watermark": lambda rows: host.WatermarkLogitsProcessor(VOCAB, "cpu", bias=1.7),
     "watermark of fewer tokens": lambda rows: host.WatermarkLogitsProcessor(VOCAB - 2, "cpu", context_width=3),
 }
-
-BY_LENGTH = {"repetition without pads": lambda rows: host.RepetitionPenaltyLogitsProcessor(0.7, masked(rows))}
 
 
 def text(rows: int, width: int = WIDTH, seed: int = 0) -> Batch:
@@ -139,11 +138,10 @@ def test_prompts_may_be_empty_or_one_token(name: str, width: int):
     assert_alike(MAKERS[name](4), batch, draft, scores, Processors([MAKERS[name](4)])(batch, draft, scores))
 
 
-@pytest.mark.parametrize("name", MAKERS | BY_LENGTH)
+@pytest.mark.parametrize("name", MAKERS)
 def test_rejected_candidates_leave_nothing(name: str):
     """Over rounds that keep some of the candidates and go on with another token."""
-    make = (MAKERS | BY_LENGTH)[name]
-    batch, processors, processor = text(4, seed=1), Processors([make(4)]), make(4)
+    batch, processors, processor = text(4, seed=1), Processors([MAKERS[name](4)]), MAKERS[name](4)
     generator = torch.Generator().manual_seed(8)
     for seed in range(5):
         draft = drafted(batch, seed)
