@@ -133,10 +133,11 @@ def test_processors_of_the_user_come_before_warpers_or_in_the_place_of_their_lik
     assert torch.equal(same(**call, max_new_tokens=16, logits_processor=processors), output)
 
 
-@pytest.mark.parametrize("criteria", [StoppingCriteriaList(), [MaxLengthCriteria(17)], [MaxLengthCriteria(40)]])
+@pytest.mark.parametrize("criteria", [StoppingCriteriaList(), [MaxLengthCriteria(5)], [MaxLengthCriteria(17)]])
 def test_criteria_of_the_user_take_the_place_of_their_like(criteria: list):
+    """Stock looks at a length after a token, so even one that the prompt exceeds lets a token through."""
     output = same(**prompts(3), do_sample=True, max_new_tokens=16, stopping_criteria=criteria)
-    assert output.shape[1] == (criteria[0].max_length if criteria else 27)
+    assert output.shape[1] == (max(12, criteria[0].max_length) if criteria else 27)
 
 
 def test_no_time_is_left():

@@ -25,6 +25,7 @@ def test_ways_to_pass_the_prompt(do_sample: bool):
     assert torch.equal(same(ids, attention_mask=mask, **call), expected)
     assert torch.equal(same(inputs=ids, attention_mask=mask, **call), expected)
     assert torch.equal(same(ids, attention_mask=mask.bool(), **call), expected)
+    assert torch.equal(same(ids.int(), attention_mask=mask, **call), expected)
     assert torch.equal(same(ids, eos_token_id=-1, **call), expected), "the mask follows from pads"
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     assert torch.equal(same(**inputs, position_ids=positions, **call), expected)

@@ -94,15 +94,6 @@ def test_positional_arguments(world: SimpleNamespace, form: str):
     equal(world, form, IDS, config, LogitsProcessorList([LastToken()]), attention_mask=MASK)
 
 
-def test_positional_arguments_that_do_not_fit(world: SimpleNamespace):
-    config = GenerationConfig(**GREEDY)
-    for call in (world.call["function"], world.call["pair"], world.call["override"]):
-        with pytest.raises(TypeError, match="generation_config"):
-            call(IDS, config, generation_config=config)
-        with pytest.raises(TypeError, match="13 positional arguments"):
-            call(IDS, *[None] * 12)
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("where", ["argument", "config", "the model's own", "criterion"])
 def test_stop_strings(world: SimpleNamespace, form: str, where: str, monkeypatch: pytest.MonkeyPatch):
@@ -235,26 +226,6 @@ def test_custom_generate_in_a_call_of_the_override(world: SimpleNamespace):
     assert torch.equal(world.own.generate(IDS[:2], attention_mask=MASK[:2], **GREEDY, **same), expected)
     with pytest.raises(ValueError, match="draft"):
         world.own.generate(**prompts(2), **GREEDY)
-
-
-def test_a_strategy_is_not_asked_to_remember_one_call(world: SimpleNamespace):
-    """What `generate` is told of a call does not get into a pair's strategy, which other threads may use."""
-    strategy, seen = world.pair.strategy, []
-    world.pair.generate(**prompts(2), **GREEDY)
-    before = dict(vars(strategy))
-
-    def look(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        seen.append(dict(vars(strategy)))
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    asked = {"num_assistant_tokens": 2, "synced_gpus": False, "stopping_criteria": [look]}
-    world.pair.generate(**prompts(2), **GREEDY, **asked)
-    with pytest.raises(ValueError, match="num_beams"):
-        world.pair.generate(**prompts(2), **GREEDY, num_beams=2)
-    look(IDS, None)
-    assert world.pair.strategy is strategy
-    assert all(now == before for now in seen[:-1])
-    assert {name for name, value in seen[-1].items() if value is not before[name]} <= {"schedule"}
 
 
 @pytest.mark.parametrize("where", ["argument", "config", "the model's own"])

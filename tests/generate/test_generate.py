@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from collectors import Words
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel, TextIteratorStreamer
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -65,69 +66,6 @@ def test_costs_decide_the_number_of_drafts_and_are_measured_once(monkeypatch):
     strategy = SpeculativeDecoding(near(target, 0.02), costs=free_draft)
     target.generate(**prompts(4), **SAMPLED, custom_generate=strategy)
     assert strategy.report.num_draft_tokens > 8
-
-
-def test_models_and_generator_survive_an_exception():
-    class Boom(Exception):
-        pass
-
-    target = tiny()
-    draft = near(target, 0.05)
-    weights = [{k: v.clone() for k, v in m.state_dict().items()} for m in (target, draft)]
-    configs = [m.generation_config.to_dict() for m in (target, draft)]
-    calls = []
-
-    def explode(module, args):
-        calls.append(1)
-        if len(calls) == 4:
-            raise Boom
-
-    handle = target.register_forward_pre_hook(explode)
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    with pytest.raises(Boom):
-        target.generate(
-            **prompts(4),
-            **SAMPLED,
-            custom_generate=SpeculativeDecoding(draft, verification="coupled", num_draft_tokens=2),
-        )
-    handle.remove()
-    assert torch.equal(torch.get_rng_state(), state)
-    for model, weight, config in zip((target, draft), weights, configs, strict=True):
-        assert all(torch.equal(v, weight[k]) for k, v in model.state_dict().items())
-        assert model.generation_config.to_dict() == config
-    expected = target.generate(**prompts(4), do_sample=False, max_new_tokens=9)
-    output = target.generate(
-        **prompts(4), do_sample=False, max_new_tokens=9, custom_generate=SpeculativeDecoding(draft)
-    )
-    assert torch.equal(output, expected)
-
-
-def test_the_function_is_the_same_thing():
-    target = tiny()
-    draft = near(target, 0.05)
-    torch.manual_seed(2)
-    expected = target.generate(prompts(4)["input_ids"], attention_mask=prompts(4)["attention_mask"], **SAMPLED)
-    for name in ("draft_model", "assistant_model"):
-        torch.manual_seed(2)
-        output = generate(
-            prompts(4)["input_ids"],
-            model=target,
-            attention_mask=prompts(4)["attention_mask"],
-            **SAMPLED,
-            **{name: draft},
-            verification="coupled",
-            num_draft_tokens=3,
-            revision="main",
-        )
-        assert torch.equal(output, expected)
-
-
-class Words:
-    """A tokenizer as far as `TextIteratorStreamer` uses it."""
-
-    def decode(self, ids, **kwargs):
-        return "".join(f"{int(i)} " for i in ids)
 
 
 def test_a_streamer_in_a_thread_gets_every_token_and_an_end():
@@ -204,22 +142,6 @@ def test_a_generator_without_a_hash():
         assert torch.equal(generate(**prompts(1), **settings, model=target, draft_model=Copycat()), expected)
 
 
-def test_costs_say_what_they_know():
-    costs = Costs({4: {}, 1: {}}, {"block": 0.81249})
-    assert repr(costs) == "Costs(batch sizes [1, 4], acceptance {block: 0.812})"
-    assert repr(Costs()) == "Costs(batch sizes [], acceptance {})"
-
-
-def test_num_return_sequences():
-    target = tiny()
-    torch.manual_seed(2)
-    expected = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3)
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="coupled")
-    torch.manual_seed(2)
-    output = target.generate(**prompts(2), **SAMPLED, num_return_sequences=3, custom_generate=strategy)
-    assert torch.equal(output, expected)
-
-
 @pytest.mark.usefixtures("draft_pays")
 def test_candidates_past_the_last_position_of_a_learned_table():
     """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
@@ -257,12 +179,6 @@ def test_a_calibration_is_for_the_target_that_it_was_made_with():
     assert strategy.costs is costs
 
 
-def test_calibration_of_a_draft_with_fewer_positions_than_the_prompt():
-    strategy = SpeculativeDecoding(tiny("gpt2", seed=3, max_position_embeddings=8))
-    strategy.calibrate(tiny("gpt2"), prompts(3)["input_ids"])
-    assert list(strategy.costs.table) == [3]
-
-
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
 def test_a_broken_draft_costs_acceptance_only(verification: str):
     """A draft whose logits are NaN drafts uniformly; the text is no constant, and coupled text stays stock's."""
@@ -289,15 +205,6 @@ def test_a_target_without_a_law_is_an_error_as_in_stock(verification: str):
     strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification=verification)
     with pytest.raises(RuntimeError, match="row 0 has no next token"):
         target.generate(ids, **settings, custom_generate=strategy)
-
-
-def test_input_ids_of_another_integer_type():
-    target = tiny()
-    expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
-    inputs = prompts(2) | {"input_ids": prompts(2)["input_ids"].int()}
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3)
-    output = target.generate(**inputs, do_sample=False, max_new_tokens=9, custom_generate=strategy)
-    assert torch.equal(output.long(), expected)
 
 
 def timed_calls(monkeypatch: pytest.MonkeyPatch, *calls: Callable) -> list[int]:

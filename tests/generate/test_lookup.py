@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 from tiny import Forwards, prompts, tiny
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 
 import hf_specx
-from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.publish import write_code
 
 
@@ -76,24 +75,6 @@ def test_by_string(tmp_path: Path, rows: int):
         assert torch.equal(target.generate(**inputs, **GREEDY, **ASKED, **loaded), expected)
     assert len(forwards.lengths) < 40
     assert 1 < max(forwards.lengths[1:]) <= 5
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-def test_in_a_pipeline(tmp_path: Path, rows: int):
-    write_code(tmp_path, str(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
-    target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    for layer in target.model.layers:  # it goes by the last token alone, so that its text goes round
-        torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-        torch.nn.init.zeros_(layer.mlp.down_proj.weight)
-    write = pipeline("text-generation", model=target, tokenizer=tokenizer)
-    texts = ["def main(", "class Node:", "import sys", "x = 1"][:rows]
-    settings = {"do_sample": False, "max_new_tokens": 60, "batch_size": rows}
-    expected = write(texts, **settings)
-    loaded = {"custom_generate": str(tmp_path), "trust_remote_code": True}
-    with Forwards(target) as forwards:
-        assert write(texts, **settings, **ASKED, **loaded) == expected
-    assert len(forwards.lengths) < 60
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import pytest
 import torch
 from automaton import Automaton
 from other_tokens import draft_of, pair_of, target_of, texts, tokenizer_of, vocabularies_of
-from tiny import Forwards, tiny
+from tiny import Forwards
 from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_specx import DraftTargetPair, Request, SpeculativeDecoding, SuffixDraft, generate
 from hf_specx.drafting import other_tokenizer
-from hf_specx.drafting.other_tokenizer import OwnText
 from hf_specx.hub.pair_config import CONFIG_NAME, PairConfig
 
 
@@ -99,16 +98,6 @@ def test_masks_and_ids_are_the_targets():
     assert strategy.report.forced > 0
 
 
-def test_where_no_common_token_is_allowed_a_round_ends_after_one_step(draft_pays):
-    known = set(vocabularies_of(KIND, OTHER).to_target)
-    allowed = [number for number in range(len(tokenizer_of(KIND))) if number not in known][:5]
-    settings = {"prefix_allowed_tokens_fn": lambda row, ids: allowed, "do_sample": False}
-    strategy = made(num_draft_tokens="auto")
-    assert torch.equal(run(strategy, **settings), run(**settings))
-    assert strategy.report.drafted > 0
-    assert strategy.report.mean_draft_tokens == 1
-
-
 def test_forced_tokens_leave_candidates_of_no_model_as_such():
     """What the suffix draft has proposed does not count as steps of the model, which "auto" goes by."""
     vocab_size, width = len(tokenizer_of(KIND)), texts(KIND, 4)["input_ids"].shape[1]
@@ -135,24 +124,6 @@ def test_layouts_of_the_target(layout: str):
     strategy = made(layout=layout)
     assert torch.equal(run(strategy), run())
     assert strategy.report.layout == layout
-
-
-def test_a_draft_in_the_padded_layout(monkeypatch: pytest.MonkeyPatch):
-    """BLOOM counts its positions by a mask; what it has read is compared with a forward of its text alone."""
-    found, step = [], OwnText.step
-
-    def checked(text, batch, ahead, skipped=0):
-        logits = step(text, batch, ahead, skipped)
-        for index, row in enumerate(batch.rows):
-            expected = text.vocabularies.logits(text.inner.model(text.own.row(row)[None]).logits[:, -1:])[0]
-            found.append((logits[index] - expected).nan_to_num(0).abs().max().item())
-        return logits
-
-    monkeypatch.setattr(OwnText, "step", checked)
-    strategy = made(tiny("bloom", seed=3, vocab_size=len(tokenizer_of(OTHER)), n_layer=1, n_head=4))
-    assert torch.equal(run(strategy), run())
-    assert len(found) > 40
-    assert max(found) < 1e-3
 
 
 def test_of_an_encoder_decoder_target():
@@ -207,12 +178,6 @@ def test_the_arguments_of_transformers():
     assert "matched by tokens" in str(output.speculation_report)
 
 
-def test_the_report_of_the_same_tokenizer_says_nothing_of_it():
-    strategy = SpeculativeDecoding(target_of(KIND), num_draft_tokens=2, tokenizer=BOTH["tokenizer"])
-    run(strategy)
-    assert strategy.report.to_dict()["tokenizer_match"] is None
-
-
 def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
     """No two tokenizers of these tests have less than a half in common, so the limit goes up instead."""
     few = "word pieces in lower case"
@@ -225,11 +190,6 @@ def test_too_few_common_tokens_are_refused(monkeypatch: pytest.MonkeyPatch):
         run(strategy)
     strategy.tokenizer_match = "tokens"
     assert torch.equal(run(strategy), run())
-
-
-def test_drafting_by_text_is_no_more():
-    with pytest.raises(ValueError, match="tokenizer_match='text' is no more, .* choose a draft with the target's own"):
-        made(tokenizer_match="text")
 
 
 @pytest.fixture
@@ -252,15 +212,6 @@ def test_pairs_keep_both_tokenizers(saved: Path):
     assert pair.report.tokenizer_match["match"] == "tokens"
     pair.save_pretrained(saved.parent / "again")
     assert json.loads((saved.parent / "again" / CONFIG_NAME).read_text()) == config
-
-
-def test_the_draft_that_a_target_was_saved_with(saved: Path):
-    target = DraftTargetPair.from_pretrained(saved, dtype=torch.float32).target
-    torch.manual_seed(4)
-    given = texts(KIND, 4) | SAMPLED | {"max_new_tokens": NEW_TOKENS, "pad_token_id": 1}
-    output = generate(model=target, **given, num_draft_tokens=4, verification="coupled", return_dict_in_generate=True)
-    assert torch.equal(output.sequences, run())
-    assert output.speculation_report.tokenizer_match["match"] == "tokens"
 
 
 def test_a_pair_whose_draft_tokenizer_was_replaced_is_refused(saved: Path):

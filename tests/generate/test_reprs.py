@@ -1,8 +1,6 @@
 """What objects say of themselves: strategies, pairs, drafts, pools and reports."""
 
 import pytest
-from forms import GREEDY
-from tiny import prompts
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, SuffixPool
 
@@ -29,14 +27,3 @@ def test_what_is_taken_for_a_model_says_that_it_is_none(world, name: str):
         assert not hasattr(given, "anything")
         with pytest.raises(AttributeError, match=f"has no attribute '{name}' and is no model; give the model itself"):
             getattr(given, name)
-
-
-def test_a_report_says_in_short_what_it_is(world):
-    strategy = SpeculativeDecoding(world.draft, num_draft_tokens=3)
-    world.target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
-    report = strategy.report
-    assert report is not None
-    assert repr(report) == (
-        f"SpeculationReport({report.emitted} new tokens in 2 rows, {report.rounds} rounds, acceptance rate "
-        f"{report.acceptance_rate:.3f}, greedy verification, {report.layout} layout)"
-    )

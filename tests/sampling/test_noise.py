@@ -2,25 +2,14 @@
 
 import pytest
 import torch
-from tiny import near, prompts, tiny
 
-from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft
 from hf_specx.sampling import noise as module
 from hf_specx.sampling import rules
 from hf_specx.sampling.noise import StockNoise
-from hf_specx.sampling.rules import CoupledRule, RejectionRule
+from hf_specx.sampling.rules import CoupledRule
 from hf_specx.sampling.verify import race
-
-
-def test_the_race_is_how_torch_draws():
-    """The host fact that coupled verification stands on."""
-    probs = torch.rand(64, 1000).softmax(-1)
-    torch.manual_seed(0)
-    expected = torch.multinomial(probs, 1)[:, 0]
-    torch.manual_seed(0)
-    assert torch.equal(race(probs, torch.empty_like(probs).exponential_()), expected)
 
 
 def test_stock_noise_in_any_order_and_from_saved_states():
@@ -82,16 +71,6 @@ def test_noise_is_held_for_those_behind(monkeypatch: pytest.MonkeyPatch):
     assert positions[8:] == [5, 6, 8, 9, 10]
 
 
-def test_rows_that_have_left_keep_none():
-    noise = StockNoise(2, torch.device("cpu"), window=4)
-    batch, like = Batch(torch.ones(2, 4, dtype=torch.int64), None, 0), torch.empty(2, 3, 7)
-    noise.at(batch, like, ahead=0)
-    assert [len(held) for held in noise.held] == [3, 3]
-    batch.retire([1])
-    noise.at(batch, like[:1], ahead=0)
-    assert [len(held) for held in noise.held] == [3, 0]
-
-
 @pytest.mark.parametrize(("most", "held"), [(2**30, 12), (0, 3)])
 def test_noise_that_would_take_too_much_memory_is_drawn_again(most: int, held: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST_HELD", most)
@@ -118,20 +97,3 @@ def test_noise_has_the_precision_of_the_target(seeds: list | None, monkeypatch: 
     rule.judge(batch, draft, torch.zeros(2, 1, 7, dtype=torch.float64))
     rule.choose(batch, torch.zeros(2, 7), 1, [2, 2])
     assert seen == [torch.float64, torch.float64]
-
-
-def test_the_three_streams_differ():
-    torch.manual_seed(0)
-    rule = RejectionRule(True, torch.device("cpu"))
-    rule.begin()
-    seeds = {one.initial_seed() for one in rule.streams[0].values()}
-    assert len(seeds) == 3
-
-
-def test_greedy_draws_nothing():
-    target = tiny()
-    torch.manual_seed(0)
-    state = torch.get_rng_state()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=3, verification="block")
-    target.generate(**prompts(2), do_sample=False, max_new_tokens=9, custom_generate=strategy)
-    assert torch.equal(torch.get_rng_state(), state)

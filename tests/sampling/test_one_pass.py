@@ -187,13 +187,6 @@ def test_processors_keep_their_order():
     assert_alike(LogitsProcessorList(several), batch, draft, scores, found)
 
 
-def test_a_subclass_is_called_itself():
-    batch = text(4, seed=2)
-    draft = drafted(batch, 1)
-    scores = drawn(batch, draft.tokens.shape[1] + 1)
-    assert_alike(Mine(2.0), batch, draft, scores, Processors([Mine(2.0)])(batch, draft, scores))
-
-
 OUTSIDE = {
     "repetition": lambda: host.RepetitionPenaltyLogitsProcessor(1.3),
     "n-grams": lambda: host.NoRepeatNGramLogitsProcessor(2),

@@ -50,14 +50,6 @@ def test_rows_are_matched_as_alone():
         assert torch.equal(verdict.survival[one, :k], alone.survival)
 
 
-@either
-def test_a_mask_of_all_is_as_none(verify: Callable[..., Verdict]):
-    arguments = case(seed=2, rows=200)
-    every = torch.ones_like(arguments.candidates, dtype=torch.bool)
-    for found, expected in zip(verify(*arguments, every), verify(*arguments), strict=True):
-        assert torch.equal(found, expected)
-
-
 P = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.3, 0.3, 0.4]])  # p of a token after each other
 Q = torch.tensor([[0.4, 0.35, 0.25], [0.2, 0.5, 0.3], [0.6, 0.1, 0.3]])  # q
 DRAFTED = 3

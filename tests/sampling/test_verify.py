@@ -65,13 +65,6 @@ def test_match_by_hand(candidates: list[int], choices: list[int], accepted: int,
     assert (verdict.accepted.tolist(), verdict.next_token.tolist()) == ([accepted], [next_token])
 
 
-def test_match_judges_rows_apart():
-    candidates = torch.tensor([[1, 2], [1, 2], [1, 2]])
-    verdict = verify_match(candidates, torch.tensor([[1, 2, 0], [1, 1, 0], [0, 2, 0]]))
-    assert verdict.accepted.tolist() == [2, 1, 0]
-    assert verdict.next_token.tolist() == [0, 1, 0]
-
-
 @either
 def test_by_hand(verify):
     """With one candidate both verifiers keep it with probability p / q, here 1/2."""
@@ -94,17 +87,6 @@ def test_block_keeps_the_last_index_that_passes():
     candidates = torch.zeros(1, 2, dtype=torch.int64)
     assert verify_block(candidates, q, p, *noise).accepted.tolist() == [2]
     assert verify_token(candidates, q, p, *noise).accepted.tolist() == [0]
-
-
-@pytest.mark.parametrize("num_candidates", [0, 1, 2, 5])
-@pytest.mark.parametrize("law", [{}, {"sparsity": 0.5}, {"sparsity": 0.9}, {"one_hot": True}], ids=str)
-def test_twins(num_candidates: int, law: dict):
-    arguments = case(seed=num_candidates, rows=300, num_candidates=num_candidates, **law)
-    token = assert_as(slow_token, verify_token, arguments)
-    block = assert_as(slow_block, verify_block, arguments)
-    if num_candidates == 1:
-        assert torch.equal(token.accepted, block.accepted)
-        assert torch.equal(token.next_token, block.next_token)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

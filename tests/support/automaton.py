@@ -25,6 +25,7 @@ class Automaton(LogitsProcessor):
         for state in range(0, states, 3):
             table[state] = torch.arange(vocab_size) == (5 * state + 2) % vocab_size
         self.table, self.texts = table, {}
+        self.buffer = None  # all masks have the same memory, as those of a library may have
 
     def state(self, row, text):
         state = 1 + row % (len(self.table) - 1)
@@ -41,7 +42,9 @@ class Automaton(LogitsProcessor):
 
     def mask(self, rows):
         masks = torch.stack([self.table[self.state(row, self.texts.get(row, []))] for row in rows])
-        return masks | torch.tensor([row in self.free for row in rows])[:, None]
+        masks |= torch.tensor([row in self.free for row in rows])[:, None]
+        self.buffer = masks if self.buffer is None or len(self.buffer) < len(rows) else self.buffer
+        return self.buffer[: len(rows)].copy_(masks)
 
     def __call__(self, input_ids, scores):
         states = [self.state(row, text) for row, text in enumerate(input_ids[:, self.width :].tolist())]
