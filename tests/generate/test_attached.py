@@ -85,14 +85,6 @@ def test_dropout_is_named():
     text(target, custom_generate=strategy)
 
 
-def test_inference_mode():
-    target = tiny()
-    expected = text(target)
-    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=4, verification="coupled")
-    with torch.inference_mode(), strategy.attached(target):
-        assert torch.equal(text(target), expected)
-
-
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames it
 def test_adapters_on_and_off():
     """LoRA: each call takes the weights that are active, also for a draft that is the target's first layers."""

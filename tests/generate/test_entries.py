@@ -49,17 +49,13 @@ IDS, MASK = prompts(3).values()
 NEGATIVE = prompts(3, width=5, seed=3)
 CASES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
-    "sampled": SAMPLED,
-    "num_return_sequences": SAMPLED | {"num_return_sequences": 3},
     "keyword inputs": SAMPLED | {"inputs": IDS, "attention_mask": MASK},
     "keyword input_ids": SAMPLED | {"input_ids": IDS, "attention_mask": MASK},
     "config": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7, min_new_tokens=3)},
     "config and arguments": {"generation_config": GenerationConfig(**SAMPLED, temperature=0.7), "temperature": 1.3},
-    "processors of the config": SAMPLED | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_length": 15},
     "logits_processor": SAMPLED | {"logits_processor": LogitsProcessorList([LastToken()])},
     "stopping_criteria": GREEDY | {"stopping_criteria": StoppingCriteriaList([seventh])},
     "prefix_allowed_tokens_fn": SAMPLED | {"prefix_allowed_tokens_fn": evens},
-    "guidance": SAMPLED | {"guidance_scale": 1.7},
     "negative prompts": SAMPLED
     | {
         "guidance_scale": 1.7,
@@ -68,7 +64,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "several ends": GREEDY | {"eos_token_id": [7, 8, 9, 10], "pad_token_id": 1},
     "synced_gpus": SAMPLED | {"synced_gpus": False},
-    "max_length": {"do_sample": False, "max_length": 20},
     "loader": GREEDY | {"trust_remote_code": True},  # a folder and an override are made by it themselves
 }
 

@@ -5,7 +5,6 @@ import json
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from collectors import Words
 from tiny import near, prompts, tiny
 from transformers import PreTrainedModel, TextIteratorStreamer
-from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 from hf_specx.drafting.draft_length import PRIOR_ALPHA
@@ -122,26 +120,6 @@ def test_models_that_something_is_put_around(wrapper: str):
     assert len(draft.specx_times) == 1
 
 
-@dataclass
-class Copycat(CandidateGenerator):
-    """Proposes the last tokens again; it has no hash, as it can be compared."""
-
-    number: int = 2
-
-    def get_candidates(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-        return torch.cat([input_ids, input_ids[:, -self.number :]], 1), None
-
-    def update_candidate_strategy(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
-def test_a_generator_without_a_hash():
-    target, settings = tiny(), {"do_sample": False, "max_new_tokens": 9}
-    expected = target.generate(**prompts(1), **settings)
-    for _ in range(2):
-        assert torch.equal(generate(**prompts(1), **settings, model=target, draft_model=Copycat()), expected)
-
-
 @pytest.mark.usefixtures("draft_pays")
 def test_candidates_past_the_last_position_of_a_learned_table():
     """The text may fill the position table to its end; candidates that would lie behind it must not reach it."""
@@ -165,18 +143,6 @@ def test_costs_start_anew_for_another_target():
     assert strategy.costs is costs
     second.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
     assert strategy.costs is not costs
-
-
-def test_a_calibration_is_for_the_target_that_it_was_made_with():
-    """Nothing of another target is mixed with it, and it is there when that target is used."""
-    first, second = tiny(), tiny(seed=4)
-    strategy = SpeculativeDecoding(near(first, 0.05))
-    first.generate(**prompts(2), **SAMPLED, custom_generate=strategy)
-    strategy.calibrate(second, prompts(3)["input_ids"])
-    assert list(strategy.costs.table) == [3]
-    costs = strategy.costs
-    second.generate(**prompts(3), **SAMPLED, custom_generate=strategy)
-    assert strategy.costs is costs
 
 
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])

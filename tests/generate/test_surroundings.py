@@ -11,11 +11,10 @@ import torch
 import zoo
 from all_pairs import all_pairs
 from tiny import Forwards, near, prompts, tiny
-from transformers import AutoTokenizer, PreTrainedModel, pipeline
+from transformers import PreTrainedModel, pipeline
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.hub.flatten import PACKAGE
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -25,14 +24,6 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<a
 MODELS = ("llama", "bart", "bamba")
 
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-
-
-@pytest.fixture(scope="module")
-def world() -> SimpleNamespace:
-    """A target and a draft with the vocabulary of a tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
-    target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    return SimpleNamespace(tokenizer=tokenizer, target=target, draft=near(target, 0.05))
 
 
 def coupled(draft: PreTrainedModel, **options: Any) -> SpeculativeDecoding:

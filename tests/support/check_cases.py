@@ -103,7 +103,13 @@ def positions_behind(decoder, batch, emitted, longest=None):
     return RIGHT_POSITIONS(decoder, batch, emitted + 1, None if longest is None else longest + 1)
 
 
-RIGHT_POSITIONS = Decoder._positions
+def last_skipped(call):
+    of_target, of_draft = RIGHT_PROCESSORS(call)
+    of_target.at_once.pop()
+    return of_target, of_draft
+
+
+RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, start._processors
 LAWFUL, EXACT = {"token", "block"}, {"greedy", "coupled"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
@@ -117,8 +123,8 @@ FAULTS = {
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (
         start,
-        "_target_processors",
-        lambda processors, prompt, layout: list(processors)[:-1],
+        "_processors",
+        last_skipped,
         {"coupled"} | LAWFUL,
         {"coupled"} | LAWFUL,
     ),
