@@ -38,15 +38,15 @@ GENERATE = """
     assistant_model streamer negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs
 """
 SIGNATURES = [
-    ("generate", GenerationMixin.generate, GENERATE),
+    ("pairs.generate", GenerationMixin.generate, GENERATE),
     ("layouts.decoder", GenerationMixin._prefill, "self input_ids generation_config model_kwargs is_first_iteration"),
     ("drafting.candidates", CandidateGenerator.get_candidates, "self input_ids kwargs"),
     ("drafting.candidates", CandidateGenerator.update_candidate_strategy, "self input_ids scores num_matches"),
     ("sampling.processors", logits_process.LogitsProcessor.__call__, "self input_ids scores"),
     ("sampling.grammars", logits_process.PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn num_beams"),
     ("sampling.stopping", stopping_criteria.StoppingCriteria.__call__, "self input_ids scores kwargs"),
-    ("generate", stopping_criteria.StopStringCriteria, "tokenizer stop_strings"),
-    ("generate", GenerationMixin.heal_tokens, "self input_ids tokenizer"),
+    ("pairs.generate", stopping_criteria.StopStringCriteria, "tokenizer stop_strings"),
+    ("pairs.generate", GenerationMixin.heal_tokens, "self input_ids tokenizer"),
     ("engine.streaming", BaseStreamer.put, "self value"),
     ("engine.streaming", BaseStreamer.end, "self"),
     ("engine.streaming", TextStreamer, "tokenizer skip_prompt decode_kwargs"),
@@ -172,7 +172,7 @@ def test_defaults_of_assisted_decoding():
     filled = [getattr(arrival.generation_config, name) for name in names]
     assert filled == [20, "constant", 0.4], "scheduling.schedule: other defaults, which mean unset in a callable"
     unset = [getattr(GenerationConfig(), name) for name in names]
-    assert unset == [None] * 3, "generate: a config of the user says numbers that the user did not"
+    assert unset == [None] * 3, "pairs.generate: a config of the user says numbers that the user did not"
 
 
 def test_the_config_and_the_cache_of_a_callable_are_its_own():
@@ -202,7 +202,7 @@ def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
     vars(alike)["heal_tokens"] = lambda ids, tokenizer: healed.append(tokenizer) or ids
     ids = prompts(1)["input_ids"]
     GenerationMixin.generate(alike, ids, token_healing=True, max_new_tokens=5, custom_generate=arrival)
-    message = "generate: a shallow copy does not take the place of its model"
+    message = "pairs.generate: a shallow copy does not take the place of its model"
     assert (arrival.generation_config.top_k, arrival.model) == (7, alike), message
     assert healed == [None], message
     assert model.generation_config.top_k is None, "layouts.prompts: a shallow copy changes its model"
@@ -216,7 +216,7 @@ def test_a_callable_is_known_by_what_it_wraps():
         return arrival(*args, **kwargs)
 
     tiny().generate(prompts(1)["input_ids"], seeds=[3], max_new_tokens=5, custom_generate=called)
-    assert arrival.seeds == [3], "generate: the parameters of a wrapped strategy are not seen"
+    assert arrival.seeds == [3], "pairs.generate: the parameters of a wrapped strategy are not seen"
 
 
 def test_a_path_is_ignored(tmp_path: Path):
@@ -256,7 +256,7 @@ def test_a_folder_is_called_with_every_argument(folder: Path):
         prompts(1)["input_ids"], custom_generate=str(folder), trust_remote_code=True, revision="r"
     )
     expected = set(GENERATE.split()) - {"self", "kwargs", "custom_generate"} | {"model", "revision"}
-    assert given.keys() == expected, "generate: a folder's function is called with other arguments"
+    assert given.keys() == expected, "pairs.generate: a folder's function is called with other arguments"
 
 
 def test_a_folder_holds_flat_siblings_only(folder: Path):
@@ -270,7 +270,7 @@ def test_a_folder_holds_flat_siblings_only(folder: Path):
 
 def test_a_model_loaded_from_a_folder_has_its_function(folder: Path):
     model = type(tiny()).from_pretrained(folder, trust_remote_code=True)
-    message = "generate: from_pretrained binds the function otherwise than partial(function, model=model)"
+    message = "pairs.generate: from_pretrained binds the function otherwise than partial(function, model=model)"
     assert isinstance(model.generate, functools.partial), message
     assert model.generate.keywords == {"model": model}, message
     assert not model.generate.args, message
