@@ -109,12 +109,12 @@ def test_what_a_callable_receives():
     assert arrival.kwargs.keys() == given, "layouts.decoder: a decoder-only model is prepared with other inputs"
     assert torch.equal(arrival.input_ids, inputs["input_ids"])
     assert torch.equal(arrival.kwargs["attention_mask"], inputs["attention_mask"])
-    assert arrival.seeds == [7], "strategy: options that are named parameters do not arrive"
+    assert arrival.seeds == [7], "engine.strategy: options that are named parameters do not arrive"
     assert torch.equal(arrival.inputs_tensor, inputs["input_ids"]), "layouts.prompts: inputs_tensor does not arrive"
     config = arrival.generation_config
-    assert config.max_length == 11 + 5, "strategy: max_length is not resolved"
+    assert config.max_length == 11 + 5, "engine.strategy: max_length is not resolved"
     assert config._eos_token_tensor.tolist() == [3, 4], "sampling.stopping: special tokens are no tensors"
-    assert int(config._pad_token_tensor) == 0, "strategy: the pad id is no tensor"
+    assert int(config._pad_token_tensor) == 0, "engine.strategy: the pad id is no tensor"
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     real = inputs["attention_mask"].bool()
     message = "layouts.decoder: positions do not count the tokens of a row"
@@ -178,9 +178,9 @@ def test_defaults_of_assisted_decoding():
 def test_the_config_and_the_cache_of_a_callable_are_its_own():
     model, config, arrival = tiny(), GenerationConfig(max_new_tokens=5), Arrival()
     model.generate(**prompts(1), generation_config=config, custom_generate=arrival)
-    assert arrival.generation_config is not config, "strategy: the user's config is not copied"
+    assert arrival.generation_config is not config, "engine.strategy: the user's config is not copied"
     cache = arrival.kwargs["past_key_values"]
-    message = "strategy: _is_user_defined does not tell the user's cache from one that was made"
+    message = "engine.strategy: _is_user_defined does not tell the user's cache from one that was made"
     assert not getattr(cache, "_is_user_defined", False), message
     model.generate(**prompts(1), generation_config=config, past_key_values=cache, custom_generate=arrival)
     assert arrival.kwargs["past_key_values"] is cache

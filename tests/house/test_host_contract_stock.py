@@ -144,8 +144,8 @@ def test_a_config_of_the_user_comes_before_that_of_the_model():
     config = GenerationConfig(top_p=0.6, temperature=0.4, max_new_tokens=3)
     model.generate(**prompts(1), generation_config=config, temperature=0.9, custom_generate=take)
     values = [found[0].temperature, found[0].top_p, found[0].top_k]
-    assert values == [0.9, 0.6, 7], "strategy: settings take precedence otherwise"
-    assert config.temperature == 0.4, "strategy: the user's config is changed"
+    assert values == [0.9, 0.6, 7], "engine.strategy: settings take precedence otherwise"
+    assert config.temperature == 0.4, "engine.strategy: the user's config is changed"
 
 
 def states(tokens: int, first: int = 0) -> torch.Tensor:
