@@ -1,6 +1,7 @@
 """What tests of the check share: a tiny pair, quick settings, and faulty variants that must be seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -104,9 +105,8 @@ def positions_behind(decoder, batch, emitted, longest=None):
 
 
 def last_skipped(call):
-    of_target, of_draft = RIGHT_PROCESSORS(call)
-    of_target.at_once.pop()
-    return of_target, of_draft
+    """The processors of the target without the last."""
+    return RIGHT_PROCESSORS(replace(call, processors=call.processors[:-1]))[0], RIGHT_PROCESSORS(call)[1]
 
 
 RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, start._processors
