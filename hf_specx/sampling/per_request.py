@@ -29,12 +29,7 @@ class RequestProcessors(Processors):
         alike: [B], whether the processors of a row have the settings of the call, and are none of the request's own.
     """
 
-    def __init__(
-        self,
-        own: Sequence[Sequence[Processor]],
-        eos_token_id: torch.Tensor | None,
-        alike: Sequence[bool],
-    ):
+    def __init__(self, own: Sequence[Sequence[Processor]], eos_token_id: torch.Tensor | None, alike: Sequence[bool]):
         super().__init__([], eos_token_id)
         self.own = [Processors([]) for _ in own]
         self.warpers: list[list[Any]] = [[] for _ in own]  # of each row, those after its `own`
@@ -51,25 +46,24 @@ class RequestProcessors(Processors):
         self.mask_size = max(one.mask_size for one in self.own)
 
     def __call__(self, batch: Batch, draft: Draft | None, logits: torch.Tensor, ahead: int = 0) -> torch.Tensor:
-        batch.reserve(ahead + logits.shape[1])
-        alike, scores = all(self.alike[row] for row in batch.rows), logits.float()
+        self.barred.clear()
+        scores: torch.Tensor | list[torch.Tensor] = logits.float()
         if any(self.own[row].at_once for row in batch.rows):
-            self.barred.clear()
-            alone = [self._alone(batch, index, draft, logits, ahead) for index in range(len(batch.rows))]
-            scores = torch.cat(alone)
-        if alike:
-            return warp(self.warpers[batch.rows[0]], scores.flatten(0, 1)).view_as(scores)
-        rows = zip(batch.rows, scores, strict=True)
-        return torch.stack([warp(self.warpers[row], of_row) for row, of_row in rows])
+            batch.reserve(ahead + logits.shape[1])
+            scores = [self._alone(batch, index, draft, logits, ahead) for index in range(len(batch.rows))]
+        if all(self.alike[row] for row in batch.rows):
+            together = scores if isinstance(scores, torch.Tensor) else torch.stack(scores)
+            return warp(self.warpers[batch.rows[0]], together.flatten(0, 1)).view_as(together)
+        return torch.stack([warp(self.warpers[row], one) for row, one in zip(batch.rows, scores, strict=True)])
 
     def _alone(self, batch: Batch, index: int, draft: Draft | None, logits: torch.Tensor, ahead: int) -> torch.Tensor:
-        """Scores [1, P, V] of one row after the processors that do not serve all rows at once."""
+        """Scores [P, V] of one row after the processors that do not serve all rows at once."""
         row = batch.rows[index]
         if draft is not None:
             draft = draft._replace(tokens=draft.tokens[[index]], lengths=[draft.lengths[index]])
         scores = self.own[row](batch.alone(row), draft, logits[index : index + 1], ahead)
         self.barred.update({(row, emitted): error for (_, emitted), error in self.own[row].barred.items()})
-        return scores
+        return scores[0]
 
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         if not self.mask_size:

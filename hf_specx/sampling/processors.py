@@ -215,7 +215,7 @@ def can_look_ahead(processor: Processor) -> bool:
     """Whether the result of a processor depends only on the text and scores that it is called with."""
     if isinstance(processor, RoundProcessor) or type(processor) in WARPERS | STATELESS:
         return True
-    if type(processor) is SYNTHID and processor.state is None:  # type: ignore[attr-defined]
+    if type(processor) is SYNTHID and processor.state is None:
         return True  # what it keeps is a function of the text, unless it was called before
     return getattr(processor, "stateless", False) is True
 

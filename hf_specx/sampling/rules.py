@@ -107,9 +107,8 @@ class RejectionRule(Rule):
 
         Args:
             purpose: "drafting", "accepting" or "choosing".
-            most: how many numbers for each row.
-            lengths: [R], the place where each row needs no more; where each row has streams of its own, what it gets
-                depends on how many it had before and on nothing else, so it draws no more, and the others are 0.
+            lengths: [R], the place where each row needs no more. A row with streams of its own draws no more, so that
+                what it gets depends on nothing but how many it had before; the others are 0.
             first: the place of the first number.
         """
         noise = torch.zeros(len(batch.rows), most, dtype=torch.float64)
@@ -135,8 +134,11 @@ class CoupledRule(Rule):
         self.rows, self.device, self.window, self.seeds = rows, device, window, seeds
 
     def begin(self) -> None:
-        stock = self.seeds is None
-        self.noise = StockNoise(self.rows, self.device, self.window) if stock else SeededNoise(self.seeds, self.device)
+        self.noise: StockNoise | SeededNoise
+        if self.seeds is None:
+            self.noise = StockNoise(self.rows, self.device, self.window)
+        else:
+            self.noise = SeededNoise(self.seeds, self.device)
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -158,14 +160,7 @@ class CoupledRule(Rule):
 
 
 def make_rule(verification: str, input_ids: torch.Tensor, window: int, seeds: list[int] | None = None) -> Rule:
-    """The rule of a call that samples [B, L] prompts, or decodes them greedily.
-
-    Args:
-        verification: "greedy", "token", "block" or "coupled".
-        input_ids: the prompts; noise is drawn on their device.
-        window: as in `CoupledRule`.
-        seeds: one for each row, or None for the default generator.
-    """
+    """The rule of a call with prompts [B, L]; `verification` is "greedy", "token", "block" or "coupled"."""
     if verification == "greedy":
         return GreedyRule()
     if verification == "coupled":

@@ -59,17 +59,3 @@ def equal(
     tokens, expected_tokens = (getattr(o, "sequences", o) for o in (output, expected))
     assert torch.equal(tokens, expected_tokens)
     return output
-
-
-class Puts:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self):
-        self.pieces: list[torch.Tensor] = []
-        self.ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.pieces.append(value)
-
-    def end(self) -> None:
-        self.ends += 1

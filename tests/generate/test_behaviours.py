@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from alike import ENTRIES, by_function, models, said, same, stock
+from alike import ENTRIES, models, said, same, stock
 from tiny import VOCAB_SIZE, near, prompts, tiny
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -21,8 +21,6 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
-
-from hf_specx import DraftTargetPair
 
 
 SAMPLING = [False, True]
@@ -139,18 +137,6 @@ def test_criteria_of_the_user_take_the_place_of_their_like(criteria: list):
 def test_no_time_is_left():
     for entry in (stock, *ENTRIES):
         assert said(entry, **prompts(3), do_sample=False, max_new_tokens=30, max_time=0.0)[0].shape[1] < 30
-
-
-@pytest.mark.parametrize("do_sample", SAMPLING)
-def test_stop_strings(do_sample: bool):
-    """The function takes the tokenizer as stock does; the strategy's own call is refused, as stock would drop it."""
-    pair = DraftTargetPair.embedded()
-    inputs = pair.tokenizer(["def main(", "import os\n"], return_tensors="pt", padding=True, padding_side="left")
-    call = {"stop_strings": ["\n", "):"], "tokenizer": pair.tokenizer, "do_sample": do_sample, "max_new_tokens": 30}
-    loaded = (pair.target, pair.draft)
-    expected, _ = said(stock, **inputs, **call, pair=loaded)
-    assert expected.shape[1] < inputs["input_ids"].shape[1] + 30
-    assert torch.equal(said(by_function, **inputs, **call, pair=loaded)[0], expected)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

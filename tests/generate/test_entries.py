@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from forms import FORMS, GREEDY, OURS, SAMPLED, Puts, equal
+from collectors import Collector
+from forms import FORMS, GREEDY, OURS, SAMPLED, equal
 from tiny import prompts
 from transformers import (
     AutoModelForCausalLM,
@@ -180,7 +181,7 @@ def test_options(world: SimpleNamespace, form: str, layout: str):
 
 
 def test_both_names_of_a_thing(world: SimpleNamespace):
-    both, streamer = {"draft_model": world.draft, "assistant_model": world.draft}, Puts()
+    both, streamer = {"draft_model": world.draft, "assistant_model": world.draft}, Collector()
     with pytest.raises(ValueError, match="draft_model= and assistant_model= mean the same"):
         generate(IDS, model=world.target, streamer=streamer, **both)
     assert streamer.ends == 1

@@ -27,6 +27,12 @@ EVERY = [(library, case) for library in LIBRARIES for case in CASES if able(libr
 FEW = EVERY[::7]
 
 
+def need(library: str) -> None:
+    """Skip the test where what it takes is not installed."""
+    if not installed(library) or (library == "prefix function" and not installed("outlines")):
+        pytest.skip(f"{library} is not installed")
+
+
 def given(rows: int) -> dict[str, torch.Tensor]:
     tokenizer = copy.copy(pair().tokenizer)
     tokenizer.padding_side = "left"
@@ -35,8 +41,7 @@ def given(rows: int) -> dict[str, torch.Tensor]:
 
 def check(library: str, case: str, rows: int, sampled: bool, suffix: bool = False) -> None:
     """Text and generator are those of plain `generate` with a fresh processor, in fewer forwards; ended texts fit."""
-    if not installed(library) or (library == "prefix function" and not installed("outlines")):
-        pytest.skip(f"{library} is not installed")
+    need(library)
     target, inputs = pair().target, given(rows)
     width = inputs["input_ids"].shape[1]
     options = {"max_new_tokens": NEW, "do_sample": sampled} | ({"top_k": 0} if sampled else {})
@@ -113,8 +118,7 @@ class Half(Drafter):
 @pytest.mark.filterwarnings("ignore:Error in LLMatcher")
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
-    if not installed(library) or (library == "prefix function" and not installed("outlines")):
-        pytest.skip(f"{library} is not installed")
+    need(library)
     target, rounds, inputs = pair().target, Rounds(), given(1)
     width, options = inputs["input_ids"].shape[1], {**inputs, "max_new_tokens": 16, "do_sample": False}
     plain = target.generate(**options, logits_processor=[make(library, "constants", width)])
@@ -129,8 +133,7 @@ def test_a_mixture_proposes_nothing_that_a_grammar_excludes(library: str):
 
 def test_a_candidate_that_outlines_excludes_is_not_shown_to_it():
     """Its guide raises; of a draft that does not know the mask any token may come."""
-    if not installed("outlines"):
-        pytest.skip("outlines is not installed")
+    need("outlines")
     maker = MAKERS["outlines.backends.outlines_core.OutlinesCoreLogitsProcessor"]
     masks = TokenMasks(maker(make("outlines", "constants"), 1, vocabulary()), vocabulary())
     batch = Batch(torch.tensor([[5, 6]]), None, 0)
@@ -155,8 +158,7 @@ def test_each_row_may_have_a_grammar_of_its_own():
 
 @pytest.mark.parametrize("library", ["xgrammar", "outlines", "outlines llguidance"])
 def test_a_processor_in_the_middle_of_a_text_is_refused(library: str):
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    need(library)
     processor, target = make(library, "flat"), pair().target
     target.generate(**given(1), max_new_tokens=3, do_sample=False, logits_processor=[processor])
     strategy = SpeculativeDecoding(pair().draft)
@@ -167,8 +169,7 @@ def test_a_processor_in_the_middle_of_a_text_is_refused(library: str):
 
 @pytest.mark.parametrize(("library", "size"), [("xgrammar", 9000), *((library, 300) for library in [*LIBRARIES][:-1])])
 def test_a_grammar_of_another_vocabulary_is_refused(library: str, size: int):
-    if not installed(library):
-        pytest.skip(f"{library} is not installed")
+    need(library)
     assert size != vocabulary()
     target = tiny(vocab_size=size)
     ids = torch.tensor([[5, 6, 7]])
@@ -210,8 +211,7 @@ class Lift(LogitsProcessor):
 @pytest.mark.parametrize("drafts", ["model", "suffix"])
 def test_a_later_processor_may_bring_a_token_back_that_llguidance_refuses(drafts: str):
     """Its processor allows the end token only from then on."""
-    if not installed("outlines llguidance"):
-        pytest.skip("outlines llguidance is not installed")
+    need("outlines llguidance")
     target, inputs = pair().target, given(3)
     lift, options = Lift(inputs["input_ids"].shape[1]), {**inputs, "max_new_tokens": NEW, "do_sample": False}
     plain = target.generate(**options, logits_processor=[make("outlines llguidance", "flat"), lift])
