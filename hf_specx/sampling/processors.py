@@ -59,9 +59,8 @@ class RoundProcessor:
 
     Attributes:
         name: as the user knows it.
-        max_rollback: how many candidates of a row it can take back.
+        max_rollback, barred: as in `Processors`.
         vocab_size: V of its masks; 0 if it has none.
-        barred: as in `Processors`; None if it has no such errors.
     """
 
     name: str = ""
@@ -76,12 +75,8 @@ class RoundProcessor:
     def allowed(self, batch: Batch, ahead: int, wanted: Sequence[bool]) -> list[torch.Tensor | None] | None:
         """[V] bool on the CPU, the tokens that may come after `ahead` candidates in each of the R rows.
 
-        Args:
-            wanted: [R], for which rows.
-
-        Returns:
-            None if the processor is no mask; in it None for rows that are not wanted, and where a candidate before is
-            excluded or ends its row.
+        None if the processor is no mask; in it None for rows that are not `wanted` [R], and where a candidate before
+        is excluded or ends its row.
         """
         return None
 

@@ -74,8 +74,6 @@ class TokenMasks(RoundProcessor):
     Nothing is taken back before it must be: a state that is ahead of the text is still right if its tokens come.
 
     Args:
-        processor: what says it.
-        vocab_size: V of the target.
         ends: ids that end a row; nothing is asked after one.
         of_call: whether the processor was made for this call, so that nobody sees where it ends.
     """

@@ -78,9 +78,9 @@ class RejectionRule(Rule):
 
     def begin(self) -> None:
         if self.seeds is None:
-            self.streams = [_streams(torch.randint(2**62, (3,), device=self.device))]
+            self.streams = [_streams(None, self.device)]
         else:
-            self.streams = [_streams_of_row(seed) for seed in self.seeds]
+            self.streams = [_streams(seed) for seed in self.seeds]
 
     def choose(self, batch: Batch, scores: torch.Tensor, ahead: int, lengths: list[int]) -> Choice:
         probs, _ = distribution(scores)
@@ -98,7 +98,7 @@ class RejectionRule(Rule):
         return Judgement(*verdict, overlaps(probs, draft), undefined)
 
     def admit(self, row: int, seed: int) -> None:
-        self.streams[row] = _streams_of_row(seed)
+        self.streams[row] = _streams(seed)
 
     def uniforms(self, purpose: str, batch: Batch, most: int, lengths: list[int], first: int = 0) -> torch.Tensor:
         """Numbers from [0, 1) for the decoding rows: [R, most] float64.
@@ -188,11 +188,12 @@ def overlaps(probs: torch.Tensor, draft: Draft) -> torch.Tensor:
     return torch.minimum(probs[:, :-1], draft.probs).sum(-1)
 
 
-def _streams(seeds: torch.Tensor) -> dict[str, torch.Generator]:
-    """Three streams from seeds [3]."""
-    purposes = ("drafting", "accepting", "choosing")
-    return {name: torch.Generator().manual_seed(seed) for name, seed in zip(purposes, seeds.tolist(), strict=True)}
-
-
-def _streams_of_row(seed: int) -> dict[str, torch.Generator]:
-    return _streams(torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(int(seed))))
+def _streams(seed: int | None, device: torch.device | str = "cpu") -> dict[str, torch.Generator]:
+    """A stream for each purpose, with seeds drawn by a generator with this seed, or by the default one of a device."""
+    source = None if seed is None else torch.Generator().manual_seed(int(seed))
+    drafting, accepting, choosing = torch.randint(2**62, (3,), generator=source, device=device).tolist()
+    return {
+        "drafting": torch.Generator().manual_seed(drafting),
+        "accepting": torch.Generator().manual_seed(accepting),
+        "choosing": torch.Generator().manual_seed(choosing),
+    }

@@ -58,14 +58,11 @@ class Stopping:
         self.max_new_tokens = max(min(columns, default=max_length) - width, 1)
 
     def cut(self, batch: Batch, tokens: list[list[int]], num_new: list[int]) -> tuple[list[int], list[bool]]:
-        """Cut each row's new tokens at the maximum length and after its first end token.
+        """How many of its new tokens each row emits, [R], and whether the last of these ends it, [R].
 
         Args:
             batch: the text so far, without the new tokens.
             tokens: [R, n], of which the first `num_new` [R] of each row are new.
-
-        Returns:
-            How many of them each row emits, [R], and whether the last of these ends it, [R].
         """
         kept, ended = [], []
         for row, new, number in zip(batch.rows, tokens, num_new, strict=True):
@@ -81,15 +78,12 @@ class Stopping:
         return kept, ended
 
     def update(self, batch: Batch, new: list[int], ended: list[bool]) -> list[int]:
-        """Note which rows stopped within their new tokens, and cut the rows that leave the batch.
+        """Note which rows stopped within their new tokens; returns the rows that leave the batch, which are cut.
 
         Args:
             batch: the text with the new tokens.
-            new: how many tokens each decoding row has just emitted.
-            ended: whether `cut` ended each decoding row.
-
-        Returns:
-            The rows that leave the batch.
+            new: [R], how many tokens each decoding row has just emitted.
+            ended: [R], whether `cut` ended it.
         """
         for row, end in zip(batch.rows, ended, strict=True):
             if end:

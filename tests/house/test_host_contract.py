@@ -43,7 +43,7 @@ SIGNATURES = [
     ("drafting.candidates", CandidateGenerator.get_candidates, "self input_ids kwargs"),
     ("drafting.candidates", CandidateGenerator.update_candidate_strategy, "self input_ids scores num_matches"),
     ("sampling.processors", logits_process.LogitsProcessor.__call__, "self input_ids scores"),
-    ("sampling.grammars", logits_process.PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn num_beams"),
+    ("sampling.rewindable", logits_process.PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn num_beams"),
     ("sampling.stopping", stopping_criteria.StoppingCriteria.__call__, "self input_ids scores kwargs"),
     ("pairs.generate", stopping_criteria.StopStringCriteria, "tokenizer stop_strings"),
     ("pairs.generate", GenerationMixin.heal_tokens, "self input_ids tokenizer"),

@@ -3,11 +3,11 @@
 import copy
 import math
 import sys
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import zoo
+from counting import counting
 from tiny import near
 from transformers import PreTrainedModel
 
@@ -134,10 +134,8 @@ def _check_exact(
     most = math.ceil((NEW_TOKENS - 1) / (NUM_DRAFT_TOKENS + 1))
     twin = near(model, 0.0)  # before the hook, which a copy would have too
     for mode in ("coupled",) if further else ("greedy", "coupled"):
-        forwards: list[None] = []
-        handle = model.register_forward_pre_hook(partial(_count, forwards))
-        _compared(model, inputs, texts[mode], _strategy(twin, layout), f"{layout}, {mode}, equal draft")
-        handle.remove()
+        with counting(model) as forwards:
+            _compared(model, inputs, texts[mode], _strategy(twin, layout), f"{layout}, {mode}, equal draft")
         assert len(forwards) - 1 <= most, f"{layout}, {mode}: {len(forwards) - 1} forwards with an equal draft"
     seen: set[str] = set()
     for noise in noises or NOISES:
@@ -154,10 +152,6 @@ def _check_exact(
 def _compared(model: PreTrainedModel, inputs: dict, text: Text, strategy: SpeculativeDecoding, case: str) -> None:
     output = _generate(model, inputs, text.settings, custom_generate=strategy)
     assert torch.equal(output, text.expected), f"{case}: another text"
-
-
-def _count(forwards: list[None], *_: object) -> None:
-    forwards.append(None)
 
 
 def outcomes(report: SpeculationReport) -> set[str]:
