@@ -22,7 +22,6 @@ SETTINGS = {
 NEW_TOKENS = 20
 NAMES = [*KINDS]
 PAIRS = [(kind, NAMES[(n + shift) % len(NAMES)]) for n, kind in enumerate(NAMES) for shift in (1, 3)]
-SOME = ("byte-level", "byte fallback")
 
 
 def run(target: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings):

@@ -12,8 +12,6 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding, generate
 from hf_specx.common.batch import Batch
-from hf_specx.common.round import Draft
-from hf_specx.drafting.candidates import no_candidates
 from hf_specx.sampling import rules
 from hf_specx.sampling.noise import SeededNoise
 from hf_specx.sampling.rules import RejectionRule
@@ -48,49 +46,6 @@ def test_a_row_gets_what_stock_draws_for_it_alone():
                 first = counts[row] + ahead
                 assert torch.equal(drawn[place], expected[row][first : first + positions])
     assert max(map(len, noise.held)) == 4  # a round's noise, however long the text
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def play(rows: list[int], seeds: list[int], leaving: dict[int, int], rule_type=RejectionRule) -> dict[int, list]:
-    """Rounds of one rule on fixed scores of each row; row -> its drafts and judgements, until it leaves.
-
-    In each round a row has a number of candidates of its own, from 0 to 3.
-
-    Args:
-        rows: which of the scores each row of the batch has.
-        leaving: row of the batch -> the round that it leaves after.
-    """
-    rule, batch = rule_type(True, CPU, seeds), text(len(rows))
-    rule.begin()
-    seen: dict[int, list] = {row: [] for row in rows}
-    for turn in range(4):
-        generator = torch.Generator().manual_seed(turn)
-        scores = torch.randn(6, 4, 2, 9, generator=generator)  # of the draft and the target
-        mine = scores[[rows[row] for row in batch.rows]]
-        lengths = [(rows[row] + turn) % 4 if turn else 0 for row in batch.rows]
-        chosen = [rule.choose(batch, mine[:, ahead, 0], ahead, lengths) for ahead in range(max(lengths))]
-        draft = no_candidates(batch)
-        if chosen:
-            tokens, probs = (torch.stack(parts, 1) for parts in zip(*chosen, strict=True))
-            draft = Draft(tokens, lengths, probs)
-        judgement = rule.judge(batch, draft, mine[:, : len(chosen) + 1, 1])
-        for index, row in enumerate(batch.rows):
-            candidates = draft.tokens[index, : lengths[index]].tolist()
-            judged = [int(judgement.accepted[index]), int(judgement.next_token[index])]
-            seen[rows[row]].append(candidates + judged)
-        batch.retire([row for row, last in leaving.items() if last == turn])
-    return seen
-
-
-def test_a_row_is_drafted_and_judged_alike_in_any_company():
-    alone = {row: play([row], [SEEDS[row]], {})[row] for row in range(4)}
-    state = torch.get_rng_state()
-    together = play([0, 1, 2, 3], SEEDS, {0: 1, 2: 2})
-    assert together[1] == alone[1]
-    assert together[3] == alone[3]
-    assert together[0] == alone[0][:2]
-    permuted = play([3, 0, 2, 1], [SEEDS[row] for row in (3, 0, 2, 1)], {2: 0})
-    assert [permuted[row] for row in (0, 1, 3)] == [alone[row] for row in (0, 1, 3)]
     assert torch.equal(torch.get_rng_state(), state)
 
 
