@@ -12,13 +12,11 @@ from transformers.utils.import_utils import is_torch_greater_or_equal
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
-from .export import Columns
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import regions_of
-from .slots import MARGIN
-from .static import Buffers, capacity_bucket, length_bucket, move, row_bucket
+from .regions import capacity_bucket, length_bucket, move, regions_of, row_bucket
+from .slots import MARGIN, Columns, columns_of
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -96,13 +94,14 @@ class CompiledDecoder(RaggedDecoder):
         self.usual = 1  # query length of the last round that the end of the text did not cut short
 
     @property
-    def compilations(self) -> int:
+    def compilations(self) -> int:  # type: ignore[override]
         """Forwards of this model that were compiled since this decoder was made."""
         return self.regions.compilations - self.compiled_before
 
     def read(self) -> None:
-        super().read()
-        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
+        with PackedLinear(self.regions.prepacked):
+            super().read()
+        self.buffers = columns_of(self.cache)
         del self.cache
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
         slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
@@ -191,10 +190,6 @@ class CompiledDecoder(RaggedDecoder):
             buffer[:, :, count:] = buffer[:, :, :-count].clone()
             buffer[:, :, :count] = 0
 
-    def _first(self) -> torch.Tensor:
-        with PackedLinear(self.regions.prepacked):
-            return super()._first()
-
     def admit(self, batch: Batch, rows: list[int]) -> None:
         with PackedLinear(self.regions.prepacked):
             super().admit(batch, rows)
@@ -206,23 +201,22 @@ class CompiledDecoder(RaggedDecoder):
             for buffer, states in zip(layer, (read.keys, read.values), strict=True):
                 buffer[index, :, start:end] = states[:, :, : end - start]
 
-    def select(self, stay: torch.Tensor) -> None:
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)
-        rows, _, capacity, _ = self.buffers[0][0].shape
-        if row_bucket(len(stay)) < rows:
+        held, _, capacity, _ = self.buffers[0][0].shape
+        if row_bucket(len(stay)) < held:
             self._resize(row_bucket(len(stay)), capacity, stay)
         else:
             move(self.buffers, self.buffers, stay)
             self._note_rows()
 
+    def _feed_last(self, batch: Batch) -> None:
+        """As many tokens as in a round, so that nothing is compiled for it."""
+        count = min(self.usual, batch.shortest(), *(batch.counts[row] for row in batch.rows))
+        self.feed(batch, count, 0, keep=count)
+
     def columns(self, index: int, row: int) -> Columns:
         end = self.width + self.held[row]
         return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
-
-
-def compilations(*decoders: object) -> int:
-    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
-    found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
-    return sum(found.values())

@@ -34,9 +34,7 @@ NOT_BY_COLUMN = """
 class Guidance(RoundProcessor):
     """`UnbatchedClassifierFreeGuidanceLogitsProcessor` for any number of positions.
 
-    Args:
-        scale: `guidance_scale`; 1 is none.
-        decoder: for the unconditional text; it reads the negative prompts when the first scores are there.
+    Its decoder is that of the unconditional text, and reads the negative prompts when the first scores are there.
     """
 
     def __init__(self, scale: float, decoder: Decoder):
@@ -58,10 +56,7 @@ class Guidance(RoundProcessor):
 
 
 def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
-    """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know.
-
-    A call with any other is decoded by transformers' own sampler. A replaced processor stays unused.
-    """
+    """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know."""
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False
     context: dict[str, Any] = processor.unconditional_context
@@ -75,14 +70,9 @@ def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClas
 
 
 def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Prompt, layout: str) -> Guidance:
-    """The `Guidance` that replaces a processor.
-
-    Args:
-        processor: of the call, with the negative prompts; without these the last token of each prompt is one.
-        prompt: the target's.
-        layout: the target's.
-    """
+    """The `Guidance` that replaces a processor of a call whose target has this prompt and layout."""
     context: dict[str, Any] = processor.unconditional_context
+    # without negative prompts the last token of each prompt is one
     ids = prompt.input_ids[:, -1:] if context["input_ids"] is None else context["input_ids"]
     mask = torch.ones_like(ids) if context["attention_mask"] is None else context["attention_mask"]
     kwargs = {"attention_mask": mask, "use_cache": True, "past_key_values": DynamicCache(config=prompt.model.config)}

@@ -10,7 +10,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.models.forward_outputs import HiddenStates
+from hf_specx.models.decoder import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -75,4 +75,3 @@ def test_states_of_several_layers_side_by_side():
             raise KeyError(pool.submit(target, ids[:1, :2]).result())
     assert torch.equal(hidden.last(3), torch.cat([expected[1], expected[3]], -1)[:, -3:])
     assert [dict(layer._forward_hooks) for layer in layers] == before
-    assert HiddenStates().last(3) is None

@@ -23,7 +23,7 @@ from hf_specx.models.choose import make_decoder
 from hf_specx.models.compiled import has_compiler
 from hf_specx.models.prepacked import has_kernels
 from hf_specx.models.prompts import prepare
-from hf_specx.models.static import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
+from hf_specx.models.regions import EXACT, Pool, capacity_bucket, length_bucket, row_bucket
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")

@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.hub import pair_source
 from hf_specx.hub.flatten import published_code
+from hf_specx.models.altered import ColumnTable
 from hf_specx.models.attention import ACTIVE, GroupedAttention
-from hf_specx.models.position_tables import ColumnTable
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 18}
