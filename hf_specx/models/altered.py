@@ -42,10 +42,9 @@ def without_limits(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def shallow(module: Any) -> Any:
-    """A copy of a module that holds the same things, in a dict of modules of its own.
+    """A copy of a module that holds the same things; what was bound to the module is bound to the copy.
 
-    What was bound to the module, as forwards are under hooks of accelerate, is bound to the copy. What torch has
-    compiled of the module is not: it would run the module itself.
+    What torch has compiled of the module is left out: it would run the module itself.
     """
     made = object.__new__(type(module))
     held = {name: value for name, value in vars(module).items() if name != "_compiled_call_impl"}

@@ -31,14 +31,9 @@ REASONS = {
 
 
 def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
-    """The layouts that have been shown to be exact for a model, best first.
+    """The layouts that have been shown to be exact for a model, best first; a `ValueError` if there is none.
 
-    Args:
-        model: any model that can generate.
-        drafts: whether it is the draft, which may be inexact: verification corrects any distribution of its tokens.
-
-    Raises:
-        ValueError: the model has no such layout.
+    One that `drafts` may be inexact: verification corrects any distribution of its tokens.
     """
     config, name = model.config.get_text_config(decoder=True), model.config.model_type
     refused, role = (REFUSED, "a draft") if drafts else (REFUSED | INEXACT, "a target")
@@ -59,11 +54,7 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
 
 
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
-    """The layout for a target, and the reason in words; `layout` is one of `LAYOUTS`.
-
-    Raises:
-        ValueError: the model cannot be decoded exactly in this layout, or in any.
-    """
+    """The layout for a target and the reason in words; a `ValueError` if it is not exact in this one, or in any."""
     able = layouts_of(model)
     config = model.config.get_text_config(decoder=True)
     name, attention = config.model_type, config._attn_implementation

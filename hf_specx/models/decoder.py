@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import sys
 import threading
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,32 +36,26 @@ class Forward(NamedTuple):
 
 
 class HiddenStates:
-    """What some modules of a model give in its forwards: read by hooks, which are there inside of this context alone.
+    """What a module gives in forwards of this thread: read by a hook, which is there inside of this context alone.
 
-    With `output_hidden_states=True` a forward would keep the states of all layers. Forwards of other threads are not
-    looked at.
+    With `output_hidden_states=True` a forward would keep the states of all layers.
     """
 
-    def __init__(self, *modules: nn.Module):
-        self.modules = modules
-        self.states: dict[int, torch.Tensor] = {}  # of the last forward, by the number of the module: [R, q, H]
+    states: torch.Tensor  # of the last forward: [R, q, H]
+
+    def __init__(self, module: nn.Module):
+        self.module = module
 
     def __enter__(self) -> None:
-        self.states.clear()
-        note, thread = self._note, threading.get_ident()
-        self.hooks = [x.register_forward_hook(partial(note, n, thread)) for n, x in enumerate(self.modules)]
+        self.thread = threading.get_ident()
+        self.hook = self.module.register_forward_hook(self._note)
 
     def __exit__(self, *error: object) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        self.hook.remove()
 
-    def _note(self, number: int, thread: int, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread:
-            self.states[number] = output if isinstance(output, torch.Tensor) else output[0]
-
-    def last(self, count: int) -> torch.Tensor:
-        """Those of the last `count` tokens that were fed, [R, count, H of all modules side by side]."""
-        return torch.cat([self.states[number][:, -count:] for number in range(len(self.modules))], -1)
+    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.states = output if isinstance(output, torch.Tensor) else output[0]
 
 
 class Decoder:
@@ -82,11 +75,7 @@ class Decoder:
     compilations = 0
 
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
-        """
-        Args:
-            prompt: the model and its inputs.
-            known_ids: V of a draft that knows fewer ids than its target; an id beyond is fed as V - 1. None for all.
-        """
+        """A draft that knows fewer ids than its target, `known_ids`, is fed the last of them for any beyond."""
         self.model, self.prompt, self.known_ids = prompt.model, prompt, known_ids
         self.kwargs = {x: value for x, value in prompt.kwargs.items() if value is not None and x not in NOT_FED}
         self.cache_name = "cache_params" if "cache_params" in self.kwargs else "past_key_values"
@@ -167,19 +156,12 @@ class Decoder:
     def _last_hidden(self, keep: int) -> torch.Tensor:
         """[R, keep, H], states at the positions of the last `keep` logits."""
         assert self.hidden is not None
-        return self.hidden.last(keep)
+        return self.hidden.states[:, -keep:]
 
     def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
-        """Feed the last tokens of each row.
+        """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.
 
-        Args:
-            batch: the text, with candidates after the ends of its R decoding rows.
-            count: q, tokens fed for each row; one that was fed before is fed again in the same slot.
-            ahead: candidates of each row; the last of them is the last token that is fed.
-            keep: for how many of the last tokens logits are wanted.
-
-        Returns:
-            logits [R, keep, V] in the model's dtype.
+        One that was fed before is fed again in the same slot. Returns logits [R, keep, V] after the last `keep`.
         """
         tokens = self._known(batch.last(count, ahead))
         logits = self._forward(batch, tokens, ahead, keep)
@@ -206,7 +188,7 @@ class Decoder:
 
     def _at_once(self, batch: Batch) -> int:
         """The most tokens a row that may be missing in one forward: while opening, no row is fed its prompt again."""
-        return min(batch.counts[row] for row in batch.rows) if self.opening else sys.maxsize
+        return min([batch.counts[row] for row in batch.rows]) if self.opening else sys.maxsize
 
     def missing(self, batch: Batch) -> int:
         """How many of their last tokens have to be fed, in the row that lacks most; the last one was never fed."""
@@ -274,12 +256,9 @@ class Decoder:
         return tokens if self.known_ids is None else tokens.clamp(max=self.known_ids - 1)
 
     def _positions(self, batch: Batch, emitted: torch.Tensor, longest: int | None = None) -> torch.Tensor | None:
-        """Positions [..., R, q] of emitted tokens, None where the model is given none.
+        """Positions [..., R, q] of tokens with `emitted` [R, q] ones before them; None where the model is given none.
 
-        Args:
-            batch: the text.
-            emitted: [R, q], how many emitted tokens of its row come before each.
-            longest: the most that a row has, candidates among them; None if that is not known.
+        The longest row has `longest` tokens, candidates among them; None if that is not known.
         """
         if self.first_position is None:
             return None

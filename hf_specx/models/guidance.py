@@ -1,9 +1,7 @@
 """Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806) over all positions of a round at once.
 
-transformers' processor keeps the unconditional text in its own cache and feeds it one token a call, so it cannot be
-called for several positions. Here that text is a second batch in a `Decoder` of its own, which reads the negative
-prompts and is then fed what the rows emit. The draft is not guided: with the embedded pair guidance doubled its cost
-and did not raise acceptance, at scales of 1.2 to 3.
+The unconditional text is a second batch in a `Decoder` of its own, which reads the negative prompts and is then fed
+what the rows emit. The draft is not guided: with the embedded pair that doubled its cost and did not raise acceptance.
 """
 
 from dataclasses import replace

@@ -52,10 +52,7 @@ class HostedDecoder(Decoder):
         raise NotImplementedError
 
     def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        """Logits [R, keep, V] of tokens [R, q], fed after the first `held` [R] emitted tokens of the rows.
-
-        The last of them lie `ahead` tokens after the ends of their rows, or before these if it is negative.
-        """
+        """As `_forward`, where the cache holds the first `held` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
         ends = batch.ends - batch.width + ahead  # [R], held + count on the device
         emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]

@@ -90,12 +90,8 @@ class LockstepDecoder(HostedDecoder):
 class States:
     """Snapshots of what a cache cannot take back, by the number of emitted tokens it had read.
 
-    Of transformers' cache these are its recurrent states; where convolutions are the only states there are none, since
-    transformers records their past, and crops them. A cache of a class of the model's own is copied as a whole.
-
-    Args:
-        cache: has read the prompts; from now on its layers record what a crop needs.
-        fixed: numbers of layers that are never cropped.
+    Of transformers' cache these are recurrent states, unless convolutions are the only ones, which it crops. A cache
+    of a class of the model's own is copied as a whole. Layers in `fixed` are never cropped.
     """
 
     def __init__(self, cache: Cache, fixed: Container[int] = ()):

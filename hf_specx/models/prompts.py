@@ -84,16 +84,9 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
-    """The draft's prompt, made from the target's.
+    """The draft's prompt, made from the target's; a `ValueError` if it cannot read what the target is given.
 
-    Args:
-        draft: the draft model.
-        target: the target's own prompt.
-        inputs_tensor: what the target's encoder has read, before `num_return_sequences` repeated its rows; None
-            without an encoder.
-
-    Raises:
-        ValueError: the draft cannot read what the call gives to the target.
+    An encoder has read `inputs_tensor`, before `num_return_sequences` repeated its rows.
     """
     names = inspect.signature(draft.forward).parameters
     given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}

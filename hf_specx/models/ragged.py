@@ -134,13 +134,7 @@ class Masks:
     def __call__(
         self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
     ) -> Mask:
-        """
-        Args:
-            slots: [R, q], of the queries.
-            pads: [R], leading slots that hold no token; None if there are none.
-            extent: S, how many leading slots are visible.
-            holes: [R, S] bool, other slots that are hidden.
-        """
+        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool."""
         keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
         if pads is None:
             return self.between(queries, keys)
@@ -155,12 +149,9 @@ class Masks:
         known: torch.Tensor | None = None,
         first: torch.Tensor | int = 0,
     ) -> Mask:
-        """The same for queries and keys anywhere in a text; all arguments broadcast to [R, 1, q, S].
+        """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
 
-        Args:
-            queries, keys: the number of each one's token in its text, counted alike for both.
-            known: False where the key is no token of the query's row; None if all are.
-            first: the number of a row's first token.
+        A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
         """
         full = keys <= queries if known is None else known & (keys <= queries)
         if not self.kinds:

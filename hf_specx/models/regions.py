@@ -62,10 +62,7 @@ class Pool:
         self.known: list[tuple[tuple[int, int], weakref.ref[object], Columns]] = []
 
     def take(self, owner: object, rows: int, capacity: int, like: Columns) -> Columns:
-        """Buffers of zeros for `owner`, with the layers, heads and dtypes of `like`.
-
-        Zeros, because a masked slot still takes part with weight 0, and 0 * NaN is NaN.
-        """
+        """Buffers for `owner`, like others but for the size; of zeros, since hidden slots take part with weight 0."""
         size = rows, capacity
         with self.lock:
             # idle ones of another capacity are not kept: they may be as large as the model
@@ -134,7 +131,7 @@ class Regions:
         self.functions: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
     def __call__(self, model: PreTrainedModel, buffers: Columns, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
-        """A compiled `forward`, with its arguments."""
+        """Logits of a compiled `forward`, with its arguments."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         names = (name for name in given if given[name] is not None)
@@ -219,18 +216,15 @@ def forward(
     """One forward over buffers of fixed size; no value in it has to be known before it runs.
 
     Args:
-        model, masks, buffers: the model's; buffers are written at the slots of the tokens.
-        tokens: [R, q] int64, which go to consecutive slots.
+        model, masks, buffers: the model's.
+        tokens: [R, q] int64, which go to consecutive slots of the buffers.
         starts: [R] int64, the slot of each row's first one.
         offsets: [..., R, 1] int64, position minus slot.
         last: as `offsets`, the last slot whose position exists; later ones get the same position.
         pads: [R] int64, leading slots that hold no token.
         holes: [R, C] bool, other slots that are hidden.
-        keep: for how many of the last tokens logits are wanted.
+        keep: for how many of the last tokens logits [R, keep, V] are wanted.
         others: what else the forward is given.
-
-    Returns:
-        logits [R, keep, V] in the model's dtype.
     """
     slots, capacity = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), buffers[0][0].shape[2]
     places = Slots()
@@ -250,7 +244,6 @@ def on_inputs(guards: Sequence[Any]) -> list[bool]:
     """Which guards to keep: those on inputs of forwards, and on settings of torch.
 
     Hundreds guard the model, and checking them takes as long as a small layer; its traits are compared once a call
-    instead. Globals that a forward reads do not change, except for the registry of attention functions, where another
-    copy of this package may put its patch.
+    instead. Globals that a forward reads do not change, except for the registry of attention functions.
     """
     return [not guard.is_global and not OTHERS.search(guard.name) for guard in guards]

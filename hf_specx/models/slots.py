@@ -1,7 +1,6 @@
 """A key-value cache in slots that are written in place, used instead of transformers' own; and how it is handed over.
 
-Before each forward it is told in which slots the tokens go and how many slots are visible. What lies after the end of
-a row is hidden by the mask and overwritten later, so a rollback costs nothing: only lengths change.
+What lies after the end of a row is hidden by the mask and overwritten later, so a rollback only changes lengths.
 
 The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens except the last. The
 draft's holds a prefix of the same tokens, and is fed what is missing at its next step: at most two, and one more for
@@ -106,11 +105,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A cache whose layers are `SlotLayer`, made when the model first writes to them.
-
-    Attributes:
-        slots: where the coming forward writes.
-    """
+    """A cache whose layers are `SlotLayer`, made when the model first writes to them."""
 
     def __init__(self, limit: int = 0) -> None:
         self.slots = Slots(limit)
@@ -149,10 +144,7 @@ class SlotCache(Cache):
             layer.values[index, :, start:end] = read.values[:, :, : end - start]
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then.
-
-        By one read and one write, into a buffer that is kept for this.
-        """
+        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
         for layer in self._filled():
             layer.keys, layer.values = self._rolled(layer.keys, source), self._rolled(layer.values, source)
 
@@ -202,11 +194,7 @@ def self_attention(cache: Cache) -> Cache:
 
 
 def with_slots(cache: Cache, max_length: int = 0) -> Cache:
-    """A cache that keeps the text in slots, starting with a copy of what the given one holds; keys of an encoder stay.
-
-    Args:
-        cache: as `generate` made it.
-        max_length: tokens that a row can come to hold, as far as is known.
+    """A cache for rows of `max_length` tokens in slots, with a copy of what one holds; keys of an encoder stay.
 
     Raises:
         ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
@@ -233,11 +221,8 @@ def columns_of(cache: Cache) -> Columns:
 def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
     """A `DynamicCache`, or an `EncoderDecoderCache` of two, which the next call can continue.
 
-    Args:
-        rows: for each of the B rows its keys and values [H, n, D] from the first column on.
-        ends: for each row how many of its columns are valid.
-        length: columns of the cache. After a row's end they are zero, where `generate` would have keys of pads.
-        crossed: keys and values [B, H, S, D] of cross-attention; empty without an encoder.
+    Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`, where
+    `generate` would have keys of pads. Those of cross-attention are `crossed`, empty without an encoder.
     """
     cache, encoded = DynamicCache(), DynamicCache()
     for number, layer in enumerate(rows[0]):
