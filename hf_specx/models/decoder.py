@@ -111,7 +111,7 @@ class Decoder:
         if self.cache is None:  # the model makes one of its own
             self.cache = output.past_key_values
         self.after_prompt = output.logits[:, -1:].to(home)
-        self.hidden_after_prompt = self.hidden and self._last_hidden(1)
+        self.hidden_after_prompt = self._last_hidden(1)
         mask, positions = self.kwargs.pop(self.mask_name, None), self.kwargs.pop(self.position_name, None)
         if mask is not None:
             self.width = mask.shape[1]
@@ -151,12 +151,11 @@ class Decoder:
             return Forward(self.after_prompt, self.hidden_after_prompt)
         with self.hidden or contextlib.nullcontext():
             logits = self.feed(batch, 1 + most, most, 1 + most)
-        return Forward(logits, self.hidden and self._last_hidden(1 + most))
+        return Forward(logits, self._last_hidden(1 + most))
 
-    def _last_hidden(self, keep: int) -> torch.Tensor:
-        """[R, keep, H], states at the positions of the last `keep` logits."""
-        assert self.hidden is not None
-        return self.hidden.states[:, -keep:]
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
+        """[R, keep, H], states at the positions of the last `keep` logits; None unless they are read."""
+        return None if self.hidden is None else self.hidden.states[:, -keep:]
 
     def feed(self, batch: Batch, count: int, ahead: int, keep: int) -> torch.Tensor:
         """Feed the last `count` tokens of each row, `ahead` candidates after its end among them.

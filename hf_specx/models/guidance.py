@@ -5,7 +5,7 @@ what the rows emit. The draft is not guided: with the embedded pair that doubled
 """
 
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -53,7 +53,7 @@ class Guidance(RoundProcessor):
         self.decoder.leave(rows, stay)
 
 
-def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
+def is_guidance(processor: Processor, prompt: Prompt) -> bool:
     """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know."""
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False
@@ -67,7 +67,7 @@ def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClas
     return bool(numbered and context["first_pass"] and context["use_cache"] and prompt.input_ids.shape[1])
 
 
-def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Prompt, layout: str) -> Guidance:
+def guide(processor: Any, prompt: Prompt, layout: str) -> Guidance:
     """The `Guidance` that replaces a processor of a call whose target has this prompt and layout."""
     context: dict[str, Any] = processor.unconditional_context
     # without negative prompts the last token of each prompt is one

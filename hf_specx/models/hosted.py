@@ -22,7 +22,7 @@ from .altered import ColumnTable, altered, column_tables, without_limits
 from .attention import grouped_queries
 from .decoder import Decoder
 from .prompts import Prompt
-from .slots import Columns, SlotCache, self_attention, with_slots
+from .slots import Columns, self_attention, with_slots
 
 
 class HostedDecoder(Decoder):
@@ -144,13 +144,7 @@ class PaddedDecoder(HostedDecoder):
     def __init__(self, prompt: Prompt, known_ids: int | None = None):
         super().__init__(prompt, known_ids)
         self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
-
-    @property
-    def text(self) -> SlotCache:
-        """The part of the cache that grows with the text."""
-        cache = self_attention(self.cache)
-        assert isinstance(cache, SlotCache)
-        return cache
+        self.text: Any = self_attention(self.cache)
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         gone = [self.held[row] - number for row, number in zip(batch.rows, wanted, strict=True)]

@@ -74,7 +74,7 @@ class PackedDecoder(Decoder):
         self.first_position = positions[:, -1:].to(home) + 1
         with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
-        self.hidden_after_prompt = self.hidden and self._last_hidden(1)
+        self.hidden_after_prompt = self._last_hidden(1)
         self.after_prompt = logits[:, None].to(home)
         self.inputs.clear()
 
@@ -95,10 +95,10 @@ class PackedDecoder(Decoder):
             logits = self._fed(tokens, positions, None if even else slots, extent, keep * rows)
         return logits.view(keep, rows, -1).transpose(0, 1)
 
-    def _last_hidden(self, keep: int) -> torch.Tensor:
+    def _last_hidden(self, keep: int) -> torch.Tensor | None:
         rows = len(self.lengths)
         states = super()._last_hidden(keep * rows)  # [1, keep * R, H], position by position
-        return states.view(keep, rows, -1).transpose(0, 1)
+        return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
 
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int

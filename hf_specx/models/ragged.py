@@ -89,7 +89,8 @@ class RaggedDecoder(Decoder):
         fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
         fresh.read()
         self.opening = False
-        self._take(fresh, [batch.rows.index(row) for row in rows], self.width - width, self.width)
+        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
+        self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
         for row, number in zip(rows, fresh.padding, strict=True):
             self.held[row], self.valid[row], self.padding[row] = 0, 0, number + self.width - width
@@ -109,11 +110,6 @@ class RaggedDecoder(Decoder):
 
     def _widen_cache(self, count: int) -> None:
         self.cache.widen(count)
-
-    def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
-        """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
-        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
-        self.cache.take(fresh.cache, indices, start, end)
 
     def columns(self, index: int, row: int) -> Columns:
         return self.cache.row(index, torch.arange(self.width + self.held[row]))

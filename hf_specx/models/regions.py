@@ -124,7 +124,7 @@ class Regions:
     """
 
     def __init__(self, model: PreTrainedModel, captures: bool, traits: int = 0):
-        self.name, self.captures, self.traits = type(model).__name__, captures, traits
+        self.captures, self.traits = captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
@@ -137,8 +137,6 @@ class Regions:
         names = (name for name in given if given[name] is not None)
         size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names)
         with self.lock:
-            if not self.functions:
-                warnings.warn(SLOW.format(self.name), UserWarning, stacklevel=2)
             if size not in self.functions:
                 self.functions[size] = self._compiled("_".join(map(str, size)), captures)
         if captures:
@@ -177,6 +175,7 @@ def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
     """The compiled forwards of a model; if it has changed since they were compiled, an empty `Regions`."""
     found, now = REGIONS.get(model), traits(model)
     if found is None or found.traits != now:
+        warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
         found = REGIONS[model] = Regions(model, device.type == "cuda", now)
     found.prepacked.refresh(model)
     return found
