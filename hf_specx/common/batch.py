@@ -214,11 +214,11 @@ class Batch:
         self.counts = counts
         self._select(self.rows)
 
-    def until(self, counts: list[int]) -> "Batch":
-        """The same text, to be read only, as it was when rows had emitted no more than `counts` [B] tokens."""
+    def until(self, counts: list[int], rows: list[int] | None = None) -> "Batch":
+        """The same text, to be read only, of `counts` [B] tokens a row; `rows` decode there, by default the same."""
         earlier = copy.copy(self)
         earlier.counts = counts
-        earlier._select(self.rows)
+        earlier._select(self.rows if rows is None else rows)
         return earlier
 
     def room(self, row: int) -> int:

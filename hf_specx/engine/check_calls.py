@@ -10,8 +10,7 @@ from transformers.generation.logits_process import LogitsProcessor, UnbatchedCla
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import kind, require
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.models.position_tables import position_table
-from hf_specx.models.prompts import Prompt
+from hf_specx.models.prompts import Prompt, position_table
 
 from .check_inputs import check_inputs, check_positions
 from .check_models import check_own_text, check_pair, check_target

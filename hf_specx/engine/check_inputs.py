@@ -6,7 +6,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specx.common.errors import require
-from hf_specx.models.position_tables import position_table
+from hf_specx.models.prompts import position_table
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides

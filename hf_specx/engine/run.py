@@ -13,7 +13,7 @@ from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.export import fill
+from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import Rule

@@ -14,7 +14,7 @@ from hf_specx.drafting.pace import Pace
 from hf_specx.drafting.prior import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.models.choose import make_decoder
-from hf_specx.models.guidance import guide, is_guidance
+from hf_specx.models.guidance import guide
 from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.sampling.processors import Processors, can_look_ahead
 from hf_specx.sampling.rules import Rule, make_rule
@@ -97,7 +97,7 @@ def _processors(call: Call) -> tuple[Processors, Processors]:
     prompt, ends = call.prompt, call.stopping.eos_token_id
     of_draft = Processors([processor for processor in call.processors if can_look_ahead(processor)], ends)
     layout = call.layout.target
-    own = [guide(p, prompt, layout) if is_guidance(p, prompt) else p for p in call.processors]
+    own = [p if can_look_ahead(p) else guide(p, prompt, layout) for p in call.processors]
     return Processors(own, ends, of_draft.memory), of_draft
 
 

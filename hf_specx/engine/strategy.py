@@ -21,7 +21,7 @@ from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.other_tokenizer import match_tokenizers
-from hf_specx.models.compiled import compilations
+from hf_specx.models.decoder import compilations
 from hf_specx.models.prompts import prepare
 
 from .attached import attached

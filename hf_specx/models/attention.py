@@ -1,9 +1,8 @@
 """Attention of several new tokens of a row to keys that query heads share, without a copy of the keys for each head.
 
 Under a mask the `sdpa` function of transformers repeats keys and values for every query head of a group (`repeat_kv`),
-in each layer of each forward. Heads that share keys are just more queries to these keys, so here they are folded into
-the query length, as transformers does itself for a single token. A bool mask is made additive once for each forward,
-where torch does it in each layer.
+in each layer of each forward. Here heads that share keys are folded into the query length, since they are just more
+queries to these keys. A bool mask is made additive once for each forward, where torch does it in each layer.
 """
 
 import contextlib
@@ -41,16 +40,9 @@ class GroupedAttention:
         is_causal: bool | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """
-        Args:
-            module: the attention module; its `num_key_value_groups` is n.
-            query: [R, n * H, q, D].
-            key: [R, H, S, D].
-            value: [R, H, S, D'].
-            attention_mask: [R or 1, 1, q, S], bool or additive.
+        """[R, q, n * H, D'] of queries [R, n * H, q, D], keys [R, H, S, D] and values [R, H, S, D'], without weights.
 
-        Returns:
-            [R, q, n * H, D'], and None for the weights.
+        The mask [R or 1, 1, q, S] is bool or additive; n is the `num_key_value_groups` of the module.
         """
         group = getattr(module, "num_key_value_groups", 1)
         rows, heads, count, _ = query.shape
@@ -103,9 +95,8 @@ LOCK = threading.Lock()
 class Switch:
     """Stands in the registry of transformers for the function `patched` while there are `uses`.
 
-    In the contexts that use it, it is `ACTIVE`; in others, as those of plain `generate` in another thread, it is what
-    was there before. While torch compiles it may be `TRACED` or that, never another: what a user compiles serves plain
-    forwards as well.
+    Contexts that use it have `ACTIVE`, and others, as plain `generate` in another thread, what was there before. While
+    torch compiles it is `TRACED` or that: what a user compiles serves plain forwards as well.
     """
 
     def __init__(self) -> None:
@@ -129,9 +120,7 @@ SWITCH = Switch()  # always the same, since what a user compiles is made anew fo
 def grouped_queries(traced: bool = False) -> Iterator[None]:
     """A context in which `sdpa` folds groups of query heads; if a user has replaced `sdpa`, nothing is changed.
 
-    Args:
-        traced: whether torch may compile this into the forwards, as it must not into those that a user compiles, since
-            plain `generate` runs them too.
+    Torch may compile this into forwards that are `traced`, and must not into those that a user compiles.
     """
     place = AttentionInterface._global_mapping
     with LOCK:

@@ -8,9 +8,9 @@ from hf_specx.common.errors import require
 
 from .compiled import CompiledDecoder
 from .decoder import Decoder
+from .hosted import PaddedDecoder
 from .lockstep import LockstepDecoder
 from .packed import PackedDecoder
-from .padded import PaddedDecoder
 from .prompts import Prompt
 from .ragged import RaggedDecoder
 
@@ -31,19 +31,13 @@ REASONS = {
 
 
 def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
-    """The layouts that have been shown to be exact for a model, best first.
+    """The layouts that have been shown to be exact for a model, best first; a `ValueError` if there is none.
 
-    Args:
-        model: any model that can generate.
-        drafts: whether it is the draft, which may be inexact: verification corrects any distribution of its tokens.
-
-    Raises:
-        ValueError: the model has no such layout.
+    One that `drafts` may be inexact: verification corrects any distribution of its tokens.
     """
     config, name = model.config.get_text_config(decoder=True), model.config.model_type
-    refused = REFUSED if drafts else REFUSED | INEXACT
+    refused, role = (REFUSED, "a draft") if drafts else (REFUSED | INEXACT, "a target")
     for kind in (name, config.model_type):
-        role = "a draft" if drafts else "a target"
         told = f"model type {kind!r} cannot be {role} of speculative decoding: {refused.get(kind)}; choose another."
         require(kind not in refused, told)
     version = transformers.__version__
@@ -51,44 +45,26 @@ def layouts_of(model: PreTrainedModel, drafts: bool = False) -> list[str]:
     told = f"model type {name!r} has been shown to be exact on transformers {SINCE[0]}.{SINCE[1]} and later"
     require(known, f"{told}, not on {version}; upgrade transformers.")
     # Falcon makes its linear biases (alibi) from a 2D mask, and takes no other
-    masked = config._attn_implementation in MASKED and not getattr(config, "alibi", False)
+    attention = config._attn_implementation
+    masked = attention in MASKED and not getattr(config, "alibi", False)
     found = [x for x in LAYOUTS_OF.get(name, UNKNOWN) if masked or x not in BY_MASK]
-    told = f"model type {config.model_type!r} is exact with a mask by position only, which {_attention(model)}"
-    require(bool(found), f"{told} cannot take; load it with attn_implementation='sdpa'.")
+    told = f"model type {config.model_type!r} is exact with a mask by position only, which attn_implementation="
+    require(bool(found), f"{told}{attention!r} cannot take; load it with attn_implementation='sdpa'.")
     return found
 
 
-def _attention(model: PreTrainedModel) -> str:
-    return f"attn_implementation={model.config.get_text_config(decoder=True)._attn_implementation!r}"
-
-
-def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
-    """The decoder of a layout for one model; it has not read its prompts yet.
-
-    Args:
-        layout: one of `DECODERS`.
-        prompt: the model and its inputs.
-        known_ids: as for `Decoder`.
-        compiled: whether forwards are compiled, which implies the ragged layout.
-    """
-    return (CompiledDecoder if compiled else DECODERS[layout])(prompt, known_ids)
-
-
 def choose_layout(model: PreTrainedModel, layout: str = "auto") -> tuple[str, str]:
-    """The layout for a model, and the reason in words.
-
-    Args:
-        model: the target.
-        layout: one of `LAYOUTS`.
-
-    Raises:
-        ValueError: the model cannot be decoded exactly in this layout, or in any.
-    """
+    """The layout for a target and the reason in words; a `ValueError` if it is not exact in this one, or in any."""
     able = layouts_of(model)
     config = model.config.get_text_config(decoder=True)
     name, attention = config.model_type, config._attn_implementation
-    told = f"layout={layout!r} has not been shown to be exact for model type {name!r} under {_attention(model)}"
-    require(layout in ("auto", *able), f"{told}; use {', '.join(map(repr, able))} or 'auto'.")
-    chosen = able[0] if layout == "auto" else layout
-    asked = "chosen" if layout == "auto" else "asked for"
+    told = f"layout={layout!r} has not been shown to be exact for model type {name!r} under"
+    told = f"{told} attn_implementation={attention!r}; use {', '.join(map(repr, able))} or 'auto'."
+    require(layout in ("auto", *able), told)
+    chosen, asked = (able[0], "chosen") if layout == "auto" else (layout, "asked for")
     return chosen, f"{asked}: {REASONS[chosen].format(name, attention)}"
+
+
+def make_decoder(layout: str, prompt: Prompt, known_ids: int | None = None, compiled: bool = False) -> Decoder:
+    """The decoder of a layout for one model, which has not read its prompts yet; `compiled` ones are ragged."""
+    return (CompiledDecoder if compiled else DECODERS[layout])(prompt, known_ids)

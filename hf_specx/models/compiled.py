@@ -1,7 +1,6 @@
 """The ragged layout in compiled forwards: buffers of fixed size, whose rows and lengths are told by tensors."""
 
 import inspect
-from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -12,13 +11,11 @@ from transformers.utils.import_utils import is_torch_greater_or_equal
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 
-from .export import Columns
 from .prepacked import PackedLinear
 from .prompts import Prompt
 from .ragged import RaggedDecoder
-from .regions import regions_of
-from .slots import MARGIN
-from .static import Buffers, capacity_bucket, length_bucket, move, row_bucket
+from .regions import capacity_bucket, length_bucket, move, regions_of, row_bucket
+from .slots import MARGIN, columns_of
 
 
 FAR = 2**40  # a slot that no text reaches
@@ -27,13 +24,7 @@ LENGTHENING = ("dynamic", "longrope")  # types of RoPE whose frequencies depend 
 
 
 def check_compile(model: PreTrainedModel, layout: str, reason: str, synced: bool) -> None:
-    """Raise a `ValueError` unless a model can be decoded by compiled forwards.
-
-    Args:
-        model: target or draft.
-        layout: the one it would be decoded in, for this `reason`.
-        synced: whether other ranks take part.
-    """
+    """Raise a `ValueError` unless a model that has this layout for this reason can be compiled, on `synced` ranks."""
     name = type(model).__name__
     told = f"compile=True goes with layout='ragged', and {name} would be decoded in {layout!r} ({reason})"
     require(layout == "ragged", f"{told}; use compile=False, or what takes the ragged layout.")
@@ -82,8 +73,7 @@ def has_compiler(device_type: str) -> bool:
 
 
 class CompiledDecoder(RaggedDecoder):
-    """A `RaggedDecoder` whose forwards after the prompts are compiled; the prompts are read as in `generate`, on a CPU
-    by the weights that compiled forwards have prepacked.
+    """A `RaggedDecoder` whose forwards after the prompts are compiled.
 
     The buffers have as many rows as the next power of two. The R decoding rows are the first; the others are idle:
     token 0 is fed into their first slots, and what comes of it is not used.
@@ -96,22 +86,24 @@ class CompiledDecoder(RaggedDecoder):
         self.usual = 1  # query length of the last round that the end of the text did not cut short
 
     @property
-    def compilations(self) -> int:
+    def compilations(self) -> int:  # type: ignore[override]
         """Forwards of this model that were compiled since this decoder was made."""
         return self.regions.compilations - self.compiled_before
 
     def read(self) -> None:
-        super().read()
-        self.buffers: Buffers = [(layer.keys, layer.values) for layer in self.cache.layers]
-        del self.cache
+        with PackedLinear(self.regions.prepacked):
+            super().read()
         self.index = torch.arange(self.rows, device=self.pads.device)  # [R], the numbers of the decoding rows
-        slots = self.width + min(self._most(range(self.rows)), ROOM) + MARGIN
+        slots = self.width + min(self.prompt.longest_limit, ROOM) + MARGIN
         self._resize(row_bucket(self.rows), capacity_bucket(slots))
 
     def _resize(self, rows: int, capacity: int, index: torch.Tensor | None = None) -> None:
-        """Move the rows at `index` [R], the first if None, to buffers of another size."""
-        buffers = self.regions.pool.take(self, rows, capacity, self.buffers)
-        move(self.buffers, buffers, index)
+        """Move rows, as in `move`, to buffers of another size."""
+        before = columns_of(self.cache)
+        buffers = self.regions.pool.take(self, rows, capacity, before)
+        move(before, buffers, index)
+        for layer, (keys, values) in zip(self.cache.layers, buffers, strict=True):
+            layer.keys, layer.values = keys, values
         self.buffers = buffers
         self._note_rows()
 
@@ -163,24 +155,16 @@ class CompiledDecoder(RaggedDecoder):
         return logits if length == count else logits[:, count - keep : count]
 
     def _length(self, batch: Batch, count: int, ahead: int) -> int:
-        """The query length to use where `count` tokens are needed; fillers come last, where no other token sees them.
-
-        A round that the end of the text cuts short is filled up to the usual length, so that it needs no compilation.
-        """
+        """The query length for `count` tokens; a round that the end of the text cuts short has the usual one."""
         if ahead != count - 1:
             return length_bucket(count)
-        if ahead < self._most(batch.rows, batch.counts) - 1:
+        if ahead < max([batch.room(row) for row in batch.rows]) - 1:
             self.usual = length_bucket(count)
         return max(self.usual, length_bucket(count))
 
     def _at_once(self, batch: Batch) -> int:
         """Nor is a row fed more tokens than it has: they go to consecutive slots."""
         return min(super()._at_once(batch), batch.shortest())
-
-    def _most(self, rows: Iterable[int], counts: Sequence[int] | None = None) -> int:
-        """The most new tokens that one of some rows may get, less what each has emitted."""
-        limits = self.prompt.limits or [self.prompt.max_new_tokens] * len(self.held)
-        return max(limits[row] - (0 if counts is None else counts[row]) for row in rows)
 
     def _widen_cache(self, count: int) -> None:
         rows, _, capacity, _ = self.buffers[0][0].shape
@@ -191,38 +175,23 @@ class CompiledDecoder(RaggedDecoder):
             buffer[:, :, count:] = buffer[:, :, :-count].clone()
             buffer[:, :, :count] = 0
 
-    def _first(self) -> torch.Tensor:
-        with PackedLinear(self.regions.prepacked):
-            return super()._first()
-
     def admit(self, batch: Batch, rows: list[int]) -> None:
         with PackedLinear(self.regions.prepacked):
             super().admit(batch, rows)
         self._note_rows()
 
-    def _take(self, fresh: RaggedDecoder, indices: list[int], start: int, end: int) -> None:
-        index = torch.tensor(indices).to(self.device, non_blocking=True)
-        for layer, read in zip(self.buffers, fresh.cache.layers, strict=True):
-            for buffer, states in zip(layer, (read.keys, read.values), strict=True):
-                buffer[index, :, start:end] = states[:, :, : end - start]
-
-    def select(self, stay: torch.Tensor) -> None:
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         self._select_inputs(stay)
         self.index = self.index[stay.to(self.index.device)]
         stay = stay.to(self.device)
-        rows, _, capacity, _ = self.buffers[0][0].shape
-        if row_bucket(len(stay)) < rows:
+        held, _, capacity, _ = self.buffers[0][0].shape
+        if row_bucket(len(stay)) < held:
             self._resize(row_bucket(len(stay)), capacity, stay)
         else:
             move(self.buffers, self.buffers, stay)
             self._note_rows()
 
-    def columns(self, index: int, row: int) -> Columns:
-        end = self.width + self.held[row]
-        return [(keys[index, :, :end].clone(), values[index, :, :end].clone()) for keys, values in self.buffers]
-
-
-def compilations(*decoders: object) -> int:
-    """Forwards that were compiled for a call; its draft may be its target, and is then counted once."""
-    found = {x.regions: x.compilations for x in decoders if isinstance(x, CompiledDecoder)}
-    return sum(found.values())
+    def _feed_last(self, batch: Batch) -> None:
+        """As many tokens as in a round, so that nothing is compiled for it."""
+        count = min(self.usual, batch.shortest(), *(batch.counts[row] for row in batch.rows))
+        self.feed(batch, count, 0, keep=count)

@@ -1,13 +1,11 @@
 """Classifier-free guidance (Sanchez et al. 2023, arXiv 2306.17806) over all positions of a round at once.
 
-transformers' processor keeps the unconditional text in its own cache and feeds it one token a call, so it cannot be
-called for several positions. Here that text is a second batch in a `Decoder` of its own, which reads the negative
-prompts and is then fed what the rows emit. The draft is not guided: with the embedded pair guidance doubled its cost
-and did not raise acceptance, at scales of 1.2 to 3.
+The unconditional text is a second batch in a `Decoder` of its own, which reads the negative prompts and is then fed
+what the rows emit. The draft is not guided: with the embedded pair that doubled its cost and did not raise acceptance.
 """
 
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -34,9 +32,7 @@ NOT_BY_COLUMN = """
 class Guidance(RoundProcessor):
     """`UnbatchedClassifierFreeGuidanceLogitsProcessor` for any number of positions.
 
-    Args:
-        scale: `guidance_scale`; 1 is none.
-        decoder: for the unconditional text; it reads the negative prompts when the first scores are there.
+    Its decoder is that of the unconditional text, and reads the negative prompts when the first scores are there.
     """
 
     def __init__(self, scale: float, decoder: Decoder):
@@ -57,11 +53,8 @@ class Guidance(RoundProcessor):
         self.decoder.leave(rows, stay)
 
 
-def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClassifierFreeGuidanceLogitsProcessor]:
-    """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know.
-
-    A call with any other is decoded by transformers' own sampler. A replaced processor stays unused.
-    """
+def is_guidance(processor: Processor, prompt: Prompt) -> bool:
+    """Whether `guide` can replace a processor: transformers' own, unused, for a model whose positions we know."""
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not prompt.model:
         return False
     context: dict[str, Any] = processor.unconditional_context
@@ -74,15 +67,10 @@ def is_guidance(processor: Processor, prompt: Prompt) -> TypeGuard[UnbatchedClas
     return bool(numbered and context["first_pass"] and context["use_cache"] and prompt.input_ids.shape[1])
 
 
-def guide(processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, prompt: Prompt, layout: str) -> Guidance:
-    """The `Guidance` that replaces a processor.
-
-    Args:
-        processor: of the call, with the negative prompts; without these the last token of each prompt is one.
-        prompt: the target's.
-        layout: the target's.
-    """
+def guide(processor: Any, prompt: Prompt, layout: str) -> Guidance:
+    """The `Guidance` that replaces a processor of a call whose target has this prompt and layout."""
     context: dict[str, Any] = processor.unconditional_context
+    # without negative prompts the last token of each prompt is one
     ids = prompt.input_ids[:, -1:] if context["input_ids"] is None else context["input_ids"]
     mask = torch.ones_like(ids) if context["attention_mask"] is None else context["attention_mask"]
     kwargs = {"attention_mask": mask, "use_cache": True, "past_key_values": DynamicCache(config=prompt.model.config)}

@@ -1,4 +1,8 @@
-"""What the padded and the lockstep layout share: the model is fed as `generate` feeds it, under a 2D mask."""
+"""Models that are fed as `generate` feeds them, under a 2D mask; and the padded layout, where rows shift right.
+
+Padded rows are right-aligned and shift into their left padding, as in transformers PR #32189. `lockstep.py` has the
+other layout of such models.
+"""
 
 import contextlib
 import inspect
@@ -12,12 +16,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.devices import sent
 
-from .altered import altered, without_limits
+from .altered import ColumnTable, altered, column_tables, without_limits
 from .attention import grouped_queries
 from .decoder import Decoder
-from .position_tables import ColumnTable, column_tables
-from .slots import self_attention
+from .prompts import Prompt
+from .slots import Columns, self_attention, with_slots
 
 
 class HostedDecoder(Decoder):
@@ -25,9 +30,15 @@ class HostedDecoder(Decoder):
 
     Attributes:
         length: slots that hold something, pads among them.
+        last_column: the last that `generate` feeds; in those after it are only candidates that cannot be emitted.
     """
 
-    length = 0
+    length = last_column = 0
+
+    def read(self) -> None:
+        super().read()
+        self.length, last = self.width, self.width + self.prompt.max_new_tokens - 2
+        self.last_column = last if self.max_positions is None else min(last, self.max_positions - 1)
 
     def _forward(self, batch: Batch, tokens: torch.Tensor, ahead: int, keep: int) -> torch.Tensor:
         count = tokens.shape[1]
@@ -36,18 +47,20 @@ class HostedDecoder(Decoder):
             self._rewind(batch, wanted)
         return self._fed(batch, tokens, wanted, ahead, keep)
 
-    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
-        """Logits [R, keep, V] of tokens [R, q], fed after the first `held` [R] emitted tokens of the rows.
+    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
+        """Make the cache hold the first `wanted` [R] emitted tokens of the decoding rows."""
+        raise NotImplementedError
 
-        The last of them lie `ahead` tokens after the ends of their rows, or before these if it is negative.
-        """
+    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        """As `_forward`, where the cache holds the first `held` [R] emitted tokens of the rows."""
         count = tokens.shape[1]
         ends = batch.ends - batch.width + ahead  # [R], held + count on the device
         emitted = ends[:, None] + torch.arange(-count, 0, device=tokens.device)  # [R, q]
         given = self._inputs(batch, tokens, emitted)
         total = self.length + count
         reals = [self.width - self.padding[row] + n + count for row, n in zip(batch.rows, held, strict=True)]
-        if min(reals) < total or self.holes is not None:
+        masked = min(reals) < total or self.holes is not None
+        if masked:
             given[self.mask_name] = self._mask(batch, ends, total)
         # only the last `count` columns are read
         columns = torch.nn.functional.pad(tokens, (self.length, 0))
@@ -59,8 +72,7 @@ class HostedDecoder(Decoder):
         for table in self.tables.values():  # candidates after the last column are looked up there: it may be the last
             table.columns = (self.width + emitted).clamp(max=self.last_column)
             table.numbers = {min(self.width + n + i, self.last_column) for n in held for i in range(count)}
-        masked = with_pads(self.cache) if self.mask_name in given else contextlib.nullcontext()
-        with grouped_queries(), masked:
+        with grouped_queries(), with_pads(self.cache) if masked else contextlib.nullcontext():
             output = self.stepping(**inputs, return_dict=True)
         self.length = total
         return output.logits[:, -keep:]
@@ -75,24 +87,21 @@ class HostedDecoder(Decoder):
         return seen.long()
 
     def _inputs(self, batch: Batch, tokens: torch.Tensor, emitted: torch.Tensor) -> dict[str, Any]:
-        given = dict(self.kwargs)
+        count, given = tokens.shape[1], dict(self.kwargs)
         positions = self._positions(batch, emitted)
         if positions is not None:
             given[self.position_name] = positions
         elif self._counts_slots:
             # `generate` gives none, so that models count columns; only Whisper's own preparation leaves out pads
-            config = self.model.config
-            real = config.is_encoder_decoder and config.model_type == "whisper"
-            first = self.width - self.absent[batch.index, None] * real
+            config, absent = self.model.config, torch.zeros_like(self.pads)
+            if config.is_encoder_decoder and config.model_type == "whisper":
+                absent = self.pads if self.holes is None else self.pads + self.holes.sum(-1)
+            first = self.width - absent[batch.index, None]
             given[self.position_name] = first + emitted.clamp(max=self.last_column - self.width)
-        given |= self._token_types(tokens.shape[1])
+        given |= self._token_types(count)
         if "cross_attention_mask" in given:
-            given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, tokens.shape[1], -1, -1)
+            given["cross_attention_mask"] = given["cross_attention_mask"][:, -1:].expand(-1, count, -1, -1)
         return given
-
-    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
-        """Make the cache hold the first `wanted` [R] emitted tokens of the decoding rows."""
-        raise NotImplementedError
 
     @cached_property
     def tables(self) -> dict[nn.Module, ColumnTable]:
@@ -127,3 +136,32 @@ def with_pads(cache: Cache) -> Iterator[None]:
     finally:
         for layer in layers:
             vars(layer).pop("is_compileable", None)
+
+
+class PaddedDecoder(HostedDecoder):
+    """Rows shift right into their left padding when they accepted different numbers."""
+
+    def __init__(self, prompt: Prompt, known_ids: int | None = None):
+        super().__init__(prompt, known_ids)
+        self.cache = with_slots(self.cache, prompt.input_ids.shape[1] + prompt.max_new_tokens)
+        self.text: Any = self_attention(self.cache)
+
+    def _rewind(self, batch: Batch, wanted: list[int]) -> None:
+        gone = [self.held[row] - number for row, number in zip(batch.rows, wanted, strict=True)]
+        if len(set(gone)) == 1:
+            self.length -= gone[0]
+            return
+        # row r ends at slot length - gone[r]; it moves to the end of the longest row
+        cut = max([self.width - self.padding[row] + n for row, n in zip(batch.rows, wanted, strict=True)])
+        shift = sent([self.length - number - cut for number in gone], self.device)[:, None]
+        self.text.roll((torch.arange(cut, device=self.device) + shift).clamp(min=0))
+        self.length = cut
+
+    def _fed(self, batch: Batch, tokens: torch.Tensor, held: list[int], ahead: int, keep: int) -> torch.Tensor:
+        self.text.slots.aim(None, self.length, self.length + tokens.shape[1])
+        return super()._fed(batch, tokens, held, ahead, keep)
+
+    def columns(self, index: int, row: int) -> Columns:
+        columns = self.width + self.held[row]
+        slots = torch.arange(self.length - columns, self.length)
+        return self.text.row(index, slots.masked_fill(torch.arange(columns) < self.padding[row], -1))

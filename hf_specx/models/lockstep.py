@@ -1,15 +1,31 @@
-"""The lockstep layout: all rows advance alike, so transformers' own cache is cropped, or put back if it cannot be."""
+"""The lockstep layout: all rows advance alike, so transformers' own cache is cropped; what cannot be is put back.
+
+States that cannot be cropped (recurrent, convolutional) are kept as they were before a forward.
+"""
+
+import copy
+from collections.abc import Container
+from types import MethodType
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from hf_specx.common.batch import Batch
+from hf_specx.common.round import Round
 
-from .export import Columns, columns_of
 from .hosted import HostedDecoder
 from .prompts import Prompt
-from .recurrent_state import states_of
-from .slots import has_columns, own_copy, self_attention
+from .slots import Columns, columns_of, has_columns, own_copy, self_attention
+
+
+KEPT = ("conv_states", "recurrent_states")
 
 
 class LockstepDecoder(HostedDecoder):
@@ -21,16 +37,15 @@ class LockstepDecoder(HostedDecoder):
         super().__init__(prompt, known_ids)
         self.cache = own_copy(self.cache)
 
-    def _note_width(self, width: int) -> None:
-        super()._note_width(width)
-        self.length, self.states = width, states_of(self.cache)
+    def read(self) -> None:
+        super().read()
         config = self.model.config.get_text_config(decoder=True)
-        self.of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
+        of_images = getattr(config, "cross_attention_layers", None) or ()  # layers that attend to no text
+        self.states = States(self_attention(self.cache), of_images)
 
     def _rewind(self, batch: Batch, wanted: list[int]) -> None:
         held, target = self.held[batch.rows[0]], wanted[0]
         reached = self.states.restore(target, held)
-        self.states.crop(held - reached, self.of_images)
         self.length -= held - reached
         if reached < target:  # the states are of an earlier moment: feed again what was accepted since
             ahead = target - batch.counts[batch.rows[0]]
@@ -44,18 +59,16 @@ class LockstepDecoder(HostedDecoder):
         return super()._fed(batch, tokens, held, ahead, keep)
 
     def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        together = not len(stay) and len(rows) == len(self.held)  # then the cache itself may be returned
-        if self.prompt.keeps_past and not together:
-            self._keep_columns(rows, stay)
-        if len(stay):
-            self.select(stay)
+        super().leave(rows, stay)
+        self.states.select(stay)
 
-    def _keep_columns(self, rows: list[int], stay: torch.Tensor) -> None:
-        """If the cache is keys and values of the whole text, and nothing else."""
+    def _keep_columns(self, done: Round) -> None:
+        """If the cache itself will not do, and is keys and values of the whole text, and nothing else."""
+        together = done.finished and len(done.rows) == len(self.held) and len(set(done.batch.counts)) == 1
         text = self_attention(self.cache)
         plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in text.layers)
-        if type(text) is DynamicCache and plain and has_columns(text):
-            super()._keep_columns(rows, stay)
+        if not together and type(text) is DynamicCache and plain and has_columns(text):
+            super()._keep_columns(done)
 
     def columns(self, index: int, row: int) -> Columns:
         end = self.width + self.held[row]
@@ -65,16 +78,87 @@ class LockstepDecoder(HostedDecoder):
     def past(self, batch: Batch, emitted: int) -> Cache | None:
         """The cache itself if all rows ended together; else it is put together from keys, if there are all."""
         rows = len(batch.counts)
-        if self.rows == rows and len(set(batch.counts)) > 1:
-            self._keep_columns(list(range(rows)), batch.index[:0])
-        if self.left:
-            return super().past(batch, emitted) if len(self.left) == rows else None
-        if self.rows < rows or len(set(batch.counts)) > 1:
+        if len(self.left) == rows:
+            return super().past(batch, emitted)
+        if self.left or self.rows < rows or len(set(batch.counts)) > 1:
             return None
         batch.revive()
-        self._rewind(batch, [emitted - 1] * self.rows)
+        self._rewind(batch, [emitted - 1] * rows)
         return self.cache
 
+
+class States:
+    """Snapshots of what a cache cannot take back, by the number of emitted tokens it had read.
+
+    Of transformers' cache these are recurrent states, unless convolutions are the only ones, which it crops. A cache
+    of a class of the model's own is copied as a whole. Layers in `fixed` are never cropped.
+    """
+
+    def __init__(self, cache: Cache, fixed: Container[int] = ()):
+        self.cache, self.fixed, self.whole = cache, fixed, type(cache) is not DynamicCache
+        linear = [x for x in getattr(cache, "layers", ()) if isinstance(x, LinearAttentionCacheLayerMixin)]
+        self.layers = linear if any(any(x.is_recurrent_states_initialized.values()) for x in linear) else []
+        self.snapshots: dict[int, Any] = {}
+        for layer in () if self.whole else cache.layers:
+            if layer not in self.layers and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+                if isinstance(layer, DynamicSlidingWindowLayer):
+                    layer.update = MethodType(_update, layer)  # type: ignore[method-assign]
+
+    def save(self, seen: int) -> None:
+        """Copy the states, which have read `seen` emitted tokens, before a forward overwrites them."""
+        if self.whole and not self.snapshots:
+            self.snapshots[seen] = copy.deepcopy(self.cache)
+        elif self.layers and not self.whole:
+            self.snapshots[seen] = [_copy(getattr(layer, name)) for layer in self.layers for name in KEPT]
+
+    def restore(self, wanted: int, seen: int) -> int:
+        """Go back from `seen` to at most `wanted` emitted tokens; returns how many the cache has read then."""
+        reached = wanted
+        if wanted < seen and (self.whole or self.layers):
+            reached = max(number for number in self.snapshots if number <= wanted)
+            saved = self.snapshots[reached]
+            if self.whole:
+                vars(self.cache).update(vars(saved))
+            else:
+                places = [(layer, name) for layer in self.layers for name in KEPT]
+                for (layer, name), states in zip(places, saved, strict=True):
+                    setattr(layer, name, states)
+        self.snapshots.clear()
+        if not self.whole:
+            self._crop(seen - reached)
+        return reached
+
     def select(self, stay: torch.Tensor) -> None:
-        super().select(stay)
-        self.states.select(stay)
+        """Keep only the rows at indices `stay` [R']."""
+        for snapshot in self.snapshots.values():
+            if self.whole:
+                snapshot.batch_select_indices(stay)
+                continue
+            for states in snapshot:
+                states.update((n, x[stay.to(x.device)]) for n, x in states.items() if x is not None)
+
+    def _crop(self, tokens: int) -> None:
+        """Take the last `tokens` off the keys of all layers."""
+        for number, layer in enumerate(self.cache.layers):
+            if number in self.fixed or not getattr(layer, "is_initialized", True):  # if it shares another's keys
+                continue
+            if layer not in self.layers:
+                layer.crop(-tokens)  # type: ignore[union-attr]
+            elif isinstance(layer, DynamicSlidingWindowLayer):
+                DynamicSlidingWindowLayer.crop(layer, -tokens)
+            elif isinstance(layer, DynamicLayer):
+                DynamicLayer.crop(layer, -tokens)
+
+
+def _copy(states: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {number: None if state is None else state.clone() for number, state in states.items()}
+
+
+def _update(
+    layer: DynamicSlidingWindowLayer, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The layer's own `update`, cut to the columns that its mask has: 5.17 gives all that was recorded."""
+    columns, _ = layer.get_mask_sizes(key_states.shape[-2])
+    keys, values = type(layer).update(layer, key_states, value_states, *args, **kwargs)
+    return keys[:, :, -columns:], values[:, :, -columns:]

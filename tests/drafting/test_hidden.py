@@ -10,7 +10,7 @@ from tiny import prompts, tiny
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.round import Draft, Round
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.models.forward_outputs import HiddenStates
+from hf_specx.models.decoder import HiddenStates
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
@@ -62,17 +62,16 @@ def test_states_are_not_compiled():
         target.generate(**prompts(2), **GREEDY, custom_generate=strategy)
 
 
-def test_states_of_several_layers_side_by_side():
+def test_states_of_a_layer():
     """As `output_hidden_states` has them, of this thread's forwards alone; no hook is left, also after an error."""
     target, ids = tiny(num_hidden_layers=4), prompts(2)["input_ids"]
-    layers = [target.model.layers[number] for number in (0, 2)]
-    hidden = HiddenStates(*layers)
+    layer = target.model.layers[2]
+    hidden = HiddenStates(layer)
     with torch.no_grad():
         expected = target(ids, output_hidden_states=True).hidden_states
-        before = [dict(layer._forward_hooks) for layer in layers]  # transformers leaves some of its own
+        before = dict(layer._forward_hooks)  # transformers leaves some of its own
         with ThreadPoolExecutor(1) as pool, contextlib.suppress(KeyError), hidden:
             target(ids)
             raise KeyError(pool.submit(target, ids[:1, :2]).result())
-    assert torch.equal(hidden.last(3), torch.cat([expected[1], expected[3]], -1)[:, -3:])
-    assert [dict(layer._forward_hooks) for layer in layers] == before
-    assert HiddenStates().last(3) is None
+    assert torch.equal(hidden.states, expected[3])
+    assert dict(layer._forward_hooks) == before

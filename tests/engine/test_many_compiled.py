@@ -6,7 +6,7 @@ from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
 
 from hf_specx import Request, SpeculativeDecoding
-from hf_specx.models.static import Pool
+from hf_specx.models.regions import Pool
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:compile=True compiles")

@@ -12,8 +12,6 @@ from encoder_decoder import DRAFT_TOKENS, LAYOUTS, assert_equals_stock, counted,
 from tiny import near, prompts
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
-import hf_specx
-
 
 MODEL_TYPES = ("t5", "bart", "marian", "mbart", "pegasus", "m2m_100")
 SETTINGS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}
@@ -143,12 +141,3 @@ def test_inputs_for_the_draft():
     assert_equals_stock(target, {"shared": drafts["shared"]}, "padded", **call)
     with pytest.raises(ValueError, match="has an encoder of its own; pass what the encoder reads"):
         ours(target, drafts["near"], "padded", **call)
-
-
-@pytest.mark.usefixtures("draft_pays")
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_as_a_function(model_type: str):
-    target, drafts = models(model_type)
-    call = zoo.inputs(target, 4) | SETTINGS["greedy"] | {"max_new_tokens": 12}
-    expected, _ = stock(target, **call)
-    assert torch.equal(hf_specx.generate(**call, model=target, draft_model=drafts["near"]), expected)

@@ -32,15 +32,13 @@ def same(target: PreTrainedModel, draft: PreTrainedModel, inputs: dict, settings
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-@pytest.mark.parametrize("settings", [GREEDY, SAMPLED])
-def test_several_texts_from_one_prompt(settings: dict, layout: str):
+def test_several_texts_from_one_prompt(layout: str):
     target = tiny("qwen2")
-    settings = settings | ({"num_return_sequences": 3} if settings["do_sample"] else {})
-    assert same(target, near(target, 0.05), prompts(2), settings, layout=layout) < 20
+    assert same(target, near(target, 0.05), prompts(2), SAMPLED | {"num_return_sequences": 3}, layout=layout) < 20
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layout", "size"), all_pairs(["llama", "mistral"], ["ragged", "padded", "lockstep"], [1, 4, 30])
+    ("model_type", "layout", "size"), [("llama", "ragged", 4), ("mistral", "padded", 1), ("mistral", "lockstep", 30)]
 )
 def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int):
     target = tiny(model_type)
@@ -48,12 +46,11 @@ def test_prompts_that_are_read_in_chunks(model_type: str, layout: str, size: int
     assert count - math.ceil(11 / size) < 19
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-def test_labels_are_left_out_as_in_stock(layout: str):
+def test_labels_are_left_out_as_in_stock():
     """A collator puts them into a batch."""
     target, inputs = tiny(), prompts(3)
     inputs["labels"] = inputs["input_ids"]
-    assert same(target, near(target, 0.05), inputs, GREEDY, layout=layout) < 20
+    assert same(target, near(target, 0.05), inputs, GREEDY) < 20
 
 
 def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, torch.Tensor]:
@@ -63,8 +60,10 @@ def later(text: torch.Tensor, mask: torch.Tensor, words: int = 5) -> dict[str, t
     return {"input_ids": ids, "attention_mask": torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - 11)], -1)}
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "packed", "lockstep"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [("llama", "ragged"), ("mistral", "ragged"), ("gpt2", "padded"), ("llama", "packed"), ("llama", "lockstep")],
+)
 def test_the_returned_cache_serves_the_next_turn(model_type: str, layout: str):
     """Stock continues ours and we continue ours; the cache has stock's length."""
     target = tiny(model_type)
@@ -102,17 +101,6 @@ def test_a_cache_of_stock_is_continued_and_filled(model_type: str, settings: dic
     assert same(target, draft, turn | {"past_key_values": cache}, settings) < 20
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_the_keys_of_a_users_cache_are_copied_once(layout: str, monkeypatch: pytest.MonkeyPatch):
-    """Into slots; the cache itself is only read until the end."""
-    target, cache = tiny(), DynamicCache()
-    turn = later(target.generate(**prompts(3), **GREEDY, past_key_values=cache), prompts(3)["attention_mask"])
-    expected, speculative = target.generate(**turn, **GREEDY), strategy(near(target, 0.05), layout=layout)
-    monkeypatch.setattr(DynamicCache, "__deepcopy__", lambda *_: 1 / 0, raising=False)
-    output = target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=speculative)
-    assert torch.equal(output, expected)
-
-
 def test_only_the_new_tokens_are_passed():
     """input_ids are the new words alone, and the mask covers everything, as stock allows."""
     target, inputs = tiny(), prompts(3)
@@ -133,22 +121,6 @@ def test_an_empty_cache_of_the_user_is_filled_and_an_exception_leaves_it_alone()
         target.generate(**turn, **GREEDY, past_key_values=cache, custom_generate=strategy(near(target, 0.05)))
     handle.remove()
     assert torch.equal(cache.layers[0].keys, keys)
-
-
-def test_rows_that_end_early_keep_their_keys():
-    """A row's columns behind its end are not valid, in stock's cache either; before it they are stock's own."""
-    target, inputs = tiny(), prompts(4)
-    free = target.generate(**inputs, **GREEDY)
-    settings = GREEDY | {"eos_token_id": int(free[0, 14]), "pad_token_id": 0, "return_dict_in_generate": True}
-    expected = target.generate(**inputs, **settings)
-    for layout in ("ragged", "padded", "packed"):
-        output = target.generate(**inputs, **settings, custom_generate=strategy(near(target, 0.05), layout=layout))
-        for row, text in enumerate(output.sequences):
-            pad, end = int((inputs["attention_mask"][row] == 0).sum()), 11 + (text[11:] != 0).sum()
-            for ours, stock in zip(output.past_key_values.layers, expected.past_key_values.layers, strict=True):
-                torch.testing.assert_close(
-                    ours.keys[row, :, pad : end - 1], stock.keys[row, :, pad : end - 1], rtol=0, atol=1e-5
-                )
 
 
 def other(model_type: str, **sizes) -> PreTrainedModel:

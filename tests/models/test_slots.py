@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tiny import near, prompts, tiny
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, EncoderDecoderCache, MistralConfig
 from transformers.cache_utils import Cache
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
 from hf_specx.models.choose import DECODERS
 from hf_specx.models.decoder import Decoder
-from hf_specx.models.slots import MARGIN, SlotCache, Slots, has_columns, select_rows, self_attention, with_slots
+from hf_specx.models.slots import MARGIN, SlotCache, has_columns, select_rows, self_attention, with_slots
 
 
 def states(rows: list[list[float]], heads: int = 1) -> torch.Tensor:
@@ -27,31 +26,12 @@ def written(cache: Cache, rows: list[list[float]], layer: int = 0) -> list[list[
     return keys[:, 0, :, 0].tolist()
 
 
-def test_a_run_goes_to_the_same_slots_of_all_rows():
-    cache = SlotCache()
-    assert written(cache, [[1, 2, 3], [4, 5, 6]]) == [[1, 2, 3], [4, 5, 6]]
-    cache.slots.aim(None, 3, 5)
-    assert cache.get_seq_length() == 3
-    assert cache.get_mask_sizes(2, 0) == (5, 0)
-    assert written(cache, [[7, 8], [9, 9]]) == [[1, 2, 3, 7, 8], [4, 5, 6, 9, 9]]
-    assert cache.slots.written == 5
-
-
 def test_tokens_go_to_the_slots_of_their_rows_and_nothing_else_changes():
     cache = SlotCache()
     written(cache, [[1, 2, 3, 4], [5, 6, 7, 8]])
     cache.slots.aim(torch.tensor([[4, 5], [2, 3]]), start=4, extent=6)
     assert cache.get_mask_sizes(2, 0) == (6, 0)
     assert written(cache, [[10, 11], [12, 13]]) == [[1, 2, 3, 4, 10, 11], [5, 6, 12, 13, 0, 0]]
-
-
-def test_what_was_taken_back_is_written_over_in_place():
-    cache = SlotCache()
-    written(cache, [[1, 2, 3, 4, 5]])
-    buffer = cache.layers[0].keys.data_ptr()
-    cache.slots.aim(None, 2, 3)
-    assert written(cache, [[7]]) == [[1, 2, 7]]
-    assert cache.layers[0].keys.data_ptr() == buffer
 
 
 @pytest.mark.parametrize("limit", [0, 45, 400])
@@ -64,13 +44,7 @@ def test_growth_keeps_what_was_written_and_is_rare(limit: int):
         if not buffers or buffers[-1] is not cache.layers[0].keys:
             buffers.append(cache.layers[0].keys)
     assert 1 < len(buffers) <= 7
-
-
-def test_buffers_grow_up_to_what_will_be_needed():
-    slots = Slots(limit=100)
-    assert [slots.capacity(end) for end in (5, 50, 80, 100)] == [10, 100, 100, 100]
-    assert slots.capacity(101) == 202
-    assert Slots().capacity(7) == 14
+    assert limit < 400 or buffers[-1].shape[2] == limit  # not doubled beyond what will be needed
 
 
 @pytest.fixture
@@ -80,17 +54,6 @@ def new_memory_is_nan() -> Iterator[None]:
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("new_memory_is_nan")
-def test_slots_that_no_row_has_filled_are_finite():
-    """A hidden slot takes part with weight 0, and 0 * NaN is NaN."""
-    cache = SlotCache()
-    written(cache, [[1], [2]])
-    for step in range(1, 40):
-        cache.slots.aim(torch.tensor([[step], [1]]), start=step, extent=step + 1)
-        for seen in cache.update(states([[3], [4]]), states([[3], [4]]), 0):
-            assert torch.isfinite(seen).all()
 
 
 @pytest.mark.usefixtures("new_memory_is_nan")
@@ -112,72 +75,6 @@ def test_rolled_rows_end_together():
     cache.slots.aim(None, 3, 4)
     for layer in (0, 1):
         assert written(cache, [[20], [21], [22]], layer) == [[1, 2, 3, 20], [6, 7, 8, 21], [0, 0, 9, 22]]
-
-
-def test_rolling_needs_one_buffer_besides_the_cache():
-    cache = SlotCache(limit=40)
-    for layer in (0, 1):
-        written(cache, [[1, 2, 3, 4], [5, 6, 7, 8]], layer)
-    pointers = [set(), set()]
-    for turn in (0, 1):
-        for _ in range(6):
-            cache.roll(torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]]))
-            for layer in cache.layers:
-                pointers[turn] |= {layer.keys.data_ptr(), layer.values.data_ptr()}
-        assert len(pointers[turn]) == 5
-        assert len(cache.slots.spare) == 1
-        if not turn:  # buffers grow, and the one besides them is not kept
-            cache.slots.aim(None, 4, 24)
-            for layer in (0, 1):
-                written(cache, [[0.0] * 20, [0.0] * 20], layer)
-            assert not cache.slots.spare
-
-
-def test_rows_that_leave_take_their_slots_along():
-    cache = SlotCache()
-    written(cache, [[1, 2], [3, 4], [5, 6]])
-    cache.roll(torch.tensor([[0, 1], [0, 1], [0, 1]]))
-    cache.select(torch.tensor([0, 2]))
-    assert not cache.slots.spare
-    cache.slots.aim(None, 2, 3)
-    assert written(cache, [[7], [8]]) == [[1, 2, 7], [5, 6, 8]]
-
-
-class Launches(TorchDispatchMode):
-    """Names of operations that write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names += [] if func.is_view else [func.name()]
-        return func(*args, **kwargs or {})
-
-
-def test_rows_leave_by_one_gather_for_each_tensor():
-    cache = SlotCache()
-    for layer in (0, 1):
-        written(cache, [[float(n)] for n in range(8)], layer)
-    with Launches() as launches:
-        cache.select(torch.tensor([1, 3, 4, 6]))
-    assert launches.names == ["aten::index_select"] * 4
-
-
-def test_slots_that_leave_take_their_tokens_along():
-    cache = SlotCache()
-    written(cache, [[1, 2, 3, 4, 5]])
-    cache.keep(torch.tensor([0, 3, 4]))
-    assert cache.get_seq_length() == 3
-    assert written(cache, [[6, 7]]) == [[1, 4, 5, 6, 7]]
-
-
-def test_the_tokens_of_one_row():
-    cache = SlotCache()
-    written(cache, [[1, 2, 3], [4, 5, 6]])
-    ((keys, values),) = cache.row(1, torch.tensor([-1, 2, 0]))
-    assert keys[0, :, 0].tolist() == [0, 6, 4]
-    assert torch.equal(values, -keys)
 
 
 def test_rows_of_the_hosts_caches_leave_as_well():
@@ -208,27 +105,17 @@ def test_a_cache_of_the_user_is_copied():
     assert past.layers[0].keys[:, 0, :, 0].tolist() == [[1, 2], [3, 4]]
 
 
-def test_an_empty_cache_is_replaced():
-    assert not with_slots(DynamicCache()).layers
-    assert isinstance(with_slots(EncoderDecoderCache(DynamicCache(), DynamicCache())), EncoderDecoderCache)
-
-
 def test_a_cache_that_forgot_tokens_is_refused():
-    past = DynamicCache(config=MistralConfig(sliding_window=4, num_hidden_layers=1))
+    past, empty_layer = DynamicCache(config=MistralConfig(sliding_window=4, num_hidden_layers=1)), DynamicCache()
     written(past, [[1, 2]])
     assert has_columns(past)
     written(past, [[float(n) for n in range(9)]])
-    assert not has_columns(past)
-    with pytest.raises(ValueError, match="without the keys of all its tokens"):
-        with_slots(past)
-
-
-def test_a_cache_with_an_empty_layer_is_refused():
-    past = DynamicCache()
-    written(past, [[1, 2]], 0)
-    past.layers.append(type(past.layers[0])())
-    with pytest.raises(ValueError, match="without the keys of all its tokens"):
-        with_slots(past)
+    written(empty_layer, [[1, 2]])
+    empty_layer.layers.append(type(empty_layer.layers[0])())
+    for cache in (past, empty_layer):
+        assert not has_columns(cache)
+        with pytest.raises(ValueError, match="without the keys of all its tokens"):
+            with_slots(cache)
 
 
 @pytest.mark.filterwarnings("ignore:in this batch all rows advance")
