@@ -13,13 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 from vision import seeing
 
-from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
-from hf_specx.drafting.pace import Pace
-from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.models.ragged import RaggedDecoder
-from hf_specx.models.slots import SlotCache
 from hf_specx.sampling.rules import RejectionRule
 
 
@@ -143,13 +140,6 @@ def test_what_is_left_in_the_cache_is_the_targets(rows: int):
             assert torch.allclose(stored.transpose(1, 2)[real], same.transpose(1, 2)[real], atol=1e-5)
 
 
-def test_rows_end_inside_accepted_runs():
-    for end in range(0, 48, 5):
-        settings = GREEDY | {"eos_token_id": [end, end + 1, end + 2]}
-        expected = run(target(), prompts(4), **settings)
-        assert torch.equal(run(target(), prompts(4), made(), **settings), expected)
-
-
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     inputs = prompts(4)
@@ -176,21 +166,6 @@ def test_prompts_in_the_places_of_rows_that_ended(settings: dict):
         assert one.tokens == plain[0, len(text) :].tolist()
     assert sorted(fed.first) == sorted(fed.last + [1] * (len(fed.first) - len(fed.last)))
     assert len(fed.first) > len(fed.last)
-
-
-def stored(monkeypatch: pytest.MonkeyPatch, draft: Any) -> int:
-    """Numbers in all caches of slots that a call has made."""
-    caches, init = [], SlotCache.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotCache, "__init__", lambda cache, limit=0: caches.append(cache) or init(cache, limit))
-        run(target(), prompts(4), SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES), **GREEDY)
-    return sum(x.numel() for cache in caches for layer in cache.layers for x in (layer.keys, layer.values))
-
-
-def test_no_more_is_stored_than_without_a_draft_model(monkeypatch: pytest.MonkeyPatch):
-    shared = stored(monkeypatch, EarlyExitDraft(EXIT))
-    assert 0 < shared <= stored(monkeypatch, SuffixDraft())
-    assert shared < stored(monkeypatch, EarlyExitDraft(EXIT).first_layers(target()))
 
 
 @cache
@@ -233,29 +208,6 @@ def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RejectionRule, "judge", as_flat)
     assert min(p_values(draw(verification)[0], exact_distribution([], target=enumerable()))) < 1e-8
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_distribution_of_a_mixture(monkeypatch: pytest.MonkeyPatch, verification: str, wrong: bool):
-    """Every other row takes candidates of the text; over all seeds a right distribution fails with probability 1e-4.
-
-    Wrong: all candidates are judged as if drawn from a flat distribution.
-    """
-    monkeypatch.setattr(SeveralDrafts, "_asks_model", lambda drafts, batch, *others: [row % 2 for row in batch.rows])
-    monkeypatch.setattr(Pace, "best", lambda pace, chances, apart=False: max(map(len, chances)))
-    if wrong:
-        judge = RejectionRule.judge
-
-        def as_flat(rule, batch, draft, scores):
-            probs = torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)
-            return judge(rule, batch, draft._replace(probs=probs), scores)
-
-        monkeypatch.setattr(RejectionRule, "judge", as_flat)
-    texts, report = draw(verification, 5, draft=[SuffixDraft(min_match=1), EarlyExitDraft(1)])
-    assert all(report.sources[source]["accepted"] > 100 for source in ("suffix", "early exit"))
-    p_value = min(p_values(texts, exact_distribution([], target=enumerable())))
-    assert p_value < 1e-8 if wrong else p_value > 1e-4 / 2
 
 
 def test_an_encoder_decoder_is_refused():

@@ -148,22 +148,6 @@ def test_what_cannot_exit_early_is_refused_before_any_forward():
         EarlyExitDraft(1, head=3)
 
 
-def test_times_are_those_of_the_first_layers():
-    model = target()
-    strategy = SpeculativeDecoding(EarlyExitDraft(1))
-    with Layers(model) as layers:
-        strategy.calibrate(model, prompts(2)["input_ids"])
-    assert (layers.forwards, layers.steps) == (16, 30)  # the prompt's forward, 15 of the target, 30 of the draft
-
-
-@pytest.mark.usefixtures("draft_pays")
-def test_the_number_is_found_as_for_a_draft_model():
-    strategy = SpeculativeDecoding(EarlyExitDraft(2))
-    model = target()
-    assert torch.equal(run(model, prompts(2), strategy, do_sample=False), run(model, prompts(2), do_sample=False))
-    assert strategy.report.drafted > 0
-
-
 def test_a_head_of_its_own():
     """It is no part of the target; one that says nothing changes nothing, another one changes what is drafted."""
     model, inputs, histories = target(), prompts(4), []

@@ -1,17 +1,15 @@
 """transformers' `assistant_early_exit`, wherever it may stand, and a target that changes between calls."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exit_cases import GREEDY, NEW_TOKENS, Layers, made, run, target
+from exit_cases import GREEDY, NEW_TOKENS, Layers, run, target
 from tiny import prompts
 from transformers import AutoTokenizer, GenerationConfig, pipeline
 
 import hf_specx
-from hf_specx import EarlyExitDraft
 from hf_specx.hub.flatten import PACKAGE
 from hf_specx.hub.publish import write_code
 
@@ -34,36 +32,6 @@ def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: st
     assert layers.forwards < NEW_TOKENS
     assert layers.steps > 0
     assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (100, "assistant_early_exit=100 leaves out no layer of LlamaForCausalLM, which has 3; give 1 to 2"),
-        (0, "assistant_early_exit=0 is not an int of 1 or more"),
-    ],
-)
-def test_the_setting_is_named_where_it_is_wrong(given: int, message: str):
-    model = target()
-    with Layers(model) as layers, pytest.raises(ValueError, match=message):
-        hf_specx.generate(**prompts(1), **GREEDY, assistant_early_exit=given, model=model)
-    assert layers.forwards == layers.steps == 0
-
-
-def test_a_layer_that_is_replaced():
-    """The draft goes by the layers that the target has by then."""
-    model, strategy = copy.deepcopy(target()), made(EarlyExitDraft(2))
-    run(model, prompts(2), strategy)
-    other = target(seed=3).model.layers[0]
-    model.model.layers[0] = other
-    expected = run(model, prompts(2))
-    seen = []
-    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: seen.append(1))
-    with Layers(model) as layers:
-        assert torch.equal(run(model, prompts(2), strategy), expected)
-    handle.remove()
-    assert len(seen) == layers.forwards + layers.steps
-    assert layers.steps > 0
 
 
 @pytest.mark.parametrize("way", ["folder", "pipeline"])

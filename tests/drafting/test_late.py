@@ -16,16 +16,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
 class InTurns(Schedule):
-    """No candidates for some rounds, then some for a few rounds, and so on."""
+    """No candidates for some rounds, then some for a few rounds, and so on; rows may be elsewhere in this."""
 
-    pause, some = 12, 5
+    pause, some, between = 12, 5, 0
 
-    def __init__(self, room: list[int]):
-        super().__init__(4, room)
+    def __init__(self) -> None:
+        super().__init__(4)
         self.rounds = 0
 
     def number(self, row: int) -> int:
-        return 4 if self.rounds % (self.pause + self.some) >= self.pause else 0
+        return 4 if (self.rounds + self.between * row) % (self.pause + self.some) >= self.pause else 0
 
     def observe(self, done) -> None:
         self.rounds += 1
@@ -33,10 +33,7 @@ class InTurns(Schedule):
 
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(number, pace, verification, batch, room, most=None) -> Schedule:
-        return InTurns(list(room))
-
-    monkeypatch.setattr(start, "make_schedule", made)
+    monkeypatch.setattr(start, "make_schedule", lambda *given: InTurns())
 
 
 @pytest.fixture
@@ -56,8 +53,11 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_rows_have_left(layout: str, in_turns, compared: list[bool]):
+@pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])
+def test_after_rows_have_left(
+    monkeypatch: pytest.MonkeyPatch, layout: str, between: int, in_turns, compared: list[bool]
+):
+    monkeypatch.setattr(InTurns, "between", between)
     target = tiny()
     draft = near(target, 0.02)
     settings = {
@@ -75,6 +75,15 @@ def test_after_rows_have_left(layout: str, in_turns, compared: list[bool]):
         assert torch.equal(*texts)
     assert len(compared) > 5
     assert all(compared)
+
+
+def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch, in_turns, compared: list[bool]):
+    """A control: what was rejected is taken for text."""
+    monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
+    target = tiny()
+    strategy = SpeculativeDecoding(near(target, 0.1))
+    target.generate(**prompts(4), do_sample=False, max_new_tokens=40, custom_generate=strategy)
+    assert not all(compared)
 
 
 def queued(kind: str | None) -> tuple:
@@ -131,7 +140,7 @@ def test_a_prompt_that_has_come_and_gone_is_never_read(monkeypatch: pytest.Monke
         def number(self, row: int) -> int:
             return 0 if 2 < self.rounds < 25 else 4
 
-    monkeypatch.setattr(start, "make_schedule", lambda *given: Between(list(given[4])))
+    monkeypatch.setattr(start, "make_schedule", lambda *given: Between())
     target, draft, _, ids = queued(None)
     asked = [Request(one, limit) for one, limit in zip(ids[2::-1], (70, 14, 5), strict=True)]
     strategy = SpeculativeDecoding(draft, verification="coupled")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from tiny import Forwards, near, prompts, tiny
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding, SuffixDraft
-from hf_specx.drafting.pace import Pace
 from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.models.decoder import Decoder
 
@@ -95,16 +93,6 @@ def test_equals_plain_of_other_kinds(model_type: str):
         assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_same_seed_gives_the_same_text(verification: str):
-    target, draft = models()
-    strategies = [mixture(draft, 4, verification=verification) for _ in range(2)]
-    texts = [run(target, few_tokens(4), strategy, **SAMPLED) for strategy in strategies]
-    assert torch.equal(*texts)
-    assert strategies[0].report.history == strategies[1].report.history
-    assert both(strategies[0])
-
-
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     target, draft = models()
@@ -128,21 +116,6 @@ def test_a_row_under_its_seed_is_the_same_after_other_calls(verification: str):
     run(target, few_tokens(4), strategy, **SAMPLED)
     strategy.costs.alpha = {verification: 0.02}
     assert torch.equal(run(target, few_tokens(4), strategy, **SAMPLED, seeds=seeds), first)
-
-
-@pytest.mark.parametrize("number", [4, "auto"])
-@pytest.mark.parametrize("rows", [1, 4])
-def test_where_no_suffix_matches_the_forwards_are_those_of_the_model_alone(rows: int, number: int | str):
-    target, draft = models()
-    seen = []
-    for drafts in (draft, [SuffixDraft(min_match=32), draft]):
-        costs = Costs({rows: KNOWN})
-        strategy = SpeculativeDecoding(drafts, num_draft_tokens=number, costs=costs, verification="block")
-        with Forwards(target) as of_target, Forwards(draft) as of_draft:
-            run(target, few_tokens(rows), strategy, **SAMPLED)
-        seen.append((of_target.lengths, of_draft.lengths, strategy.report.history))
-    assert seen[0] == seen[1]
-    assert set(strategy.report.sources) == {"model"}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -175,20 +148,6 @@ def test_a_round_that_no_row_drafts_by_the_model_runs_no_forward_of_it():
     of_suffix = [n for n, (sources, _) in enumerate(steps) if n and sources == ["suffix"]]
     assert len(of_suffix) > 3
     assert all(steps[n][1] == steps[n - 1][1] for n in of_suffix)
-
-
-@pytest.mark.parametrize(
-    ("steps", "lockstep", "tokens", "seconds"),
-    [
-        (1, False, 2 + 1.5, 1.1 + 0.5),
-        (0, False, 2 + 1.5, 1.1),
-        (1, True, 2 * (1 + 0.5 * 1.0), 1.1 + 0.5),  # as many as both rows keep
-    ],
-)
-def test_tokens_a_second_of_a_round(steps: int, lockstep: bool, tokens: float, seconds: float):
-    drafts, batch = SeveralDrafts([SuffixDraft()]), SimpleNamespace(lockstep=lockstep)
-    drafts.pace = Pace(Costs({2: {"target": {1: 1.0, 9: 1.8}, "draft": 0.5}}))
-    assert drafts._rate(batch, [[0.5], [1.0]], steps) == pytest.approx(tokens / seconds)
 
 
 def rounds_in_turns(drafts: SeveralDrafts, batch, offered: list, hoped: list) -> list[bool]:
