@@ -20,7 +20,7 @@ def pair() -> DraftTargetPair:
 
 
 def test_embedded_is_small_and_speaks_python(pair: DraftTargetPair):
-    folder = Path(sys.modules["hf_specx"].__file__).parent / "embedded"
+    folder = Path(sys.modules["hf_specx"].__file__).parent / "hub" / "embedded"
     assert sum(f.stat().st_size for f in folder.rglob("*.safetensors")) <= 34 * 2**20
     assert pair.target.dtype == pair.draft.dtype == torch.float32
     assert len(pair.prompts) >= 8
