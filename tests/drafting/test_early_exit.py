@@ -3,11 +3,14 @@
 from functools import cache
 from typing import Any
 
+import exit_cases
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
 from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
+from exit_cases import Fed, run
+from exit_cases import target as fresh
 from tiny import prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
@@ -24,52 +27,16 @@ LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
 GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
-MAX_NEW_TOKENS, LAYERS, EXIT, CANDIDATES = 30, 3, 2, 3
+EXIT, CANDIDATES, LONGEST = 2, 3, exit_cases.NEW_TOKENS
 NUM_TESTS = 2 * 2 * 2
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
-@cache
-def target(model_type: str = "llama") -> PreTrainedModel:
-    """Its last layer changes about every third token."""
-    depth = {"num_hidden_layers": LAYERS} | ({"n_layer": LAYERS} if model_type == "gpt2" else {})
-    model = tiny(model_type, initializer_range=0.2, **depth)
-    for parameter in find_layers(model)[1][-1].parameters():
-        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
-    return model
+target = cache(fresh)
 
 
 def made(exit_layer: int = EXIT, **options: Any) -> SpeculativeDecoding:
     return SpeculativeDecoding(EarlyExitDraft(exit_layer), **{"num_draft_tokens": CANDIDATES} | options)
-
-
-def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
-    torch.manual_seed(4)
-    return model.generate(
-        **inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0} | settings, custom_generate=strategy
-    )
-
-
-class Fed:
-    """Tokens of each row in every forward of the first and of the last layer."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.first: list[int] = []
-        self.last: list[int] = []
-        layers = find_layers(model)[1]
-        ends = (layers[0], self.first), (layers[-1], self.last)
-        self.handles = [layer.register_forward_pre_hook(self._note(seen), with_kwargs=True) for layer, seen in ends]
-
-    @staticmethod
-    def _note(seen: list[int]):
-        return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        for handle in self.handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
@@ -81,7 +48,7 @@ def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, sett
     report = strategy.report
     assert report.layout == "ragged"
     assert 0.3 < report.acceptance_rate < 1
-    assert len(fed.last) < MAX_NEW_TOKENS
+    assert len(fed.last) < LONGEST
     assert fed.first[0] == fed.last[0] == inputs["input_ids"].shape[1]  # the prompt, in the target's own forward
     steps = [1] * (len(fed.first) - len(fed.last))
     assert steps
@@ -96,7 +63,7 @@ def test_other_layouts_have_a_cache_of_their_own(model_type: str, layout: str, s
     with Fed(model) as fed:
         output = run(model, inputs, strategy, **settings)
     assert torch.equal(output, run(model, inputs, **settings))
-    assert len(fed.last) < MAX_NEW_TOKENS
+    assert len(fed.last) < LONGEST
     assert fed.first[0] == fed.first[1] > 1 + CANDIDATES  # by the target, and by its first layers
 
 
@@ -147,7 +114,7 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     def texts(rows: list[int]) -> torch.Tensor:
         given = {name: value[rows] for name, value in inputs.items()}
         seeds = [7 + row for row in rows]
-        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -MAX_NEW_TOKENS:]
+        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -LONGEST:]
 
     assert torch.equal(texts([0, 1, 2, 3]), torch.cat([texts([row]) for row in range(4)]))
 

@@ -36,23 +36,6 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "make_schedule", lambda *given: InTurns())
 
 
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the logits of each step of a draft are those of a forward of the whole text, without a cache."""
-    found, step = [], Decoder.step
-
-    def noted(decoder, batch, ahead, skipped=0):
-        logits = step(decoder, batch, ahead, skipped)
-        if ahead == 0 and any(batch.counts):
-            for index, row in enumerate(batch.rows):
-                fresh = decoder.model(input_ids=batch.row(row)[None]).logits[0, -1]
-                found.append(torch.allclose(fresh, logits[index, -1], atol=1e-3))
-        return logits
-
-    monkeypatch.setattr(Decoder, "step", noted)
-    return found
-
-
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])
 def test_after_rows_have_left(
     monkeypatch: pytest.MonkeyPatch, layout: str, between: int, in_turns, compared: list[bool]
@@ -131,25 +114,3 @@ def test_a_draft_that_does_not_pay_reads_nothing(rows: int):
         output = target.generate(**prompts(rows), **settings, custom_generate=strategy)
     assert torch.equal(output, target.generate(**prompts(rows), **settings))
     assert not forwards.lengths
-
-
-def test_a_prompt_that_has_come_and_gone_is_never_read(monkeypatch: pytest.MonkeyPatch, compared: list[bool]):
-    """Its row has left by the time that candidates are wanted of the others."""
-
-    class Between(InTurns):
-        def number(self, row: int) -> int:
-            return 0 if 2 < self.rounds < 25 else 4
-
-    monkeypatch.setattr(start, "make_schedule", lambda *given: Between())
-    target, draft, _, ids = queued(None)
-    asked = [Request(one, limit) for one, limit in zip(ids[2::-1], (70, 14, 5), strict=True)]
-    strategy = SpeculativeDecoding(draft, verification="coupled")
-    done = list(strategy.generate_many(target, asked, batch_size=2, ordered=True, do_sample=False))
-    for request, one in zip(asked, done, strict=True):
-        given = {"input_ids": request.input_ids[None], "attention_mask": torch.ones_like(request.input_ids[None])}
-        plain = target.generate(**given, max_new_tokens=request.max_new_tokens, do_sample=False)
-        assert one.tokens == plain[0, len(request.input_ids) :].tolist()
-    drafted = [record.drafted > 0 for record in strategy.report.history[0]]
-    assert drafted[-4:] == [True] * 4
-    assert not all(drafted[1:])
-    assert all(compared)

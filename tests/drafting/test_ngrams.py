@@ -63,16 +63,6 @@ def test_texts_that_leave_are_not_found(lists: list, data):
         assert grams.find(array("i", text), DEPTH, 2) == anew.find(array("i", text), DEPTH, 2)
 
 
-def test_a_text_that_leaves_in_between_hides_nothing_that_comes_later():
-    grams = NGrams(2)
-    for number, last in enumerate((7, 8, 9)):
-        grams.extend(number, [1, 2, last])
-    grams.remove(2)
-    assert grams.find(array("i", [1, 2]), DEPTH, 1) == (2, [[8], [7]])
-    grams.extend(3, [1, 2, 6])
-    assert grams.find(array("i", [1, 2]), DEPTH, 1)[1][0] == [6]
-
-
 def test_a_text_that_runs_into_its_own_end_goes_round():
     grams = grown([[1, 2, 3] * 5], 2)
     assert grams.find(grams.texts[0], DEPTH, 7)[1][0] == [1, 2, 3, 1, 2, 3, 1]

@@ -114,16 +114,6 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
             pool.meet(vocab_size, other)
 
 
-class Words:
-    """All that a strategy asks of a tokenizer."""
-
-    def __init__(self, *words: str):
-        self.words = list(words)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {word: index for index, word in enumerate(self.words)}
-
-
 @pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "many", None])
 def test_bounds_that_are_no_numbers_are_refused(wrong):
     with pytest.raises(ValueError, match="max_tokens=.* is not an int of 1 or more"):
