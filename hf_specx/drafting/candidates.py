@@ -16,6 +16,7 @@ from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
+from .costs import Pace
 from .drafter import Drafter, Reading, no_candidates
 from .forced import Growth
 from .several import SeveralDrafts
@@ -67,11 +68,13 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.batch: Batch | None = None  # of `get_candidates`
         self.has_read, self.waiting = False, set[int]()  # rows whose prompts came later, and were not read yet
         self.threshold, self.forces, self.apart = 0.0, False, False
+        self.pace: Pace | None = None
 
     def read(self, reading: Reading) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
         self.threshold, self.forces, self.apart = reading.threshold, reading.forces, reading.apart
+        self.pace = None if self.apart else reading.pace
         self.decoder = self._decoder(reading)
 
     def _decoder(self, reading: Reading) -> Any:
@@ -100,7 +103,7 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         then depends only on those before it, so every verification stays exact. Forced tokens take no step.
         """
         limits, kept, steps = list(lengths), [0] * len(lengths), 0
-        growth = Growth(self.processors, batch) if self.forces and self.processors.mask_size else None
+        growth = Growth(self.processors, batch, self.pace) if self.forces and self.processors.mask_size else None
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round

@@ -236,6 +236,12 @@ class Pace:
         known, rows = self._known(rows)
         return known.draft(rows) * known.target(rows, tokens) / known.target(rows, 1)
 
+    def position(self, rows: int) -> float:
+        """What one more position of the target's forward costs, in plain steps."""
+        known, rows = self._known(rows)
+        plain = known.target(rows, 1)
+        return (known.target(rows, 9) - plain) / 8 / plain
+
     def has_seen_plain(self, rows: int) -> bool:
         """Whether it is known how long plain steps take, of about so many rows."""
         known, _ = self._known(rows)

@@ -14,6 +14,7 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rewindable import choices
 
+from .costs import Pace
 from .drafter import Drafter, Reading
 from .forward_times import ForwardSize
 
@@ -28,8 +29,9 @@ class Growth:
     elsewhere. `lengths` [R] counts the candidates so far, and `flags` [R] say which of them are forced.
     """
 
-    def __init__(self, processors: Processors, batch: Batch):
+    def __init__(self, processors: Processors, batch: Batch, pace: Pace | None):
         self.processors, self.batch = processors, batch
+        self.price = 0.0 if pace is None else pace.position(len(batch.rows))  # of a position, in tokens of plain steps
         self.lengths, self.flags = [0] * len(batch.rows), [list[bool]() for _ in batch.rows]
         self.tokens: list[int | None] = []
         self.room = [min(batch.room(row) - 1, processors.max_rollback) for row in batch.rows]
@@ -53,9 +55,13 @@ class Growth:
             ends = found is not None and asked[index] and counts[index] < 2  # or its next token is forced
             allowed = given is None or mask is None or bool(mask[given[index]])
             draws.append(going[index] and not ends and wanted[index] and allowed)
-            if draws[index] or self.tokens[index] is not None:
+        forced = [token is not None for token in self.tokens]
+        if not any(draws) and sum(forced) < self.price * len(forced):
+            self.tokens = [None] * len(forced)  # too few rows for a longer forward of all
+        for index, (draw, token) in enumerate(zip(draws, self.tokens, strict=True)):
+            if draw or token is not None:
                 self.lengths[index] += 1
-                self.flags[index].append(not draws[index])
+                self.flags[index].append(not draw)
         return draws
 
     @property
@@ -106,6 +112,7 @@ class ForcedDrafter(Drafter):
 
     def read(self, reading: Reading) -> None:
         self.processors = reading.processors
+        self.pace = None if reading.apart else reading.pace
         self.inner.read(reading)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -114,7 +121,7 @@ class ForcedDrafter(Drafter):
         if not self.processors.mask_size:
             return draft
         given, limits = draft.tokens.tolist(), list(draft.lengths)
-        growth, columns = Growth(self.processors, batch), list[list[int]]()
+        growth, columns = Growth(self.processors, batch, self.pace), list[list[int]]()
         while True:
             at = len(columns)
             wanted = [at < limit for limit in limits]

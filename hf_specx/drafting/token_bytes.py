@@ -13,7 +13,7 @@ from hf_specx.common.errors import require
 
 
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
-KNOWN = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}  # decoders
+TELLING = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}  # decoders
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces were; before these there is mostly none
 PIECE_BYTES, PIECES = 32, 65_536  # how long a piece of text is that is kept with its tokens, and how many are
@@ -27,7 +27,7 @@ def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
     assert backend is not None
     kinds = {part["type"] for part in _parts(backend.decoder)}
     require(
-        bool(kinds & KNOWN),
+        bool(kinds & TELLING),
         f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is "
         f"{', '.join(sorted(kinds)) or 'None'}), so it is not known what its tokens stand for; choose a draft with "
         "the target's own tokenizer.",

@@ -155,6 +155,7 @@ def draw(
     return texts[:, PROMPT.shape[1] :][:, :DEPTH], strategy.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_distribution_is_that_of_the_target(verification: str):
     """By chi-square; over all choices of seeds a right distribution fails with probability 1e-4."""
@@ -165,6 +166,7 @@ def test_the_distribution_is_that_of_the_target(verification: str):
     assert min(p_values(draw(verification, temperature=0.6, top_k=3)[0], warped)) > 1e-4 / NUM_TESTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPatch, verification: str):
     """Wrong: candidates are judged as if drawn from a flat distribution."""
