@@ -101,7 +101,10 @@ class TokenBytes:
             return self._longest(text) or self._ids(text.decode(errors="ignore")) or [self.filler]
         begun = not opens and self.opens_with_space and written.startswith(" ")
         ids = self._ids(written[1:] if begun else written)
-        exact = opens or self.joined(ids) == text
+        content = self.joined(ids)
+        if not opens and content == b" " + text and (first := self._longest(self.contents[ids[0]][1:])):
+            return [*first, *ids[1:]]  # all but the space that it has put before
+        exact = opens or content == text
         return (ids if exact else self._longest(text) or ids) or [self.filler]
 
     def _ids(self, text: str) -> list[int]:
