@@ -14,8 +14,7 @@ import pytest
 import torch
 import transformers
 
-from hf_specx.drafting.measuring import Measuring
-from hf_specx.drafting.pace import Pace
+from hf_specx.drafting import costs
 from hf_specx.engine import start
 from hf_specx.models import compiled, regions
 
@@ -39,10 +38,10 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     def paying(*seen: object) -> dict:
         return {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
 
-    monkeypatch.setattr(Measuring, "row", paying)
+    monkeypatch.setattr(costs, "timed", paying)
     monkeypatch.setattr(start, "assumed_times", paying)
-    monkeypatch.setattr(Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
-    monkeypatch.setattr(Pace, "has_seen_plain", lambda pace, rows: True)
+    monkeypatch.setattr(costs.Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
+    monkeypatch.setattr(costs.Pace, "has_seen_plain", lambda pace, rows: True)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
 """Drafters: one that samples from a draft model, and one for any `CandidateGenerator` of transformers."""
 
-import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -14,12 +12,13 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Draft, Round
 from hf_specx.models.choose import layouts_of, make_decoder
-from hf_specx.models.prompts import Prompt, prepare
+from hf_specx.models.prompts import prepare
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import GreedyRule, Rule
 
-from .drafter import Drafter, Fed, Reading, no_candidates
-from .forced import Growth, stands_apart
+from .costs import Pace
+from .drafter import Drafter, Reading, no_candidates
+from .forced import Growth
 from .several import SeveralDrafts
 
 
@@ -33,8 +32,9 @@ def make_drafter(draft: "AnyDraft | Sequence[AnyDraft]", target: PreTrainedModel
         return parts[0] if len(parts) == 1 else SeveralDrafts(parts)
     if isinstance(draft, PreTrainedModel):
         return SampledCandidateGenerator(draft)
-    proposes = hasattr(draft, "propose")
-    return cast(Drafter, draft).of(target) if proposes else GeneratorDrafter(cast(CandidateGenerator, draft))
+    if hasattr(draft, "propose"):
+        return cast(Drafter, draft).of(target)
+    return GeneratorDrafter(cast(CandidateGenerator, draft))
 
 
 class SampledCandidateGenerator(CandidateGenerator, Drafter):
@@ -65,107 +65,90 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         self.model: PreTrainedModel = draft_model
         self.processors, self.rule = processors or Processors([]), rule or GreedyRule()
         self.vocab_size, self.num_draft_tokens = vocab_size, num_draft_tokens
-        self.decoder: Fed | None = None
-        self.reading: Reading | None = None
-        self.batch: Batch | None = None
+        self.batch: Batch | None = None  # of `get_candidates`
         self.has_read, self.waiting = False, set[int]()  # rows whose prompts came later, and were not read yet
-        self.threshold, self.forces, self.apart, self.weighs = 0.0, False, False, False
+        self.threshold, self.forces, self.apart = 0.0, False, False
+        self.pace: Pace | None = None
 
     def read(self, reading: Reading) -> None:
         """Take up the prompts of all rows; they are read when candidates are wanted first, if ever."""
         self.processors, self.rule, self.vocab_size = reading.processors, reading.rule, reading.vocab_size
-        self.threshold, self.forces, self.reading = reading.threshold, reading.forces, reading
-        self.apart = stands_apart(self.rule)
-        self.weighs = reading.number is None
+        self.threshold, self.forces, self.apart = reading.threshold, reading.forces, reading.apart
+        self.pace = None if self.apart else reading.pace
         self.decoder = self._decoder(reading)
 
-    def _ready(self, batch: Batch) -> Fed:
-        """The decoder, once it has read the prompts of all decoding rows."""
-        reading, decoder = self.reading, self.decoder
-        assert decoder is not None
-        if reading is not None and (self.waiting or not self.has_read):
-            opened = _as_it_began(batch)
-            coming = [row for row in batch.rows if row in self.waiting]
-            if self.has_read and coming:
-                decoder.admit(batch.until(opened.counts), coming)
-            elif not self.has_read:
-                if self.waiting:
-                    prompt = self._later(opened, reading.prompt)
-                    decoder = self.decoder = self._decoder(replace(reading, batch=opened, prompt=prompt))
-                decoder.read()
-                decoder.opening = decoder.opening and not self.waiting
-                if len(batch.rows) < len(batch.counts):
-                    decoder.leave(opened.rows, batch.index)
-            self.has_read = True
-            self.waiting.clear()
-        return decoder
-
-    def _later(self, opened: Batch, given: Prompt | None) -> Prompt | None:
-        """As the prompt that was given, where some rows have come in the places of others."""
-        if given is None:
-            return None
-        ids = opened.prefix(0)
-        mask = torch.arange(opened.width, device=ids.device) >= opened.starts[:, None]
-        prompt = prepare(self.model, given.max_new_tokens, {"input_ids": ids, "attention_mask": mask.long()})
-        prompt.limits = given.limits
-        return prompt
-
-    def _decoder(self, reading: Reading) -> Fed:
+    def _decoder(self, reading: Reading) -> Any:
         assert reading.prompt is not None
         return make_decoder(reading.layout, reading.prompt, vocabulary(self.model), reading.compiled)
+
+    def _ready(self, batch: Batch) -> Any:
+        """The decoder, once it has read the prompts of all decoding rows."""
+        decoder = self.decoder
+        if not self.has_read:
+            decoder.read()
+            if len(batch.rows) < len(batch.counts):
+                decoder.leave(list(range(len(batch.counts))), batch.index)
+            self.has_read = True
+        if self.waiting:
+            coming = [row for row in batch.rows if row in self.waiting]
+            if coming:
+                decoder.admit(batch.until([0] * len(batch.counts)), coming)
+            self.waiting.clear()
+        return decoder
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
         """Draft for every decoding row, writing the candidates after the rows' ends.
 
         A row whose candidate falls below the threshold keeps it, and drafts no further: whether a candidate is judged
-        then depends only on those before it, so every verification stays exact. With masks, greedily and under "auto",
-        a round also ends where the draft is too unsure to be worth a step: see `Growth`.
+        then depends only on those before it, so every verification stays exact. Forced tokens take no step.
         """
-        pace = None if self.reading is None or self.apart else self.reading.pace
-        growth = Growth(self.processors, batch, lengths, self.forces, self.apart, pace)
+        limits, kept, steps = list(lengths), [0] * len(lengths), 0
+        growth = Growth(self.processors, batch, self.pace) if self.forces and self.processors.mask_size else None
         tokens: list[torch.Tensor] = []
         probs: list[torch.Tensor] = []
         fed = -1  # the candidates before the last forward of this round
-        while growth.next():
+        while True:
             ahead = len(tokens)
-            if any(growth.draws):
+            draws = [(ahead if self.apart else steps) < limit for limit in limits]
+            draws = draws if growth is None else growth.next(ahead, draws)
+            if any(draws):
                 logits = self._sized(self._ready(batch).step(batch, ahead, ahead - fed - 1))
                 scores, fed = self.processors(batch, None, logits, ahead)[:, 0], ahead
-            else:
+            elif growth is not None and growth.forces:
                 scores = torch.zeros(len(lengths), self.vocab_size or 0, device=batch.ids.device)
-            scores = growth.only(scores)
-            drawn = [ahead + draws for draws in growth.draws]
-            token, drawn_from = self.rule.choose(batch, scores, ahead, drawn)
+            else:
+                break
+            if growth is not None:
+                scores = growth.only(scores)
+            token, drawn_from = self.rule.choose(batch, scores, ahead, [ahead + draw for draw in draws])
             batch.put(token[:, None], ahead)
             tokens.append(token)
             probs += [] if drawn_from is None else [drawn_from[:, None]]
-            weighs = self.weighs and growth.masked and drawn_from is None
-            if weighs or self.threshold:
+            steps += any(draws)
+            kept = [number + draw for number, draw in zip(kept, draws, strict=True)]
+            if self.threshold:
                 # NaN where the processors leave nothing that the draft has
                 chances = scores.softmax(-1).gather(-1, token[:, None])[:, 0].nan_to_num(0).tolist()
-            if weighs:
-                growth.weigh(chances)
-            if self.threshold:
-                pairs = zip(chances, growth.limits, strict=True)
-                growth.limits = [0 if chance < self.threshold else most for chance, most in pairs]
+                pairs = zip(chances, limits, strict=True)
+                limits = [0 if chance < self.threshold else most for chance, most in pairs]
         if not tokens:
             return no_candidates(batch)
         both = torch.cat(probs, 1) if probs else None
-        source = self.source if growth.steps else "forced"
+        if growth is None:
+            return Draft(torch.stack(tokens, 1), kept, both, self.source)
+        source = self.source if steps else "forced"
         return Draft(torch.stack(tokens, 1), growth.lengths, both, source, growth.forced)
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
         """Take up new prompts. Where they are wider than all before, they are read at once: columns have moved."""
-        assert self.decoder is not None
         self.waiting.update(rows)
         if self.has_read and batch.width > self.decoder.width:
             self._ready(batch)
 
     def observe(self, done: Round) -> None:
-        """Note how much of the cache is the text by now, and drop rows that have left.
+        """Note how much of the cache is the text by now; the next step rolls back the rest, and feeds what is missing.
 
-        What was rejected is rolled back at the next step, which feeds what is missing. A row whose candidates came
-        from elsewhere was fed others than were judged.
+        A row whose candidates came from elsewhere was fed others than were judged.
         """
         if self.decoder is None or not self.has_read:
             return
@@ -185,14 +168,10 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
     def get_candidates(  # type: ignore[override]
         self, input_ids: torch.LongTensor, **kwargs: Any
     ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """The candidates of one row without pads, as transformers asks for them.
-
-        Args:
-            input_ids: [1, L], the text so far.
+        """The candidates of one row [1, L] without pads, as transformers asks for them.
 
         Returns:
-            [1, L + K] ids, and [1, K, V] log-probabilities of the distribution that the candidates were drawn from
-            (None if greedy).
+            [1, L + K] ids, and [1, K, V] log-probabilities of what the candidates were drawn from (None if greedy).
         """
         if self.batch is None:
             self.batch = Batch(input_ids, None, pad_token_id=0)
@@ -200,7 +179,6 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
             given = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
             layout = layouts_of(self.model, drafts=True)[0]
             self.decoder = make_decoder(layout, prepare(self.model, sys.maxsize, given), vocabulary(self.model))
-            self.decoder.read()
         self.batch.extend(input_ids)
         draft = self.propose(self.batch, [self.num_draft_tokens])
         logits = None if draft.probs is None else draft.probs.log()
@@ -210,36 +188,20 @@ class SampledCandidateGenerator(CandidateGenerator, Drafter):
         """Nothing to do: the text of the next `get_candidates` tells what was kept."""
 
 
-def _as_it_began(batch: Batch) -> Batch:
-    """All rows with their prompts alone, to be read only."""
-    opened = copy.copy(batch)
-    opened.counts = [0] * len(batch.counts)
-    opened.revive()
-    return opened
-
-
 class GeneratorDrafter(Drafter):
     """Any `CandidateGenerator`: it is asked for each row, without pads, and told what was kept of each.
 
-    Its candidates are taken as given, not as draws from a distribution.
-
-    Args:
-        generator: as in transformers; the logits that it returns are not used.
+    Its candidates are taken as given, not as draws from a distribution; the logits that it returns are not used.
     """
 
     def __init__(self, generator: CandidateGenerator):
         self.generator = generator
 
     def read(self, reading: Reading) -> None:
-        """Take the size of the target's vocabulary."""
         self.vocab_size, self.asked = reading.vocab_size, [0] * len(reading.batch.rows)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """What the generator proposes for each row, cut to the row's length.
-
-        Raises:
-            ValueError: if an id is not in the target's vocabulary.
-        """
+        """What the generator proposes for each row, cut to its length; raises ValueError for ids that are none."""
         found, self.asked = [], lengths
         for row, length in zip(batch.rows, lengths, strict=True):
             text = batch.row(row)[None]

@@ -1,20 +1,24 @@
-"""How long forwards and rounds take, and how much was accepted: what a strategy keeps from call to call."""
+"""How long rounds take, and how much was accepted: what a strategy keeps, and how one call reads it."""
 
+import itertools
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .draft_length import MAX_DRAFT_TOKENS, PRIOR_ALPHA, PRIOR_WEIGHT, expected_tokens
-from .measuring import Measuring, on_grid, on_line
+from .forward_times import on_grid, timed
 
 
 MEMORY = 100  # how many candidates the acceptance of earlier calls is worth when another call is added
-SHARE = 0.05  # of the time of rounds with candidates that may go into timing forwards
+PAYS_FOR_TIMING = 400  # rounds with candidates; timing the forwards of a batch size takes about as long as 20 of them
 RECENT = 15  # at most so many last rounds of a size count; their median is used
 ENOUGH = 4  # rounds of a size to be seen before they are used
 FORGIVEN = 1 / 16  # of what rounds with candidates took too long, in a call that had none
+ASSUMED = 0.2  # what a candidate, or a step of a draft, adds to a round, as a part of it, where no times may be used
+ALIKE = 2  # batch sizes up to so many times as large are alike
 
 
 class Costs:
@@ -24,14 +28,14 @@ class Costs:
 
     Attributes:
         table: seconds of bare forwards, by batch size: {"target": {query length: seconds}, "draft": seconds}.
-        assumed: batch sizes whose row is told by the models' sizes (see `prior`), and not measured yet.
-        allowance: seconds that measuring may take next: `SHARE` of those of rounds with candidates, less those taken.
+        assumed: batch sizes whose row is told by the models' sizes, and not timed yet.
+        unspent: rounds with candidates in the calls so far; every `PAYS_FOR_TIMING` of them pay for one row.
         alpha: by verification, the chance in the calls so far that a candidate is kept whose predecessors were: the
             `survival_rate` of reports.
         rounds: seconds of whole rounds in the calls so far, by batch size and number of candidates.
         saved: plain steps' worth of time that later calls may spend to try a draft that does not pay.
         clock: gives seconds; time is read nowhere else.
-        measured: rows of earlier tables, by batch size; `prepare` takes one over instead of measuring it again.
+        measured: rows of earlier tables, by batch size; `prepare` takes one over instead of timing it again.
     """
 
     def __init__(
@@ -48,11 +52,10 @@ class Costs:
         self.clock = clock
         self.measured = {} if measured is None else measured
         self.assumed: set[int] = set()
-        self.allowance, self.saved = 0.0, 0.0
-        self._begun: dict[int, Measuring] = {}
+        self.unspent, self.saved = 0, 0.0
 
     def __repr__(self) -> str:
-        """Batch sizes that were measured, and acceptance so far."""
+        """Batch sizes that were timed, and acceptance so far."""
         alpha = ", ".join(f"{verification}: {value:.3f}" for verification, value in self.alpha.items())
         return f"Costs(batch sizes {sorted(self.table.keys() - self.assumed)}, acceptance {{{alpha}}})"
 
@@ -67,32 +70,25 @@ class Costs:
         made.assumed, made.saved = set(self.assumed), self.saved
         return made
 
-    def allow(self, seconds: float, rounds: int, plain_steps: int) -> None:
-        """A call is over: measuring pays where rounds have candidates, so plain steps add nothing to the allowance."""
-        self.allowance += SHARE * seconds * rounds / max(1, rounds + plain_steps)
-
-    def remember(self, verification: str, alpha: float, judged: float) -> None:
-        """Add the acceptance of a call.
+    def remember(self, verification: str, alpha: float, judged: float, rounds: int = 0) -> None:
+        """Add the acceptance of a call, and how many of its `rounds` had candidates.
 
         Args:
             verification: of the call.
-            alpha: the chance that a candidate was kept whose predecessors were.
-            judged: the weight of that, in candidates.
+            alpha: the chance that a candidate was kept whose predecessors were; `judged` candidates have shown it.
+            rounds: with candidates.
         """
-        if not judged:
-            return
-        old = self.alpha.get(verification, PRIOR_ALPHA)
-        weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
-        self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
+        self.unspent += rounds
+        if judged:
+            old = self.alpha.get(verification, PRIOR_ALPHA)
+            weight = MEMORY if verification in self.alpha else PRIOR_WEIGHT
+            self.alpha[verification] = old + (alpha - old) * judged / (judged + weight)
 
     def remember_rounds(self, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-        """Add how long the rounds of a call took.
+        """Add how long the rounds of a call took: seconds, by batch size and number of candidates.
 
         Times of numbers of candidates that it did not use are dropped if it used others. If it had no candidates at
         all, what their rounds took too long is forgiven little by little: it may have been by chance.
-
-        Args:
-            seen: seconds of rounds by batch size and number of candidates.
         """
         found: dict[int, dict[int, float]] = {}
         for (batch, drafted), seconds in seen.items():
@@ -109,17 +105,13 @@ class Costs:
                 kept = {n: seconds * min(1, expected[n] / seconds) ** FORGIVEN for n, seconds in known.items()}
             self.rounds[batch] = {number: on_grid(seconds) for number, seconds in (kept | mean).items()}
 
-    def ratios(self, batch: int) -> dict[int, float]:
-        """What rounds were seen to take compared with their forwards, by the number of candidates."""
-        return {number: seconds / self.forwards(batch, number) for number, seconds in self.rounds[batch].items()}
-
     def target(self, batch: int, query_length: float) -> float:
         """T_t(B, q) in seconds, on a line between measured query lengths.
 
         For other batch sizes it is that of a forward of the nearest one with equally many tokens in all.
         """
         nearest = self._nearest(batch)
-        return on_line(sorted(self.table[nearest]["target"].items()), query_length * batch / nearest)
+        return _on_line(sorted(self.table[nearest]["target"].items()), query_length * batch / nearest)
 
     def draft(self, batch: int) -> float:
         """T_d(B, 1) in seconds; for other batch sizes than the measured ones it grows as the target's."""
@@ -142,9 +134,9 @@ class Costs:
         return tokens_per_round * self.target(batch, 1) / self.forwards(batch, num_draft_tokens)
 
     def best_num_draft_tokens(self, batch: int, verification: str) -> int:
-        """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`; every one is tried.
+        """The γ from 1 to `MAX_DRAFT_TOKENS` with the largest `forward_limited_speedup`, for a whole call.
 
-        For a caller that wants one number for a whole call; "auto" chooses anew for each round.
+        "auto" chooses anew for each round.
         """
         alpha = self.alpha.get(verification, PRIOR_ALPHA)
         return max(
@@ -159,14 +151,9 @@ class Costs:
         draft: Callable[[int], object],
         prior: dict[str, Any] | None = None,
     ) -> None:
-        """Have a row for this batch size before a call goes by it.
+        """Have a row for this batch size before a call goes by it: timed once earlier calls pay for that.
 
-        Without a measured one it is `prior`, and the `allowance` goes into timing forwards, so that after some calls
-        there is one.
-
-        Args:
-            batch, target, draft: as for `measure`.
-            prior: times that are assumed; without them all is measured at once.
+        Until then it is `prior`; without one it is timed at once. The others are as for `measure`.
         """
         if self.knows(batch):
             return
@@ -174,41 +161,23 @@ class Costs:
             self._keep(batch, self.measured[batch])
         elif prior is None:
             self.measure(batch, target, draft)
-        else:
-            measuring = self._begun.setdefault(batch, Measuring())
-            while self.allowance > 0 and not measuring.done:
-                self.allowance -= measuring.step(self._seconds, target, draft)
-            if measuring.done:
-                self._keep(batch, measuring.row())
-                self._begun.pop(batch, None)  # another thread may have been faster
-            elif batch not in self.table:
-                self.table[batch] = prior
-                self.assumed.add(batch)
+        elif self.unspent >= PAYS_FOR_TIMING:
+            self.unspent -= PAYS_FOR_TIMING
+            self.measure(batch, target, draft)
+        elif batch not in self.table:
+            self.table[batch] = prior
+            self.assumed.add(batch)
+
+    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
+        """Fill in the row of batch size B by 15 target forwards and 30 draft steps.
+
+        `target` and `draft` run one forward of so many tokens of each row, and wait for it.
+        """
+        self._keep(batch, timed(self.clock, target, draft))
 
     def _keep(self, batch: int, row: dict[str, Any]) -> None:
         self.table[batch] = self.measured[batch] = row
         self.assumed.discard(batch)
-
-    def measure(self, batch: int, target: Callable[[int], object], draft: Callable[[int], object]) -> None:
-        """Fill in the row of a batch size: medians over a few rounds in which the models take turns.
-
-        They do in a call as well, and on a processor with a small cache each pushes the other's weights out of it. It
-        takes 15 target forwards and 30 draft steps.
-
-        Args:
-            batch: B.
-            target: runs one target forward of so many tokens of each row, and waits for it.
-            draft: the same for the draft.
-        """
-        measuring = Measuring()
-        while not measuring.done:
-            measuring.step(self._seconds, target, draft)
-        self._keep(batch, measuring.row())
-
-    def _seconds(self, forward: Callable[[int], object], query_length: int) -> float:
-        started = self.clock()
-        forward(query_length)
-        return self.clock() - started
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values with strings as keys, as JSON has them."""
@@ -223,12 +192,107 @@ class Costs:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Costs":
         """The inverse of `to_dict`, with a clock of its own."""
+
+        def numbered(times: dict[str, Any]) -> dict[int, float]:
+            return {int(number): float(seconds) for number, seconds in times.items()}
+
         table = {
-            int(batch): {"target": {int(q): float(t) for q, t in row["target"].items()}, "draft": float(row["draft"])}
+            int(batch): {"target": numbered(row["target"]), "draft": float(row["draft"])}
             for batch, row in values["table"].items()
         }
-        rounds = {
-            int(batch): {int(number): float(t) for number, t in row.items()}
-            for batch, row in values.get("rounds", {}).items()
-        }
+        rounds = {int(batch): numbered(times) for batch, times in values.get("rounds", {}).items()}
         return cls(table, dict(values["alpha"]), rounds)
+
+
+NOT_TIMED = Costs({1: {"target": {1: 1.0, 2: 1 + ASSUMED}, "draft": ASSUMED}})
+
+
+class Pace:
+    """Seconds of the rounds of one call: what forwards cost, times what rounds were seen to take beside these.
+
+    Args:
+        costs: of the strategy, as they are when they are first asked for. None, or without any times, takes `ASSUMED`.
+        online: whether times of this call are used at once. If not, since they would change sampled text, they are
+            kept for later calls.
+    """
+
+    def __init__(self, costs: Costs | None, online: bool = False):
+        self.costs, self.online = costs, online
+        self.known: Costs | None = None
+        self.seen: dict[tuple[int, int], deque[float]] = {}
+        self.ended: float | None = None
+        self.drafted = 0
+
+    def times(self, rows: int, most: int, steps: bool = True) -> list[float]:
+        """T(B, γ), γ = 0 to `most`; without `steps`, of candidates that take no step of a draft model."""
+        known, rows = self._known(rows)
+        plain, drafting = self._ratios(rows)
+        step = known.draft(rows) if steps else 0.0
+        longer = [known.target(rows, 1 + number) + step * number for number in range(1, most + 1)]
+        return [plain * known.target(rows, 1), *(drafting * seconds for seconds in longer)]
+
+    def reading(self, rows: int, tokens: int) -> float:
+        """Seconds that a draft takes to read so many tokens of each row; they grow as those of the target."""
+        known, rows = self._known(rows)
+        return known.draft(rows) * known.target(rows, tokens) / known.target(rows, 1)
+
+    def position(self, rows: int) -> float:
+        """What one more position of the target's forward costs, in plain steps."""
+        known, rows = self._known(rows)
+        plain = known.target(rows, 1)
+        return (known.target(rows, 9) - plain) / 8 / plain
+
+    def has_seen_plain(self, rows: int) -> bool:
+        """Whether it is known how long plain steps take, of about so many rows."""
+        known, _ = self._known(rows)
+        sizes = [size for size, seconds in known.rounds.items() if 0 in seconds]
+        sizes += [size for (size, drafted), seen in self.seen.items() if not drafted and len(seen) >= ENOUGH]
+        return any(rows <= ALIKE * size and size <= ALIKE * rows for size in sizes)
+
+    def skip(self) -> None:
+        """A round of another kind has ended, or a prompt is read: the time up to the next `observe` does not count."""
+        self.ended = None
+
+    def observe(self, rows: int, drafted: int) -> None:
+        """Note that a round has ended. The first of a call, and those in which a draft catches up, do not count."""
+        if self.costs is None:
+            return
+        now = self.costs.clock()
+        if self.ended is not None and (not drafted or self.drafted):
+            seen = self.seen.setdefault((rows, drafted), deque(maxlen=RECENT))
+            seen.append(now - self.ended)
+            if self.online and len(seen) >= ENOUGH:
+                self._known(rows)[0].rounds.setdefault(rows, {})[drafted] = statistics.median(seen)
+        self.ended, self.drafted = now, drafted
+
+    def end(self) -> None:
+        """The call is over; later ones go by what its rounds took."""
+        if self.costs is not None:
+            self.costs.remember_rounds(self.seen)
+
+    def _known(self, rows: int) -> tuple[Costs, int]:
+        """The costs as they were when they were first asked for, and the batch size in them that stands for `rows`."""
+        if self.known is None and self.costs is not None and self.costs.table:
+            self.known = self.costs.apart()
+        return (NOT_TIMED, 1) if self.known is None else (self.known, rows)
+
+    def _ratios(self, rows: int) -> tuple[float, float]:
+        """What plain steps, and rounds with candidates, take compared with their forwards: at the nearest size."""
+        found: dict[bool, float] = {}
+        known, rows = self._known(rows)
+        for size in sorted(known.rounds, key=lambda size: -abs(math.log(size / rows))):
+            for drafting in (False, True):
+                of_kind = {number: t for number, t in known.rounds[size].items() if (number > 0) is drafting}
+                ratios = [seconds / known.forwards(size, number) for number, seconds in of_kind.items()]
+                found |= {drafting: statistics.geometric_mean(ratios)} if ratios else {}
+        return found.get(False, found.get(True, 1.0)), found.get(True, found.get(False, 1.0))
+
+
+def _on_line(known: list[tuple[int, float]], x: float) -> float:
+    """The value at x, linear between and beyond `known` points; below the first at least in proportion to x."""
+    for (q0, t0), (q1, t1) in itertools.pairwise(known):
+        if x <= q1:
+            found = t0 + (t1 - t0) * (x - q0) / (q1 - q0)
+            return found if x >= q0 else min(t0, max(found, t0 * x / q0))
+    (q0, t0), (q1, t1) = known[-2:]
+    return t1 + max(0.0, (t1 - t0) / (q1 - q0)) * (x - q1)

@@ -30,10 +30,8 @@ def expected_speedup(alpha: float, num_draft_tokens: int, cost_coefficient: floa
 def best_number(chances: Sequence[float], seconds: Sequence[float], least: int = 0) -> tuple[int, float]:
     """The number of candidates with the most expected tokens a second, and that rate compared with plain steps.
 
-    Args:
-        chances: the chance that a row keeps its first i candidates, i = 1 to K; the mean of the rows.
-        seconds: of a round with 0 to K candidates.
-        least: the smallest number to consider.
+    `chances` are those that a row keeps its first i candidates, i = 1 to K, `seconds` of rounds with 0 to K
+    candidates; numbers below `least` are not considered.
     """
     tokens, rates = 1.0, [1 / seconds[0]]
     for chance, taken in zip(chances, seconds[1:], strict=True):
@@ -47,12 +45,9 @@ class Survival:
     """The chance S_i that the first i candidates of a row are all kept, from the rounds so far; rows are pooled.
 
     It is the product of estimated ratios S_i / S_{i-1}. They come from the probabilities at all candidates, also after
-    a rejection, so they have no bias. A depth i that was seldom seen is estimated by the mean of all.
-
-    Args:
-        alpha: the estimate of all ratios at first.
-        weight: how many candidates that is worth as evidence.
-        together: whether all rows advance as the slowest one; then S_i is the chance that all rows keep i candidates.
+    a rejection, so they have no bias. A depth i that was seldom seen is estimated by the mean of all; at first all are
+    `alpha`, which is worth `weight` candidates. If rows advance `together`, S_i is the chance that all keep i
+    candidates.
     """
 
     def __init__(self, alpha: float, weight: float, together: bool = False):
@@ -63,8 +58,7 @@ class Survival:
     def take(self, survival: Sequence[list[float]]) -> float:
         """Count a round; returns the tokens that a row could expect from it.
 
-        Args:
-            survival: for each row that took part, `Verdict.survival` at its own candidates; one at least.
+        `survival` is `Verdict.survival` of each row that took part, at its own candidates; one at least.
         """
         worth = max(FORGET, min(1.0, LEARNED_WEIGHT / self.all[1]))
         deepest = max(map(len, survival))

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.batch import Batch
@@ -12,60 +11,22 @@ from hf_specx.common.round import Draft, Round
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import Prompt
 from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import Rule
+from hf_specx.sampling.rules import RejectionRule, Rule
 
-from .pace import Pace
-from .prior import ForwardSize, size_of
+from .costs import Pace
+from .forward_times import ForwardSize, size_of
 
 
 class TokenizerMatch(NamedTuple):
-    """How the tokens of a draft with another tokenizer become the target's.
+    """How the tokens of a draft with another tokenizer become the target's: how ("tokens": common ones), and why.
 
-    Attributes:
-        match: "tokens": the draft proposes tokens that both have.
-        reason: why.
-        overlap: the part of the target's tokens that the draft has as well.
-        coverage: the part of the tokens of a sample text that these are.
+    `overlap` is the part of the target's tokens that the draft has as well, `coverage` of those of a sample text.
     """
 
     match: str
     reason: str
     overlap: float
     coverage: float
-
-
-class Fed(Protocol):
-    """A draft model with what it has read of each row; a `Decoder` is one. `batch` is always the target's text.
-
-    Attributes:
-        opening: whether all rows are those that it began with.
-    """
-
-    opening: bool
-
-    @property
-    def width(self) -> int:
-        """Slots that the prompts take."""
-        ...
-
-    def read(self) -> None:
-        """Read the prompts of all rows."""
-
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Read the prompts of rows that have come in the places of others."""
-
-    def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates; feeds what is missing, also `skipped` ones before the last."""
-        ...
-
-    def keep(self, row: int, count: int) -> None:
-        """Of what a row was fed, only the first `count` tokens after its prompt are its text."""
-
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        """Keep only those of the decoding rows [R] that are at indices `stay` [R']."""
-
-    def rehearse(self, batch: Batch, count: int) -> None:
-        """Feed `count` arbitrary tokens after the prompts and wait for it; the next forward rolls them back."""
 
 
 @dataclass
@@ -79,9 +40,8 @@ class Reading:
         rule: draws candidates from scores.
         processors: of the call, for the draft's logits; those that keep state are left out.
         threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
-        prompt: prepared for the drafter's own model; None if it has none.
-        layout: of that model.
-        compiled: whether its forwards after the prompt are compiled.
+        prompt: prepared for the drafter's own model; None if it has none. `layout` is that of this model, and
+            `compiled` whether its forwards after the prompt are compiled.
         forces: whether forced tokens may add to the candidates; not where all rounds must have the same numbers.
         pace: how long rounds take; it is known before anything is proposed.
         number: candidates of a round that the user asked for; None is "auto".
@@ -102,6 +62,11 @@ class Reading:
     number: int | None = None
     alpha: float | None = None
 
+    @property
+    def apart(self) -> bool:
+        """Whether what a row proposes must not depend on other rows: with seeds, where it changes what is drawn."""
+        return isinstance(self.rule, RejectionRule) and self.rule.seeds is not None
+
 
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
@@ -111,7 +76,7 @@ class Drafter(Protocol):
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
-        decoder: that model with its cache, once a call has begun.
+        decoder: a `Decoder` of that model once a call has begun, or what acts as one.
         has_probs: whether drafts carry the distribution that candidates were drawn from; without one they are judged
             by what the target itself chooses.
         needs_hidden: whether it reads `Round.forward.hidden`.
@@ -121,7 +86,7 @@ class Drafter(Protocol):
     """
 
     model: PreTrainedModel | None = None
-    decoder: Fed | None = None
+    decoder: Any = None
     has_probs: bool = False
     needs_hidden: bool = False
     max_candidates: int | None = None
@@ -134,11 +99,9 @@ class Drafter(Protocol):
         return self
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """A call with a target of so many tokens is about to begin; raises ValueError if this cannot serve it.
+        """A call with a target of V tokens is about to begin; raises ValueError if this cannot serve it.
 
-        Args:
-            vocab_size: of the target's logits.
-            tokenizer: the target's; None where it is not known.
+        The tokenizer is the target's; None where it is not known.
         """
         return
 

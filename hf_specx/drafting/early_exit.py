@@ -15,8 +15,8 @@ from hf_specx.models.altered import shallow
 from hf_specx.models.ragged import RaggedDecoder
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Fed, Reading
-from .prior import ForwardSize
+from .drafter import Drafter, Reading
+from .forward_times import ForwardSize
 
 
 NO_LAYERS = "give a draft model instead, or SuffixDraft()"
@@ -59,20 +59,15 @@ class EarlyExitDraft(Drafter):
         return f"EarlyExitDraft({self.exit_layer}{head})"
 
     def of(self, target: PreTrainedModel) -> "EarlyExitDrafter":
-        """The drafter of one call with this target."""
         return EarlyExitDrafter(self.first_layers(target), self.exit_layer)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
-        raise NotImplementedError
+        raise NotImplementedError  # what `of` returns does
 
     def first_layers(self, target: PreTrainedModel) -> PreTrainedModel:
-        """The target without its later layers: a model that shares everything else with it, its weights among that.
+        """The target without its later layers: a model that shares its weights and everything else with it.
 
         It is the same object again until the target is changed, so that what was compiled for it is found.
-
-        Raises:
-            ValueError: if the target has no list of layers, or not enough of them.
         """
         path = check_exit_layer("exit_layer", self.exit_layer, target)
         given = f"the head of exit_layer={self.exit_layer}"
@@ -89,11 +84,7 @@ class EarlyExitDraft(Drafter):
         return model
 
     def _copy(self, target: PreTrainedModel, path: list[str]) -> PreTrainedModel:
-        """Copies of the modules down to the list of layers; theirs is cut, all that they hold besides is shared.
-
-        The config is the target's own: models take the layers from their list, and what else they go by (widths of
-        inputs of all layers, kinds of layers) is that of the whole model.
-        """
+        """Copies of the modules down to the list of layers; theirs is cut, all else is shared, the config too."""
         made = parent = shallow(target)
         for name in path[:-1]:
             parent._modules[name] = parent = shallow(parent.get_submodule(name))
@@ -108,7 +99,7 @@ class EarlyExitDraft(Drafter):
 
 
 class EarlyExitDrafter(SampledCandidateGenerator):
-    """Samples candidates from the first layers of a target, so many of them; see `EarlyExitDraft`."""
+    """Samples candidates from the first layers of a target; see `EarlyExitDraft`."""
 
     source = "early exit"
 
@@ -117,29 +108,24 @@ class EarlyExitDrafter(SampledCandidateGenerator):
         self.layers = layers
 
     def size(self) -> ForwardSize | None:
-        """That of these layers, while the config is the whole target's."""
         size = super().size()
-        return size and size._replace(layers=self.layers)
+        return size and size._replace(layers=self.layers)  # the config tells all layers
 
-    def _decoder(self, reading: Reading) -> Fed:
+    def _decoder(self, reading: Reading) -> Any:
         target = reading.target
         return SharedDecoder(target, self.model) if type(target) is RaggedDecoder else super()._decoder(reading)
 
 
 class SharedDecoder:
-    """The target's first layers, as `Fed`, over the target's own cache.
+    """The target's first layers, as a `Decoder`, over the target's own cache: there is nothing to read, keep or drop.
 
     A step writes keys and values where the target's forward of the round writes them again, from the same inputs. The
     target has always fed all emitted tokens but the last.
-
-    Args:
-        target: has read the prompts.
-        model: its first layers.
     """
 
     def __init__(self, target: RaggedDecoder, model: PreTrainedModel):
         self.target, self.model = target, model
-        self.width, self.opening = target.width, False
+        self.width = target.width
 
     def _lent(self) -> RaggedDecoder:
         """The target's decoder as it is now, with its cache, around the first layers."""
@@ -148,29 +134,23 @@ class SharedDecoder:
         lent.held, lent.valid = list(lent.held), list(lent.valid)
         return lent
 
-    def read(self) -> None:
-        """Nothing: the target has."""
+    def read(self) -> None: ...
 
-    def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Nothing: the target has read their prompts."""
+    def admit(self, batch: Batch, rows: list[int]) -> None: ...
 
     def step(self, batch: Batch, ahead: int, skipped: int = 0) -> torch.Tensor:
-        """Logits [R, 1, V] after `ahead` candidates; also where the target has read prompts alone."""
         return self._lent().feed(batch, 1 + skipped, ahead, keep=1)
 
-    def keep(self, row: int, count: int) -> None:
-        """Nothing: the target's forward has written what the row's text is now."""
+    def keep(self, row: int, count: int) -> None: ...
 
-    def leave(self, rows: list[int], stay: torch.Tensor) -> None:
-        """Nothing: the rows leave the target's cache."""
+    def leave(self, rows: list[int], stay: torch.Tensor) -> None: ...
 
     def rehearse(self, batch: Batch, count: int) -> None:
-        """Feed `count` arbitrary tokens after the prompts."""
         self._lent().rehearse(batch, count)
 
 
 def check_exit_number(name: str, value: Any) -> None:
-    """Raise a `ValueError` unless a value, given by this name, can be a number of layers."""
+    """Check that a value, given by this name, can be a number of layers."""
     told = f"{name}={brief(value)} is not an int of 1 or more; give the number of layers that draft."
     require(is_int(value) and value >= 1, told)
 
@@ -178,8 +158,7 @@ def check_exit_number(name: str, value: Any) -> None:
 def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str]:
     """The names of the modules down to the list of a target's layers, if its first `value` layers can draft.
 
-    Raises:
-        ValueError: naming the value by `name`, if these are all layers of the target, or it has no such list.
+    Raises ValueError, naming the value by `name`, if these are all layers of the target, or it has no such list.
     """
     check_exit_number(name, value)
     path, layers = find_layers(target)
@@ -191,12 +170,10 @@ def check_exit_layer(name: str, value: Any, target: PreTrainedModel) -> list[str
 
 
 def find_layers(model: PreTrainedModel) -> tuple[list[str], nn.ModuleList]:
-    """The list of a model's decoder layers, and the names of the modules down to it.
+    """The one list of a model's decoder layers that is nearest to the top, and the names of the modules down to it.
 
-    It is the one list nearest to the top of the decoder that has as many modules as the config has hidden layers.
-
-    Raises:
-        ValueError: if there is none, or the model has an encoder.
+    Raises ValueError if there is none with as many modules as the config has hidden layers, or the model has an
+    encoder.
     """
     given = f"early exit from {type(model).__name__}"
     require(not model.config.is_encoder_decoder, f"{given}, an encoder-decoder, is not supported; {NO_LAYERS}.")

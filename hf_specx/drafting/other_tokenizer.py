@@ -14,13 +14,12 @@ from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
 from hf_specx.common.padding import padded_rows
-from hf_specx.common.tokenizers import same_tokens
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.prompts import UNLIMITED, prepare
 
 from .candidates import SampledCandidateGenerator
-from .drafter import Drafter, Fed, Reading, TokenizerMatch
+from .drafter import Reading, TokenizerMatch
 from .vocabulary_map import VocabularyMap, vocabulary_map
 
 
@@ -34,15 +33,8 @@ class Translation:
 
     Each token of the target that the draft has as well is one of its own. Others are written in the draft's tokens
     from their bytes, together with such bytes directly before them; a boundary lies after each common token and before
-    each space. Nothing before the last boundary changes when more is added.
-
-    Args:
-        vocabularies: what the tokens mean.
-
-    Attributes:
-        ids: the draft's tokens.
-        states: after each token of the target how many of the draft's come before the last boundary, and the bytes
-            after it.
+    each space. Nothing before the last boundary changes when more is added. `states` has, after each token of the
+    target, how many of the draft's come before the last boundary, and the bytes after it.
     """
 
     def __init__(self, vocabularies: VocabularyMap):
@@ -81,14 +73,9 @@ class Translation:
 
 
 class OwnText:
-    """A draft, as `Fed`, that reads a text of its own, which follows that of the target token by token.
+    """A draft, as a `Decoder`, that reads a text of its own, which follows that of the target token by token.
 
     Where the translation of what was fed changes, the cache is rolled back to the first token that differs.
-
-    Args:
-        inner: the decoder of the draft; it reads `own`.
-        own: the draft's text: prompts so far.
-        vocabularies: as for `Translation`.
     """
 
     def __init__(self, inner: Decoder, own: Batch, vocabularies: VocabularyMap):
@@ -98,14 +85,6 @@ class OwnText:
     @property
     def width(self) -> int:
         return self.inner.width
-
-    @property
-    def opening(self) -> bool:
-        return self.inner.opening
-
-    @opening.setter
-    def opening(self, value: bool) -> None:
-        self.inner.opening = value
 
     def read(self) -> None:
         self.inner.read()
@@ -130,9 +109,8 @@ class OwnText:
             self.own.rewind(counts)
         numbers = [len(tokens) for tokens in new]
         if longest := max(numbers):
-            device = self.own.ids.device
-            tokens = torch.tensor([row + [0] * (longest - len(row)) for row in new], device=device)
-            self.own.emit(tokens, numbers)
+            padded = [tokens + [0] * (longest - len(tokens)) for tokens in new]
+            self.own.emit(torch.tensor(padded, device=self.own.ids.device), numbers)
 
     def keep(self, row: int, count: int) -> None:
         """Of the target's tokens that a row was fed, only the first `count` after its prompt are its text."""
@@ -158,13 +136,7 @@ class OwnText:
 
 
 class OtherTokenizerDrafter(SampledCandidateGenerator):
-    """Samples candidates from a draft with another tokenizer, among the tokens that both have.
-
-    Args:
-        draft_model: the draft.
-        vocabularies: what the tokens mean.
-        matching: how the tokenizers are matched, and why.
-    """
+    """Samples candidates from a draft with another tokenizer, among the tokens that both have."""
 
     own_text = True
 
@@ -172,8 +144,7 @@ class OtherTokenizerDrafter(SampledCandidateGenerator):
         super().__init__(draft_model)
         self.vocabularies, self.matching = vocabularies, matching
 
-    def _decoder(self, reading: Reading) -> Fed:
-        """The draft with the prompts of a call in its own tokens; nothing is read yet."""
+    def _decoder(self, reading: Reading) -> OwnText:
         batch, model = reading.batch, self.model
         prompts = [self.vocabularies.prompt(batch.row(row).tolist()) for row in batch.rows]
         given = {name: tensor.to(batch.ids) for name, tensor in padded_rows(prompts, "left").items()}
@@ -197,8 +168,8 @@ def too_few_common_tokens(vocabularies: VocabularyMap, match: str) -> None:
 def match_tokenizers(
     draft: Any,
     target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: PreTrainedTokenizerBase,
+    draft_tokenizer: PreTrainedTokenizerBase,
     match: str = "auto",
 ) -> Any:
     """The same draft or drafts, with a drafter for one call in place of a model with another tokenizer.
@@ -206,34 +177,23 @@ def match_tokenizers(
     Args:
         draft: as `SpeculativeDecoding` takes it.
         target: of the call.
-        tokenizer: the target's, and `draft_tokenizer` the draft's; where one is not known they count as the same.
-        match: one of `MATCHES`; no tokens have to be matched where the tokenizers have the same.
+        tokenizer: the target's, and `draft_tokenizer` the draft's, with other tokens.
+        match: one of `MATCHES`.
 
     Raises:
         ValueError: if it is not known what the tokens of one stand for, or too few are in both: under "auto" less
             than half of those of a sample text, under "tokens" none.
     """
-    if same_tokens(tokenizer, draft_tokenizer):
-        return draft
-    assert tokenizer is not None
-    assert draft_tokenizer is not None
     if isinstance(draft, Sequence):
         return [match_tokenizers(part, target, tokenizer, draft_tokenizer, match) for part in draft]
     if not isinstance(draft, PreTrainedModel):
         return draft
-    return _drafter(draft, vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft))), match)
-
-
-def _drafter(draft: PreTrainedModel, vocabularies: VocabularyMap, match: str) -> Drafter:
+    vocabularies = vocabulary_map(tokenizer, draft_tokenizer, (vocabulary(target), vocabulary(draft)))
     return OtherTokenizerDrafter(draft, vocabularies, matched(vocabularies, match))
 
 
 def matched(vocabularies: VocabularyMap, match: str = "auto") -> TokenizerMatch:
-    """How two tokenizers are matched, and why.
-
-    Raises:
-        ValueError: if they have too few tokens in common.
-    """
+    """How two tokenizers are matched, and why; raises ValueError if they have too few tokens in common."""
     too_few_common_tokens(vocabularies, match)
     told = f"{vocabularies.coverage:.0%} of the tokens of a sample text are in both tokenizers"
     reason = f"{'chosen' if match == 'auto' else 'asked for'}: {told}"

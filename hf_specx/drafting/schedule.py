@@ -1,7 +1,6 @@
 """How many candidates each round drafts: as "auto" finds best, or as the user says in transformers' own words.
 
-These are a number, its schedule, and a threshold. transformers reads all three from the draft's own file alone. Here a
-call may set them as well.
+These are a number, its schedule and a threshold, which transformers reads from the draft's own file alone.
 """
 
 import sys
@@ -12,8 +11,9 @@ from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.sampling.processors import Processors
 
-from .costs import Costs
+from .costs import Pace
 from .draft_length import (
     FIXED_DRAFT_TOKENS,
     LEARNED_WEIGHT,
@@ -23,7 +23,6 @@ from .draft_length import (
     Survival,
     best_number,
 )
-from .pace import Pace
 
 
 UNSET = {  # what `generate` fills in before it calls a strategy, whether or not the user gave these values
@@ -38,14 +37,10 @@ CLEAR = 1.5  # speed compared with plain steps from which it is not asked how lo
 
 
 class Drafting(NamedTuple):
-    """What was asked for.
+    """What was asked for: candidates of a round, None for "auto"; transformers' schedule; and a threshold.
 
-    Attributes:
-        number: candidates of a round; None is "auto", as are transformers' schedules "heuristic" and
-            "heuristic_transient", by which the number follows what is accepted.
-        schedule: as it was given.
-        threshold: after a candidate that the draft gave less than this probability a row drafts no further; 0 is off.
-            It stays as given, where transformers adapts it by scikit-learn's ROC curve.
+    After a candidate that the draft gave less than the threshold a row drafts no further; 0 is off. It stays as given,
+    where transformers adapts it by scikit-learn's ROC curve.
     """
 
     number: int | None = None
@@ -56,12 +51,13 @@ class Drafting(NamedTuple):
 def given_drafting(*sources: Mapping[str, Any] | GenerationConfig | None) -> dict[str, Any]:
     """Those of transformers' three arguments that a user has set, each from the first source that has it.
 
-    Args:
-        *sources: the call's keyword arguments, and configs that were not filled up with defaults yet.
+    The sources are the call's keyword arguments, and configs that were not filled up with defaults yet.
     """
-    known = [vars(x) if isinstance(x, GenerationConfig) else x for x in sources if x is not None]
-    found = {name: [x[name] for x in known if x.get(name) is not None] for name in UNSET}
-    return {name: values[0] for name, values in found.items() if values}
+    found: dict[str, Any] = {}
+    for source in reversed(sources):
+        values = vars(source) if isinstance(source, GenerationConfig) else source or {}
+        found |= {name: values[name] for name in UNSET if values.get(name) is not None}
+    return found
 
 
 def choose_drafting(
@@ -73,7 +69,7 @@ def choose_drafting(
 
     Args:
         num_draft_tokens: the strategy's option.
-        given: `given_drafting` of the call; None if only `filled` is known.
+        given: `given_drafting` of the call; None if it is not known.
         filled: the config that `generate` hands to a strategy; a value that is not in `UNSET` counts as set.
         draft_model: its `generation_config` is its own file; other drafts have none.
     """
@@ -81,7 +77,7 @@ def choose_drafting(
         given = {name: value for name in UNSET if (value := getattr(filled, name, None)) != UNSET[name]}
     own = None if num_draft_tokens != "auto" else getattr(draft_model, "generation_config", None)
     found = given_drafting(given, own)
-    number, schedule, threshold = (found.get(name) for name in UNSET)
+    number, schedule, threshold = map(found.get, UNSET)
     if not isinstance(num_draft_tokens, str):
         number = num_draft_tokens
     schedule = schedule or Drafting().schedule
@@ -91,34 +87,35 @@ def choose_drafting(
 
 
 class Schedule:
-    """How many candidates each row drafts in the next round: a number, the same for all rows and rounds.
+    """How many candidates each row drafts in the next round: the same number for all rows and rounds.
 
     Args:
         wanted: that number.
-        room: [B], the most tokens that each row may emit. A row that is nearly done drafts no more than it can emit
-            together with the token that follows; None if all rows and ranks must draft alike.
+        alike: whether all rows and ranks must draft alike. Else a row that is nearly done drafts no more than it can
+            emit together with the token that follows.
         pace: is told how long rounds take; None where no times are kept.
-
-    Attributes:
-        most: candidates of a row, at most.
-        late: rows whose prompt came in the place of another and may have candidates for its first token.
-        alone: rows whose number must be that of a batch of one with a seed.
+        processors: take back so many candidates of a row at most.
     """
 
-    most = sys.maxsize
+    def __init__(
+        self, wanted: int, alike: bool = False, pace: Pace | None = None, processors: Processors | None = None
+    ):
+        self.wanted, self.alike, self.processors = wanted, alike, processors
+        self.pace = pace or Pace(None)
+        self.seeded: dict[int, bool] = {}  # of rows whose prompt came in the place of another
 
-    def __init__(self, wanted: int, room: list[int] | None, pace: Pace | None = None):
-        self.wanted, self.room, self.pace = wanted, room, pace
-        self.late: set[int] = set()
-        self.alone: set[int] = set()
+    @property
+    def most(self) -> int:
+        """Candidates of a row, at most."""
+        return sys.maxsize if self.processors is None else self.processors.max_rollback
 
     def __call__(self, batch: Batch) -> list[int]:
         """Candidates for each of the R decoding rows."""
-        wanted = []
+        wanted, most = [], self.most
         for row in batch.rows:
-            begins = not batch.counts[row] and row not in self.late
-            room = sys.maxsize if self.room is None else max(0, self.room[row] - batch.counts[row] - 1)
-            wanted.append(0 if begins else min(self.number(row), self.most, room))
+            begins = not batch.counts[row] and self.seeded.get(row, True)
+            room = most if self.alike else max(0, batch.limits[row] - batch.counts[row] - 1)
+            wanted.append(0 if begins else min(self.number(row), most, room))
         return wanted
 
     def number(self, row: int) -> int:
@@ -127,36 +124,25 @@ class Schedule:
 
     def idle(self, batch: Batch) -> list[int]:
         """Candidates for the rows of a text that is finished, while other ranks go on."""
-        return [self.number(row) for row in batch.rows]
+        return [min(self.number(row), self.most) for row in batch.rows]
 
     def observe(self, done: Round) -> None:
         """Count a round: one in which every candidate took a step of the draft, or none did."""
-        if self.pace is None or not any(done.before):
+        if not any(done.before):
             return  # the prompts' own step has taken another time
         if done.draft.free is None:
             self.pace.observe(len(done.rows), done.draft.steps)
         else:
             self.pace.skip()
 
-    def admit(self, row: int, room: int, alone: bool) -> None:
-        """A new prompt has the place of a row.
-
-        Args:
-            row: its number.
-            room: the most tokens that it may emit.
-            alone: whether its numbers must be those of a batch of one, where the first token has no candidates.
-        """
-        (self.late.discard if alone else self.late.add)(row)
-        (self.alone.add if alone else self.alone.discard)(row)
-        if self.room is not None:
-            self.room[row] = room
-        if self.pace is not None:
-            self.pace.skip()
+    def admit(self, row: int, seeded: bool) -> None:
+        """A new prompt has the place of a row; if `seeded`, the row's numbers are those of a batch of one."""
+        self.seeded[row] = seeded
+        self.pace.skip()
 
     def end(self) -> None:
-        """The call is over; later ones go by what its rounds took."""
-        if self.pace is not None and self.pace.costs is not None:
-            self.pace.costs.remember_rounds(self.pace.seen)
+        """The call is over."""
+        self.pace.end()
 
 
 class Auto(Schedule):
@@ -167,13 +153,6 @@ class Auto(Schedule):
     draft of which nothing is known is tried at first in any case. Where drafting is hardly faster than plain steps are
     assumed to be, some of these are timed.
 
-    Args:
-        pace: how long rounds take, by the costs of the strategy.
-        verification: of the call.
-        room: [B], the most tokens that each row may emit.
-        prompt: tokens of the longest prompt, which the draft has not read.
-        together: whether all rows advance by as many tokens as the slowest.
-
     Attributes:
         on: whether drafting pays, by what is known.
         tries: tokens that are still to be expected of rounds before a draft that was never seen can be judged.
@@ -181,21 +160,21 @@ class Auto(Schedule):
         saved: plain steps' worth of time that may go into trying the draft.
     """
 
-    def __init__(self, pace: Pace, verification: str, room: list[int], prompt: int, together: bool):
-        super().__init__(0, room, pace)
+    def __init__(self, pace: Pace, verification: str, batch: Batch, processors: Processors | None = None):
+        super().__init__(0, False, pace, processors)
         assert pace.costs is not None
-        self.times, self.costs, self.rows, self.prompt = pace, pace.costs, len(room), prompt
+        self.costs, self.rows, self.prompt = pace.costs, len(batch.rows), max(batch.prompt_lengths)
         known = verification in self.costs.alpha
         alpha, weight = (self.costs.alpha[verification], LEARNED_WEIGHT) if known else (PRIOR_ALPHA, PRIOR_WEIGHT)
-        self.survival = Survival(alpha ** (self.rows if together else 1), weight, together)
-        self.tries, self.unread, self.saved = 0.0 if known else TRIES, prompt, self.costs.saved
+        self.survival = Survival(alpha ** (self.rows if batch.lockstep else 1), weight, batch.lockstep)
+        self.tries, self.unread, self.saved = 0.0 if known else TRIES, self.prompt, self.costs.saved
         seconds, best, gain = self._best()
-        read = pace.reading(self.rows, prompt)
-        self.on = max(room) * (1 - 1 / gain) * seconds[0] > read  # what it saves, and what it costs to begin
+        read = pace.reading(self.rows, self.prompt)
+        self.on = max(batch.limits) * (1 - 1 / gain) * seconds[0] > read  # what it saves, and what it costs to begin
         self.wanted = self._next(seconds, best, gain)
 
     def number(self, row: int) -> int:
-        return FIXED_DRAFT_TOKENS if row in self.alone else self.wanted
+        return FIXED_DRAFT_TOKENS if self.seeded.get(row, False) else self.wanted
 
     def observe(self, done: Round) -> None:
         super().observe(done)
@@ -207,19 +186,18 @@ class Auto(Schedule):
         # others were finished before, had nothing to draft after, or have candidates from elsewhere
         free = done.draft.free or [False] * len(done.rows)
         live = [n for n, gained in enumerate(done.gained) if gained and done.before[n] and not free[n]]
-        survival = [done.chances[n] for n in live if done.chances[n]]
-        tokens = self.survival.take(survival) if survival else 1.0
+        chances = done.chances
+        survival = [chances[n] for n in live if chances[n]]
         if survival:
-            self.tries -= tokens * (1 if self.survival.together else len(survival))
+            self.tries -= self.survival.take(survival) * (1 if self.survival.together else len(survival))
         seconds, best, gain = self._best()
-        paid = bool(survival) and tokens * seconds[0] > seconds[min(drafted, len(seconds) - 1)]
-        self.on = gain >= (TOO_SLOW if self.on else 1.0) or (paid and not self.on and self.tries <= 0)
+        self.on = gain >= (TOO_SLOW if self.on else 1.0)
         self.saved += 0 if drafted else PROBE_SHARE
         self.wanted = self._next(seconds, best, gain)
 
     def _best(self) -> tuple[list[float], int, float]:
         """Seconds of rounds, the best number from 1 on, and its speed compared with plain steps."""
-        seconds = self.times.times(self.rows, MAX_DRAFT_TOKENS)
+        seconds = self.pace.times(self.rows, MAX_DRAFT_TOKENS)
         return seconds, *best_number(self.survival.chances(MAX_DRAFT_TOKENS), seconds, least=1)
 
     def _next(self, seconds: list[float], best: int, gain: float) -> int:
@@ -227,15 +205,15 @@ class Auto(Schedule):
         if self.tries > 0:
             return best
         if self.on:
-            return best if gain > CLEAR or self.times.has_seen_plain(self.rows) else 0
-        price = (seconds[best] - seconds[0] + self.times.reading(self.rows, self.unread)) / seconds[0]
+            return best if gain > CLEAR or self.pace.has_seen_plain(self.rows) else 0
+        price = (seconds[best] - seconds[0] + self.pace.reading(self.rows, self.unread)) / seconds[0]
         if price > self.saved:
             return 0
         self.saved -= price
         return best
 
-    def admit(self, row: int, room: int, alone: bool) -> None:
-        super().admit(row, room, alone)
+    def admit(self, row: int, seeded: bool) -> None:
+        super().admit(row, seeded)
         self.unread = max(self.unread, self.prompt)
 
     def end(self) -> None:
@@ -248,23 +226,17 @@ def make_schedule(
     pace: Pace | None,
     verification: str,
     batch: Batch,
-    room: list[int] | None,
-    most: int | None = None,
+    processors: Processors,
+    alike: bool = False,
 ) -> Schedule:
     """The schedule of a call: how many candidates its rounds draft.
 
     Args:
-        number: that was asked for; None is "auto".
+        number: that was asked for, or the draft's own; None is "auto".
         pace: with times for this batch size; None if "auto" must not use any.
-        verification: of the call.
-        batch: its prompts.
-        room: as for `Schedule`.
-        most: what "auto" means for a draft that finds its own number up to this one.
+        verification, batch: of the call; only the prompts are there.
+        processors, alike: as for `Schedule`.
     """
-    if number is None and most is None and pace is not None and room is not None:
-        return Auto(pace, verification, room, max(batch.prompt_lengths), batch.lockstep)
-    if number is None and most is None:
-        costs: Costs | None = None if pace is None else pace.costs
-        rows = len(batch.rows)
-        number = FIXED_DRAFT_TOKENS if costs is None else costs.best_num_draft_tokens(rows, verification)
-    return Schedule(number or most or FIXED_DRAFT_TOKENS, room, pace)
+    if number is not None or pace is None:
+        return Schedule(number or FIXED_DRAFT_TOKENS, alike, pace, processors)
+    return Auto(pace, verification, batch, processors)

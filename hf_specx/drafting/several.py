@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -10,11 +11,11 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.devices import sent
 from hf_specx.common.round import Draft, Round
 
+from .costs import Pace
 from .draft_length import LEARNED_WEIGHT, PRIOR_ALPHA, PRIOR_WEIGHT, Survival
-from .drafter import Drafter, Fed, Reading
-from .forced import stands_apart, within_masks
-from .pace import Pace
-from .prior import NOTHING, ForwardSize
+from .drafter import Drafter, Reading
+from .forced import within_masks
+from .forward_times import NOTHING, ForwardSize
 
 
 class SeveralDrafts(Drafter):
@@ -34,30 +35,28 @@ class SeveralDrafts(Drafter):
         self.others = [part for part in parts if not has_forwards(part)]
         self.costly = next((part for part in parts if has_forwards(part)), None)
         self.parts = self.others if self.costly is None else [*self.others, self.costly]
-        self.model = None if self.costly is None else self.costly.model
-        self.own_text = self.costly is not None and self.costly.own_text
-        self.matching = None if self.costly is None else self.costly.matching
         self.has_probs = any(part.has_probs for part in parts)
         self.needs_hidden = any(part.needs_hidden for part in parts)
-        known = [part.max_candidates for part in self.others if part.max_candidates is not None]
-        self.max_candidates = max(known, default=None) if self.costly is None else self.costly.max_candidates
+        if self.costly is None:
+            known = [part.max_candidates for part in parts if part.max_candidates is not None]
+            self.max_candidates = max(known, default=None)
+        else:
+            self.model, self.max_candidates = self.costly.model, self.costly.max_candidates
+            self.own_text, self.matching = self.costly.own_text, self.costly.matching
 
     @property
-    def decoder(self) -> Fed | None:  # type: ignore[override]
+    def decoder(self) -> Any:
         return None if self.costly is None else self.costly.decoder
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Ask every part."""
         for part in self.parts:
             part.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
-        """Begin a call with every part."""
-        self.number, self.processors = reading.number, reading.processors
-        self.apart = stands_apart(reading.rule)
-        self.pace = Pace(None) if self.apart else reading.pace
         for part in self.parts:
             part.read(reading)
+        self.number, self.processors, self.apart = reading.number, reading.processors, reading.apart
+        self.pace = Pace(None) if self.apart else reading.pace
         alpha = None if self.apart else reading.alpha  # a row with a seed is the same after any other calls
         rows = len(reading.batch.rows)
         self.prior = prior = (PRIOR_ALPHA, PRIOR_WEIGHT) if alpha is None else (alpha, LEARNED_WEIGHT)
@@ -66,15 +65,13 @@ class SeveralDrafts(Drafter):
         self.taken: list[int] = []  # [R], the number of the part that each row took in the last round
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Candidates of one part for each row.
-
-        Args:
-            batch: the text so far.
-            lengths: [R], of the model's at most; others have the same limits only where the user gave a number.
-        """
+        """Candidates of one part for each row: of the model up to `lengths`, of others too if a number was given."""
         limits = self._limits(batch, lengths)
         drafts = [within_masks(part.propose(batch, limits), self.processors, batch) for part in self.others]
-        found = [self._chances(batch, number, draft) for number, draft in enumerate(drafts)]
+        found = [
+            self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
+            for number, draft in enumerate(drafts)
+        ]
         hopes = [[sum(chances) for chances in of_rows] for of_rows in found]
         best = [gains.index(max(gains)) for gains in zip(*hopes, strict=True)]
         if self.costly is not None:
@@ -90,7 +87,6 @@ class SeveralDrafts(Drafter):
         return joined._replace(free=None) if self.costly is None else joined
 
     def admit(self, batch: Batch, rows: list[int]) -> None:
-        """Read new prompts with every part."""
         for part in self.parts:
             part.admit(batch, rows)
         if self.apart:
@@ -113,7 +109,6 @@ class SeveralDrafts(Drafter):
         return next((cost for part in parts if (cost := part.cost(batch)) is not None), None)
 
     def size(self) -> ForwardSize | None:
-        """Of the same."""
         return NOTHING if self.costly is None else self.costly.size()
 
     def _limits(self, batch: Batch, lengths: list[int]) -> list[int]:
@@ -121,15 +116,10 @@ class SeveralDrafts(Drafter):
         if self.costly is None or self.number is not None or not any(batch.counts):
             return lengths
         most = self.processors.max_rollback
-        room = [min(most, max(0, batch.room(row) - 1)) for row in batch.rows]
-        return [number if batch.counts[row] else 0 for number, row in zip(room, batch.rows, strict=True)]
-
-    def _chances(self, batch: Batch, number: int, draft: Draft) -> list[list[float]]:
-        """For each row the chance that its first i candidates are all kept: as the part says, or by what was kept."""
-        return self._expected(batch, number, draft.lengths) if draft.estimate is None else draft.estimate
+        return [min(most, max(0, batch.room(row) - 1)) if batch.counts[row] else 0 for row in batch.rows]
 
     def _expected(self, batch: Batch, number: int, lengths: list[int]) -> list[list[float]]:
-        """The same for so many candidates [R] of a part, by what was kept of it so far."""
+        """For each row the chance that its first i candidates of a part are all kept, by what was kept so far."""
         pairs = zip(batch.rows, lengths, strict=True)
         return [self.survival[number][row].chances(length) for row, length in pairs]
 
@@ -138,12 +128,7 @@ class SeveralDrafts(Drafter):
         return [[row] for row in rows] if self.apart else [rows] if rows else []
 
     def _asks_model(self, batch: Batch, offered: list[list[float]], hoped: list[list[float]]) -> list[bool]:
-        """[R], whether each row takes the model's candidates.
-
-        Args:
-            offered: for each row the chances of the best candidates of the others.
-            hoped: those of the model's.
-        """
+        """[R], whether each row takes the model's candidates, by the chances that it and the best other one offer."""
         asked = [not other or sum(own) > sum(other) for own, other in zip(hoped, offered, strict=True)]
         for rows in self._groups(range(len(asked))):
             if not any(offered[row] for row in rows):
@@ -164,12 +149,9 @@ class SeveralDrafts(Drafter):
             with_steps, without = (self.pace.times(len(chances), steps, kind)[steps] for kind in (True, False))
             seconds += with_steps - without
         if batch.lockstep:
-            least = min(map(len, chances))
-            together = map(math.prod, zip(*(row[:least] for row in chances), strict=True))
-            tokens = len(chances) * (1.0 + sum(together))
-        else:
-            tokens = len(chances) + sum(map(sum, chances))
-        return tokens / seconds
+            together = map(math.prod, zip(*chances, strict=False))  # as far as the row with the fewest goes
+            return len(chances) * (1.0 + sum(together)) / seconds
+        return (len(chances) + sum(map(sum, chances))) / seconds
 
 
 def has_forwards(part: object) -> bool:
@@ -180,11 +162,8 @@ def has_forwards(part: object) -> bool:
 def _joined(batch: Batch, drafts: list[Draft], taken: list[int], model: int) -> Draft:
     """For each row its candidates in the draft that it takes.
 
-    Args:
-        batch: the text so far.
-        drafts: the last one, if there are more than `model`, is the model's.
-        taken: [R], numbers of drafts; that of the model also where no row asked for it, and it made none.
-        model: its number.
+    The last one of `drafts`, if there are more than `model`, is the model's; its number may be `taken` also where no
+    row asked for it, and it made none.
     """
     ran, taken = len(drafts) > model, [min(number, len(drafts) - 1) for number in taken]
     lengths = [drafts[number].lengths[row] for row, number in enumerate(taken)]

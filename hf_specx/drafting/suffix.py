@@ -12,11 +12,11 @@ from hf_specx.common.devices import sent
 from hf_specx.common.errors import kind, require
 from hf_specx.common.round import Draft, Round
 
+from .costs import Pace
+from .draft_length import best_number
 from .drafter import Drafter, Reading, no_candidates
-from .forced import stands_apart
-from .ngrams import DEPTH, NGrams
-from .prior import NOTHING, ForwardSize
-from .suffix_pool import SuffixPool, check_number
+from .forward_times import NOTHING, ForwardSize
+from .suffix_pool import DEPTH, NGrams, SuffixPool, check_number
 
 
 UNLIKELY = 0.1  # chance to be kept below which a candidate is not looked for
@@ -26,13 +26,7 @@ REMEMBERED = 0.99  # what earlier candidates are worth after one more match
 
 
 class Match(NamedTuple):
-    """Candidates of one row.
-
-    Attributes:
-        tokens: their ids.
-        chances: that each is kept, with all before it.
-        length: tokens of the match that they follow.
-    """
+    """Candidates of one row, the chance that each is kept with all before it, and how many tokens matched."""
 
     tokens: list[int]
     chances: list[float]
@@ -95,21 +89,18 @@ class SuffixDraft(Drafter):
         pool: SuffixPool | None = None,
         max_match: int = DEPTH,
     ):
-        check_number("max_candidates", max_candidates, 1)
-        check_number("min_match", min_match, 1)
-        if not isinstance(pool, SuffixPool | None):
-            raise ValueError(f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
-        self.max_candidates: int = max_candidates
-        check_number("max_match", max_match, 1)
+        for name, number in (("max_candidates", max_candidates), ("min_match", min_match), ("max_match", max_match)):
+            check_number(name, number, 1)
+        require(isinstance(pool, SuffixPool | None), f"pool is {kind(pool)}; give a SuffixPool, or leave it out.")
         told = f"max_match={max_match} is less than min_match={min_match}; give at least as much."
         require(max_match >= min(min_match, DEPTH), told)
-        self.max_match, self.pool = min(max_match, DEPTH), pool
-        self.min_match = min(min_match, DEPTH)
-        self.acceptance = Acceptance()
+        self.max_candidates: int = max_candidates
+        self.min_match, self.max_match = min(min_match, DEPTH), min(max_match, DEPTH)
+        self.pool, self.acceptance = pool, Acceptance()
 
     def __repr__(self) -> str:
-        told = [f"{name}={value}" for name, value in self.options.items()]
-        return f"SuffixDraft({', '.join(told if self.pool is None else [*told, f'pool={self.pool!r}'])})"
+        given = self.options if self.pool is None else self.options | {"pool": self.pool}
+        return f"SuffixDraft({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     @property
     def options(self) -> dict[str, int]:
@@ -117,37 +108,29 @@ class SuffixDraft(Drafter):
         return {name: getattr(self, name) for name in ("max_candidates", "min_match", "max_match")}
 
     def of(self, target: PreTrainedModel) -> "SuffixDrafter":
-        """The drafter of one call."""
         return SuffixDrafter(self)
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
-        """Not this, which serves many calls, but the drafter that `of` returns for one of them."""
-        raise NotImplementedError
+        raise NotImplementedError  # what `of` returns does
 
 
 class SuffixDrafter(Drafter):
     """Looks for candidates in the texts of one call, and in a pool; see `SuffixDraft`.
 
-    Args:
-        draft: whose acceptance it adds to, and whose pool it adds its rows to.
-
-    Attributes:
-        texts: for each of the B rows where it is looked for: in all of them, or, where it stands apart, in itself.
-        numbers: [B], of the rows' texts in these.
-        found: by row what was found for the round that is going on, also where less of it is judged.
+    `texts` says for each row where: in all rows, or, where it stands apart, in itself; its own has a number in these.
+    `found` is by row what was found for the round that is going on, also where less of it is judged.
     """
 
     def __init__(self, draft: SuffixDraft):
         self.draft, self.max_candidates = draft, draft.max_candidates
 
     def meet(self, vocab_size: int, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Check the pool's vocabulary."""
         if self.draft.pool is not None:
             self.draft.pool.meet(vocab_size, tokenizer)
 
     def read(self, reading: Reading) -> None:
-        """Index the prompts."""
-        self.vocab_size, self.pace, self.apart = reading.vocab_size, reading.pace, stands_apart(reading.rule)
+        self.vocab_size, self.apart = reading.vocab_size, reading.apart
+        self.pace = Pace(None) if self.apart else reading.pace
         rows, shared = reading.batch.rows, NGrams(self.draft.min_match)
         self.texts = [NGrams(self.draft.min_match) if self.apart else shared for _ in rows]
         self.acceptance = [Acceptance() if self.apart else self.draft.acceptance for _ in rows]
@@ -164,11 +147,9 @@ class SuffixDrafter(Drafter):
             self.texts[row].extend(self.numbers[row], known)
 
     def cost(self, batch: Batch) -> Callable[[int], object]:
-        """Nothing; but that forwards of the target are timed."""
-        return lambda _: None
+        return lambda _: None  # nothing, but forwards of the target are timed
 
     def size(self) -> ForwardSize:
-        """Nothing."""
         return NOTHING
 
     def propose(self, batch: Batch, lengths: list[int]) -> Draft:
@@ -178,16 +159,19 @@ class SuffixDrafter(Drafter):
         chances = [one.chances for one in found]
         if not any(chances):
             return no_candidates(batch)
-        if self.apart:
-            most = [self.pace.best([own], apart=True) for own in chances]
-        else:
-            most = [self.pace.best(chances)] * len(found)
+        most = [self._best([own]) for own in chances] if self.apart else [self._best(chances)] * len(found)
         chosen = [one.tokens[:number] for one, number in zip(found, most, strict=True)]
         kept, width = [len(tokens) for tokens in chosen], max(map(len, chosen))
         if not width:
             return no_candidates(batch)
         tokens = sent([row + [0] * (width - len(row)) for row in chosen], batch.ids.device)
         return Draft(tokens, kept, None, "suffix", estimate=[row[:n] for row, n in zip(chances, kept, strict=True)])
+
+    def _best(self, chances: list[list[float]]) -> int:
+        """The number of candidates with the most tokens a second, by the chances of each row to keep its first i."""
+        rows, most = len(chances), max(map(len, chances))
+        means = [sum(row[i] for row in chances if i < len(row)) / rows for i in range(most)]
+        return best_number(means, self.pace.times(rows, most, steps=False))[0]
 
     def _find(self, row: int, most: int) -> Match:
         """Candidates for a row, at most `most`, each no less likely to be kept than `UNLIKELY`."""
@@ -236,7 +220,7 @@ class SuffixDrafter(Drafter):
 
 
 def _most_frequent(followers: list[list[int]], most: int, rate: float) -> tuple[list[int], list[float]]:
-    """Token by token what most of the continuations have that agreed so far, and the chance that it is all kept."""
+    """Token by token what most continuations have that agreed so far, and the chance that it is all kept."""
     tokens: list[int] = []
     chances: list[float] = []
     total, survival = len(followers), 1.0

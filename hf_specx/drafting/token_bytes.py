@@ -2,7 +2,8 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,8 @@ from hf_specx.common.errors import require
 
 
 FAST = "load the fast one, as AutoTokenizer.from_pretrained does where the repository has a tokenizer.json"
-STARTS, ENDS = ("bos_token_id", "cls_token_id"), ("eos_token_id", "sep_token_id")
+TELLING = {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}  # decoders
+BYTE = re.compile("<0x([0-9A-F]{2})>")
 CLOSING = frozenset(".,;:!?)]}%'\"-/")  # WordPiece does not say where spaces were; before these there is mostly none
 PIECE_BYTES, PIECES = 32, 65_536  # how long a piece of text is that is kept with its tokens, and how many are
 
@@ -23,9 +25,9 @@ def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
     told = f"{name} does not say which bytes its tokens stand for; {FAST}, or choose a draft with the same tokenizer."
     require(backend is not None, told)
     assert backend is not None
-    kinds = {part["type"] for part in parts(backend.decoder)}
+    kinds = {part["type"] for part in _parts(backend.decoder)}
     require(
-        bool(kinds & {"ByteLevel", "WordPiece", "Metaspace", "Replace", "ByteFallback"}),
+        bool(kinds & TELLING),
         f"{name} is none of byte-level, SentencePiece and WordPiece (its decoder is "
         f"{', '.join(sorted(kinds)) or 'None'}), so it is not known what its tokens stand for; choose a draft with "
         "the target's own tokenizer.",
@@ -35,76 +37,42 @@ def tokens_without_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
 class TokenBytes:
     """The tokens of one tokenizer as bytes, and pieces of text as its tokens.
 
-    Args:
-        tokenizer: a fast one: byte-level, SentencePiece or WordPiece. It is left as it is.
+    The tokenizer is left as it is; a ValueError says that it does not tell which bytes its tokens stand for.
 
     Attributes:
-        contents: by id, the bytes that a token adds in the middle of a text; b"" where an id has no token. Those of a
-            special token are how it is written.
-        special: ids of special tokens, by how they are written.
-        fallbacks: ids of tokens that stand for one byte beside others that mean the same, as `<0x41>`.
+        contents: by id, the bytes that a token adds in the middle of a text; b"" where an id has no token.
+        special: ids of special tokens, by how they are written; `numbers`: ids of all others, by their bytes.
         end, start, unknown: ids of these special tokens, None where there is none.
         before: ids that it puts before a text.
         opens_with_space: whether it puts a space before a text.
-
-    Raises:
-        ValueError: if the tokenizer does not say which bytes its tokens stand for.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         tokens_without_bytes(tokenizer)
-        backend = tokenizer.backend_tokenizer
-        self.backend: Any = copy.deepcopy(backend)  # calls of the tokenizer leave padding and truncation in it
+        self.backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)  # calls leave padding and truncation in it
         self.backend.no_padding()
         self.backend.no_truncation()
-        named, self.special, self.fallbacks = tokenizer.get_vocab(), dict[str, int](), set[int]()
-        self.contents = [b""] * (1 + max(named.values(), default=-1))
-        added, read = tokenizer.added_tokens_decoder, self._reader(backend.decoder)
-        specials = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
-        for token, number in named.items():
-            literal = number in added or number in specials
-            self.contents[number] = token.encode() if literal else read(token, number)
-            if number in specials:
-                self.special[token] = number
-        self.end, self.start = (self._role(tokenizer, names) for names in (ENDS, STARTS))
+        named, added = tokenizer.get_vocab(), tokenizer.added_tokens_decoder
+        special = set(tokenizer.all_special_ids) | {number for number, token in added.items() if token.special}
+        self.special = {token: number for token, number in named.items() if number in special}
+        self.end = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
+        self.start = _first(tokenizer.bos_token_id, tokenizer.cls_token_id)
         self.unknown = tokenizer.unk_token_id
+        self.filler = _first(self.unknown, self.end, self.start, 0)  # for what cannot be written
+        self.contents, self.numbers = [b""] * (1 + max(named.values(), default=-1)), dict[bytes, int]()
+        read = _reader(self.backend.decoder)
+        # of tokens that mean the same, those for single bytes as `<0x41>` come last
+        for token, number in sorted(named.items(), key=lambda item: (bool(BYTE.fullmatch(item[0])), item[1])):
+            content = token.encode() if number in added or number in special else read(token)
+            self.contents[number] = content
+            if content and number not in special:
+                self.numbers.setdefault(content, number)
+        self.longest = max(map(len, self.numbers), default=0)
         bare = self._ids("a")
         self.before = _before(self.backend.encode("a").ids, bare)
         self.backend.encode_special_tokens = True  # what a text says is text
         self.opens_with_space = self.joined(bare).startswith(b" ")
-        skipped = set(self.special.values())
-        self.numbers: dict[bytes, int] = {}  # of contents; a byte by itself only where nothing else means it
-        for number in sorted(range(len(self.contents)), key=lambda number: number in self.fallbacks):
-            if self.contents[number] and number not in skipped:
-                self.numbers.setdefault(self.contents[number], number)
-        self.longest = max(map(len, self.numbers), default=0)
         self.known: dict[bytes, list[int]] = {}
-
-    def _reader(self, decoder: Any) -> Any:
-        """A function from a token, as it is in the vocabulary, and its id to its bytes."""
-        found = {part["type"]: part for part in parts(decoder)}
-        if "ByteLevel" in found:
-            meant = {char: number for number, char in bytes_to_unicode().items()}
-            return lambda token, _: b"".join(
-                bytes([meant[char]]) if char in meant else char.encode() for char in token
-            )
-        if "WordPiece" in found:
-            inside = found["WordPiece"]["prefix"]
-            return lambda token, _: _word_piece(token, inside).encode()
-        space = found.get("Metaspace", {}).get("replacement", "▁")
-        falls_back = "ByteFallback" in found
-
-        def read(token: str, number: int) -> bytes:
-            if falls_back and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-                self.fallbacks.add(number)
-                return bytes([int(token[3:5], 16)])
-            return token.replace(space, " ").encode()
-
-        return read
-
-    @staticmethod
-    def _role(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> int | None:
-        return next((number for name in names if (number := getattr(tokenizer, name, None)) is not None), None)
 
     def joined(self, ids: Iterable[int]) -> bytes:
         """The bytes of tokens in the middle of a text; none for ids without a token."""
@@ -112,76 +80,75 @@ class TokenBytes:
         return b"".join(self.contents[number] for number in ids if number < size)
 
     def encode(self, text: bytes, opens: bool = False) -> list[int]:
-        """A piece of text as tokens, at least one.
+        """A piece of text that is not empty as tokens, at least one; `opens` if nothing comes before it.
 
         They have exactly these bytes wherever the tokenizer has tokens for them: those that it takes itself, without
         the space that it may put before, or else the longest ones from left to right. Where it has none, as for
         capitals if it knows lower case only, they are what it makes of the text.
-
-        Args:
-            text: not empty.
-            opens: whether nothing comes before it.
         """
         if opens or len(text) > PIECE_BYTES:
             return self._encoded(text, opens)
-        found = self.known.get(text)
-        if found is None:
+        if text not in self.known:
             if len(self.known) >= PIECES:
                 self.known.clear()
-            found = self.known[text] = self._encoded(text)
-        return found
+            self.known[text] = self._encoded(text)
+        return self.known[text]
 
     def _encoded(self, text: bytes, opens: bool = False) -> list[int]:
-        found: list[int] = []
-        for piece in _readable(text):
-            found += (
-                self._longest(piece) or [] if isinstance(piece, bytes) else self._piece(piece, opens and not found)
-            )
-        return found or [self.filler]
-
-    def _piece(self, text: str, opens: bool) -> list[int]:
-        if opens:
-            return self._ids(text)
-        wanted, begun = text.encode(), self.opens_with_space and text.startswith(" ")
-        ids = self._ids(text[1:] if begun else text)
+        try:
+            written = text.decode()
+        except UnicodeDecodeError:
+            return self._longest(text) or self._ids(text.decode(errors="ignore")) or [self.filler]
+        begun = not opens and self.opens_with_space and written.startswith(" ")
+        ids = self._ids(written[1:] if begun else written)
         content = self.joined(ids)
-        if content == wanted:
-            return ids
-        if content == b" " + wanted and len(head := self.contents[ids[0]]) > 1:
-            first = self._longest(head[1:])
-            if first is not None:
-                return [*first, *ids[1:]]
-        return self._longest(wanted) or ids
+        if not opens and content == b" " + text and (first := self._longest(self.contents[ids[0]][1:])):
+            return [*first, *ids[1:]]  # all but the space that it has put before
+        exact = opens or content == text
+        return (ids if exact else self._longest(text) or ids) or [self.filler]
 
     def _ids(self, text: str) -> list[int]:
         found: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return found
 
-    def _longest(self, text: bytes) -> list[int] | None:
-        """The longest tokens from left to right; None if they cannot make up the text."""
+    def _longest(self, text: bytes) -> list[int]:
+        """The longest tokens from left to right; none if they cannot make up the text."""
         found, start = [], 0
         while start < len(text):
             ends = range(min(len(text), start + self.longest), start, -1)
             end = next((end for end in ends if text[start:end] in self.numbers), None)
             if end is None:
-                return None
+                return []
             found.append(self.numbers[text[start:end]])
             start = end
         return found
 
-    @property
-    def filler(self) -> int:
-        """A token for what cannot be written."""
-        return next((number for number in (self.unknown, self.end, self.start) if number is not None), 0)
 
-
-def parts(component: Any) -> Iterator[dict[str, Any]]:
+def _parts(component: Any) -> Iterator[dict[str, Any]]:
     """The settings of a component of a fast tokenizer, and of the components that it is a sequence of."""
     todo = [] if component is None else [json.loads(component.__getstate__())]
     while todo:
         part = todo.pop()
         yield part
         todo += part.get("decoders", [])
+
+
+def _reader(decoder: Any) -> Callable[[str], bytes]:
+    """A function from a token, as it is in the vocabulary, to its bytes."""
+    found = {part["type"]: part for part in _parts(decoder)}
+    if "ByteLevel" in found:
+        meant = {char: bytes([number]) for number, char in bytes_to_unicode().items()}
+        return lambda token: b"".join(meant.get(char) or char.encode() for char in token)
+    if "WordPiece" in found:
+        inside = found["WordPiece"]["prefix"]
+        return lambda token: _word_piece(token, inside).encode()
+    space = found.get("Metaspace", {}).get("replacement", "▁")
+
+    def read(token: str) -> bytes:
+        byte = BYTE.fullmatch(token) if "ByteFallback" in found else None
+        return token.replace(space, " ").encode() if byte is None else bytes([int(byte[1], 16)])
+
+    return read
 
 
 def _word_piece(token: str, inside: str) -> str:
@@ -196,14 +163,5 @@ def _before(ids: list[int], bare: list[int]) -> list[int]:
     return next((ids[:start] for start in starts if ids[start : start + len(bare)] == bare), [])
 
 
-def _readable(text: bytes) -> Iterator[str | bytes]:
-    """Pieces of a text: str where it is UTF-8, bytes where it is not."""
-    while text:
-        try:
-            yield text.decode()
-            return
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield text[: error.start].decode()
-            yield text[error.start : error.end]
-            text = text[error.end :]
+def _first(*numbers: int | None) -> Any:
+    return next((number for number in numbers if number is not None), None)

@@ -3,12 +3,13 @@
 From Timor et al. 2025 (arXiv 2502.05202), Algorithm 4: the draft's distribution is restricted to the common tokens.
 """
 
+import itertools
 from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .token_bytes import TokenBytes, tokens_without_bytes
+from .token_bytes import TokenBytes
 
 
 SAMPLE_TEXT = """The quick brown fox jumped over 13 lazy dogs; then it slept. "Why?" she asked, and nobody in the old
@@ -28,11 +29,8 @@ class VocabularyMap:
     Tokens mean the same if they add the same bytes to a text; special tokens if they are written alike or play the
     same role (end, start, unknown). Several of the draft may mean one of the target.
 
-    Args:
-        target, draft: the tokens of each.
-        sizes: V of the target's logits and of the draft's; ids from there on are left out.
-
     Attributes:
+        sizes: V of the target's logits and of the draft's; ids from there on are left out.
         to_target: by the draft's ids, the target's; -1 if it has no such token. `to_draft`: the other way.
         overlap: the part of the target's tokens that the draft can propose.
         coverage: the part of the tokens of a sample text that these are.
@@ -82,40 +80,29 @@ class VocabularyMap:
         target, found = self.target, list(self.draft.before)
         if target.before and ids[: len(target.before)] == target.before:
             ids = ids[len(target.before) :]
-        text, opens = b"", True
-        special = set(target.special.values())
-        for number in [*ids, None]:
-            own = -1 if number is None or number not in special else self.to_draft[number]
-            if number is not None and own < 0:
-                text += target.joined([number])
-                continue
-            if text:
-                found += self.draft.encode(_unopened(text, target) if opens else text, opens)
-            found += [own] if own >= 0 else []
-            text, opens = b"", False
+        special, opens = set(target.special.values()), True
+        kept = {number for number in special if number < len(self.to_draft) and self.to_draft[number] >= 0}
+        for is_kept, run in itertools.groupby(ids, kept.__contains__):
+            if is_kept:
+                found += [self.to_draft[number] for number in run]
+            elif text := target.joined(run):
+                if opens and target.opens_with_space:
+                    text = text.removeprefix(b" ") or text  # the tokenizer has put it before the text
+                found += self.draft.encode(text, opens)
+            opens = False
         return found or [self.draft.filler]
-
-
-def _unopened(text: bytes, tokens: TokenBytes) -> bytes:
-    """A whole text without the space that its tokenizer has put before it."""
-    stripped = text.removeprefix(b" ") if tokens.opens_with_space else text
-    return stripped or text
 
 
 def _meaning(tokens: TokenBytes, others: TokenBytes, size: int, other_size: int) -> list[int]:
     """For each of the first `size` ids the one of the others, below `other_size`, that means the same; else -1."""
-    by_content = {content: number for content, number in others.numbers.items() if number < other_size}
+    special = set(tokens.special.values())
+    plain = [content if number not in special else b"" for number, content in enumerate(tokens.contents)]
+    same = [(number, others.numbers.get(content)) for number, content in enumerate(plain)]
+    same += [(number, others.special.get(token)) for token, number in tokens.special.items()]
+    # one token may play several roles; the first of these counts
+    same += [(getattr(tokens, role), getattr(others, role)) for role in ("end", "start", "unknown")]
     found = [-1] * size
-    skipped = set(tokens.special.values())
-    for number, content in enumerate(tokens.contents[:size]):
-        if content and number not in skipped:
-            found[number] = by_content.get(content, -1)
-    for token, number in tokens.special.items():
-        other = others.special.get(token)
-        if number < size and other is not None and other < other_size:
-            found[number] = other
-    for role in ("end", "start", "unknown"):  # one token may play several roles; the first of these counts
-        own, other = getattr(tokens, role), getattr(others, role)
+    for own, other in same:
         if own is not None and other is not None and own < size and other < other_size and found[own] < 0:
             found[own] = other
     return found
@@ -131,15 +118,9 @@ def vocabulary_map(
 ) -> VocabularyMap:
     """The map between two tokenizers, made once for each pair of them as long as no tokens are added.
 
-    Args:
-        tokenizer: the target's, and `draft_tokenizer` the draft's.
-        sizes: V of the target's logits and of the draft's.
-
-    Raises:
-        ValueError: if one does not say which bytes its tokens stand for.
+    `sizes` are V of the target's logits and of the draft's. A ValueError says that a tokenizer does not tell which
+    bytes its tokens stand for.
     """
-    for each in (tokenizer, draft_tokenizer):
-        tokens_without_bytes(each)
     known = MAPS.setdefault(tokenizer, WeakKeyDictionary()).setdefault(draft_tokenizer, {})
     key = (len(tokenizer), len(draft_tokenizer), *sizes)
     if key not in known:

@@ -65,7 +65,7 @@ class Agreed(Schedule):
 
     def __init__(self, own: Schedule, device: torch.device):
         self.own, self.device = own, device
-        super().__init__(own.wanted, own.room)
+        super().__init__(own.wanted)
 
     def __call__(self, batch: Batch) -> list[int]:
         lengths = torch.tensor(self.own(batch), device=self.device)
@@ -75,8 +75,8 @@ class Agreed(Schedule):
     def observe(self, done: Round) -> None:
         self.own.observe(done)
 
-    def admit(self, row: int, room: int, alone: bool) -> None:
-        self.own.admit(row, room, alone)
+    def admit(self, row: int, seeded: bool) -> None:
+        self.own.admit(row, seeded)
 
     def end(self) -> None:
         self.own.end()

@@ -92,8 +92,7 @@ class Run:
             for processors in (self.processors, self.reading.processors):
                 assert isinstance(processors, RequestProcessors)
                 processors.admit(row, entry.processors, entry.alike)
-            self.schedule.most = self.processors.max_rollback
-            self.schedule.admit(row, entry.limit, entry.seeded and self.report.verification in ("token", "block"))
+            self.schedule.admit(row, entry.seeded and self.report.verification in ("token", "block"))
             self.dead_ends.admit(row)
         if coming:
             self.target.admit(self.batch, list(coming))

@@ -6,12 +6,11 @@ from typing import Any
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs
+from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter, Reading
 from hf_specx.drafting.forced import ForcedDrafter
-from hf_specx.drafting.pace import Pace
-from hf_specx.drafting.prior import assumed_times, size_of
+from hf_specx.drafting.forward_times import assumed_times, size_of
 from hf_specx.drafting.schedule import Schedule, make_schedule
 from hf_specx.models.choose import make_decoder
 from hf_specx.models.guidance import guide
@@ -128,14 +127,12 @@ def _schedule(costs: Costs, run: Run) -> Schedule:
         if step is not None:
             _measure(costs, run, step)
             pace = Pace(costs, call.verification in ("greedy", "coupled")) if call.shared else run.reading.pace
-    device, fixed = run.batch.ids.device, call.synced and pace is None
-    room = None if fixed else list(run.batch.limits)
-    most = run.drafter.max_candidates
-    schedule = make_schedule(call.drafting.number, pace, call.verification, run.batch, room, most)
-    schedule.most = run.processors.max_rollback
-    if schedule.most < (call.drafting.number or most or MAX_DRAFT_TOKENS):
-        told = f"{run.processors.limited_by} takes back {schedule.most} tokens at most"
-        run.report.limit_reason = f"no row has more than {schedule.most} candidates: {told}"
+    device, alike = run.batch.ids.device, call.synced and pace is None
+    number, most = call.drafting.number or run.drafter.max_candidates, run.processors.max_rollback
+    schedule = make_schedule(number, pace, call.verification, run.batch, run.processors, alike)
+    if most < (number or MAX_DRAFT_TOKENS):
+        told = f"{run.processors.limited_by} takes back {most} tokens at most"
+        run.report.limit_reason = f"no row has more than {most} candidates: {told}"
     if call.synced and pace is not None:
         return OneNumber(schedule, device)
     return Agreed(schedule, device) if call.shared else schedule

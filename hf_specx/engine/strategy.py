@@ -15,6 +15,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from hf_specx.common.devices import free_tokens
 from hf_specx.common.round import Listener
+from hf_specx.common.tokenizers import same_tokens
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
 from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
@@ -58,7 +59,7 @@ class SpeculativeDecoding(NoModel):
             forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
-            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            of the models tell, later as measured, which takes a twentieth of the time of calls. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`. None is "block", but "coupled" if candidates are not drawn from a distribution,
@@ -224,8 +225,10 @@ class SpeculativeDecoding(NoModel):
         return attached(unwrapped(model), self)
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
-        how = self.tokenizer, self.draft_tokenizer, self.tokenizer_match
-        return make_drafter(match_tokenizers(self.draft_model, target, *how), target)
+        draft, ours, other = self.draft_model, self.tokenizer, self.draft_tokenizer
+        if ours is not None and other is not None and not same_tokens(ours, other):
+            draft = match_tokenizers(draft, target, ours, other, self.tokenizer_match)
+        return make_drafter(draft, target)
 
     def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
         """What a batch of a queue asks for, checked; for `complete_all`."""
@@ -255,10 +258,10 @@ class SpeculativeDecoding(NoModel):
 
     def end(self, run: Run, earlier: SpeculationReport | None = None) -> None:
         """Remember what a call has shown; the report goes on from an earlier one."""
-        run.report.compilations = compilations(run.target, run.drafter.decoder)
-        self.costs.allow(run.report.seconds.get("total", 0.0), run.report.rounds, run.report.plain_steps)
-        self.costs.remember(run.report.verification, run.report.survival_rate, run.report.survival[1])
-        self.report = run.report if earlier is None else earlier + run.report
+        report = run.report
+        report.compilations = compilations(run.target, run.drafter.decoder)
+        self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
+        self.report = report if earlier is None else earlier + report
 
     def meet(self, model: PreTrainedModel) -> None:
         """Forget costs if the last call had another target."""

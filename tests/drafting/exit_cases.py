@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from tiny import tiny
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
@@ -20,13 +19,9 @@ def target(model_type: str = "llama", **changes: Any) -> PreTrainedModel:
     """Its last layer changes about every third token."""
     depth = {"num_hidden_layers": 3} | ({"n_layer": 3} if model_type == "gpt2" else {})
     model = tiny(model_type, initializer_range=0.2, **depth | changes)
-    weaken(find_layers(model)[1][-1])
-    return model
-
-
-def weaken(layer: nn.Module) -> None:
-    for parameter in layer.parameters():
+    for parameter in find_layers(model)[1][-1].parameters():
         parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
+    return model
 
 
 def made(draft: EarlyExitDraft, **options: Any) -> SpeculativeDecoding:
@@ -38,22 +33,27 @@ def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | No
     return model.generate(**inputs, **COUPLED | settings, custom_generate=strategy)
 
 
-class Layers:
-    """Counts the forwards of the first and of the last layer."""
+class Fed:
+    """Tokens of each row in every forward of the first and of the last layer."""
 
     def __init__(self, model: PreTrainedModel):
+        self.first: list[int] = []
+        self.last: list[int] = []
         layers = find_layers(model)[1]
-        self.seen: list[nn.Module] = []
-        self.first, self.last = layers[0], layers[-1]
-        self.handles = [x.register_forward_pre_hook(lambda x, _: self.seen.append(x)) for x in (self.first, self.last)]
+        ends = (layers[0], self.first), (layers[-1], self.last)
+        self.handles = [layer.register_forward_pre_hook(self._note(seen), with_kwargs=True) for layer, seen in ends]
+
+    @staticmethod
+    def _note(seen: list[int]):
+        return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
     @property
     def forwards(self) -> int:
-        return self.seen.count(self.last)
+        return len(self.last)
 
     @property
     def steps(self) -> int:
-        return self.seen.count(self.first) - self.forwards
+        return len(self.first) - len(self.last)
 
     def __enter__(self):
         return self

@@ -33,13 +33,12 @@ def assisted(model: LlamaForCausalLM) -> Assisted:
     return copy
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.05, 2.0])
-def test_stock_loop_greedy_equals_plain(noise: float):
+def test_stock_loop_greedy_equals_plain():
     target = tiny("llama")
     ids = prompts(1)["input_ids"]
     expected = target.generate(ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2)
     output = assisted(target).generate(
-        ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2, assistant_model=near(target, noise)
+        ids, do_sample=False, max_new_tokens=40, repetition_penalty=1.2, assistant_model=near(target, 0.05)
     )
     assert torch.equal(output, expected)
 
@@ -73,11 +72,13 @@ def stock_loop_p_value(rule: type[RejectionRule]) -> float:
     return chisquare(counts[joint > 0], 900 * joint[joint > 0]).pvalue
 
 
+@pytest.mark.slow
 def test_stock_loop_sampled_law_is_exact():
     """False alarm 1e-4; several rounds each, after partial and after full acceptance."""
     assert stock_loop_p_value(RejectionRule) > 1e-4
 
 
+@pytest.mark.slow
 def test_stock_loop_law_test_can_fail():
     assert stock_loop_p_value(SoftGreedy) < 1e-8
 

@@ -6,7 +6,7 @@ The chi-square tests at the end fail by chance with probability 1e-6.
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +18,9 @@ from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, SpeculativeDecoding
 from hf_specx.common.round import Round
-from hf_specx.drafting import candidates, schedule
-from hf_specx.drafting.candidates import SampledCandidateGenerator
+from hf_specx.drafting import schedule
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.models.decoder import Decoder
 
 
 FORCED = (0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 1, 1, 0, 8)
@@ -36,7 +34,7 @@ class Forced(Schedule):
     """Drafts given numbers in turns."""
 
     def __init__(self, *given: Any, numbers: Iterable[int] = FORCED):
-        super().__init__(MAX_DRAFT_TOKENS, room=given[2])
+        super().__init__(MAX_DRAFT_TOKENS)
         self.numbers = itertools.cycle(numbers)
         self.wanted = next(self.numbers)
 
@@ -92,52 +90,6 @@ def test_numbers_that_change_give_the_text_of_stock(
             rounds = [tuple(record.drafted for record in row[1:6]) for row in strategy.report.history]
             assert any(0 in row for row in rounds)
             assert (len(set(rounds)) == 1) is (numbers is Forced)
-
-
-class Spied(SampledCandidateGenerator):
-    """Notes of each greedy candidate whether a draft that reads the whole text anew would propose it."""
-
-    right: ClassVar[list[bool]] = []
-
-    def propose(self, batch, lengths):
-        draft = super().propose(batch, lengths)
-        for row, tokens, length in zip(batch.rows, draft.tokens, draft.lengths, strict=True):
-            text = batch.row(row)[None]
-            for candidate in tokens[:length]:
-                scores = self.model(text).logits[0, -1]
-                self.right.append(bool(scores[candidate] > scores.max() - 1e-3))
-                text = torch.cat([text, candidate[None, None]], 1)
-        return draft
-
-
-def spied(monkeypatch: pytest.MonkeyPatch, numbers: type[Forced], layout: str) -> list[bool]:
-    """What `Spied` notes in a call."""
-    monkeypatch.setattr(candidates, "SampledCandidateGenerator", Spied)
-    monkeypatch.setattr(schedule, "Auto", numbers)
-    monkeypatch.setattr(Spied, "right", [])
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.1), layout=layout, costs=known())
-    run(target, prompts(4), strategy, **GREEDY)
-    assert strategy.report.accepted < strategy.report.drafted == len(Spied.right)
-    return Spied.right
-
-
-@pytest.mark.filterwarnings("ignore:in this batch all rows advance")
-@pytest.mark.parametrize("numbers", [Forced, Uneven])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_draft_knows_the_text_after_an_absence(
-    monkeypatch: pytest.MonkeyPatch, layout: str, numbers: type[Forced]
-):
-    """The candidates that it had proposed and that were rejected are not taken for text."""
-    right = spied(monkeypatch, numbers, layout)
-    assert len(right) > 20
-    assert all(right)
-
-
-def test_stale_candidates_would_be_seen(monkeypatch: pytest.MonkeyPatch):
-    """A control of the test above."""
-    monkeypatch.setattr(Decoder, "keep", lambda self, row, count: None)
-    assert not all(spied(monkeypatch, Forced, "ragged"))
 
 
 def test_a_long_absence_costs_one_forward(monkeypatch: pytest.MonkeyPatch):

@@ -29,11 +29,6 @@ def test_table_of_leviathan(alpha: float, gamma: int, speed: float):
     assert expected_tokens(alpha, gamma) == pytest.approx(sum(alpha**i for i in range(gamma + 1)))
 
 
-def test_coefficients_enter_the_formulas():
-    assert expected_tokens(0.5, 2) == 1.75
-    assert expected_speedup(0.5, 2, 0.25) == pytest.approx(1.75 / 1.5)
-
-
 @pytest.mark.parametrize("alpha", [0, 1 - 1e-9, 1, 1 + 1e-7])
 def test_extreme_acceptance(alpha: float):
     """α is a mean of float sums, so it may come out a little over 1."""
@@ -47,10 +42,6 @@ def taken(*rounds: list[list[float]], together: bool = False) -> list[float]:
         for made in rounds:
             survival.take(made)
     return survival.chances(5)
-
-
-def test_what_is_assumed_at_first():
-    assert Survival(0.6, 3.0).chances(4) == pytest.approx([0.6, 0.6**2, 0.6**3, 0.6**4])
 
 
 def test_a_first_round_is_weighed_against_what_is_assumed():
@@ -75,13 +66,6 @@ def test_depths_are_not_censored_by_short_rounds():
 
 def test_rows_that_advance_together_keep_what_all_keep():
     assert taken([[0.5, 0.2], [0.8, 0.5]], together=True)[:2] == pytest.approx([0.4, 0.1], rel=0.08)
-
-
-def test_what_a_round_was_worth():
-    """1 + S_1 + S_2 of the mean row."""
-    made = [[0.9, 0.5], [0.1, 0.0]]
-    assert Survival(0.5, 4.0).take(made) == pytest.approx(1.75)
-    assert Survival(0.5, 4.0, together=True).take(made) == pytest.approx(1.09)
 
 
 def test_the_best_number_is_that_with_the_most_tokens_a_second():

@@ -97,11 +97,6 @@ def test_compiled(settings: str, rows: int):
     assert lengths_differ(strategy) == (rows > 1)
 
 
-def one_after_another(input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-    """Ends the first three rows after 8, 16 and 24 tokens."""
-    return input_ids.shape[1] >= 16 + torch.tensor([8, 16, 24, 40])
-
-
 class Misshapen(Bigrams):
     """Claims more candidates than it has."""
 

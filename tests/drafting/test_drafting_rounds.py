@@ -42,25 +42,6 @@ def test_the_number_counts_wherever_it_is_set(models: Any, form: str, where: str
     assert torch.equal(output.sequences, target.generate(**prompts(3), **GREEDY))
 
 
-def test_what_counts_more(models: Any):
-    target, draft = models
-    draft.generation_config.num_assistant_tokens = 3
-    config = GenerationConfig(**GREEDY, num_assistant_tokens=4)
-
-    def number(**settings: Any) -> int:
-        pair = DraftTargetPair(target, draft)
-        pair.generate(**prompts(2), **settings)
-        return pair.report.num_draft_tokens
-
-    assert number(**GREEDY) == 3
-    assert number(generation_config=config) == 4
-    assert number(generation_config=config, num_assistant_tokens=20) == 20  # stock's default, but asked for
-    assert number(generation_config=config, num_assistant_tokens=5, num_draft_tokens=6) == 6
-    target.generation_config.num_assistant_tokens = 2
-    assert number(**GREEDY) == 2
-    assert draft.generation_config.num_assistant_tokens == 3
-
-
 def drafted(report: SpeculationReport) -> list[int]:
     """Candidates of each round of row 0."""
     return [record.drafted for record in report.history[0] if record.drafted]

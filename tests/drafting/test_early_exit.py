@@ -3,23 +3,23 @@
 from functools import cache
 from typing import Any
 
+import exit_cases
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
 from enumerated import DEPTH, NEW_TOKENS, PROMPT, VOCAB_SIZE, exact_distribution, p_values
+from exit_cases import Fed, run
+from exit_cases import target as fresh
 from tiny import prompts, tiny
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 from vision import seeing
 
-from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding
 from hf_specx.drafting.early_exit import SharedDecoder, find_layers
-from hf_specx.drafting.pace import Pace
-from hf_specx.drafting.several import SeveralDrafts
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.models.ragged import RaggedDecoder
-from hf_specx.models.slots import SlotCache
 from hf_specx.sampling.rules import RejectionRule
 
 
@@ -27,52 +27,16 @@ LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 MODEL_TYPES = ("llama", "qwen3", "mistral", "gpt2", "gpt_neox")
 GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
-MAX_NEW_TOKENS, LAYERS, EXIT, CANDIDATES = 30, 3, 2, 3
+EXIT, CANDIDATES, LONGEST = 2, 3, exit_cases.NEW_TOKENS
 NUM_TESTS = 2 * 2 * 2
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
-@cache
-def target(model_type: str = "llama") -> PreTrainedModel:
-    """Its last layer changes about every third token."""
-    depth = {"num_hidden_layers": LAYERS} | ({"n_layer": LAYERS} if model_type == "gpt2" else {})
-    model = tiny(model_type, initializer_range=0.2, **depth)
-    for parameter in find_layers(model)[1][-1].parameters():
-        parameter.data *= 0.5 if parameter.ndim > 1 else 1.0
-    return model
+target = cache(fresh)
 
 
 def made(exit_layer: int = EXIT, **options: Any) -> SpeculativeDecoding:
     return SpeculativeDecoding(EarlyExitDraft(exit_layer), **{"num_draft_tokens": CANDIDATES} | options)
-
-
-def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings: Any) -> Any:
-    torch.manual_seed(4)
-    return model.generate(
-        **inputs, **{"max_new_tokens": MAX_NEW_TOKENS, "pad_token_id": 0} | settings, custom_generate=strategy
-    )
-
-
-class Fed:
-    """Tokens of each row in every forward of the first and of the last layer."""
-
-    def __init__(self, model: PreTrainedModel):
-        self.first: list[int] = []
-        self.last: list[int] = []
-        layers = find_layers(model)[1]
-        ends = (layers[0], self.first), (layers[-1], self.last)
-        self.handles = [layer.register_forward_pre_hook(self._note(seen), with_kwargs=True) for layer, seen in ends]
-
-    @staticmethod
-    def _note(seen: list[int]):
-        return lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        for handle in self.handles:
-            handle.remove()
 
 
 @pytest.mark.parametrize(("model_type", "rows", "settings"), all_pairs(MODEL_TYPES, [1, 4, 8], [GREEDY, SAMPLED]))
@@ -84,7 +48,7 @@ def test_equals_plain_and_reads_the_prompt_once(model_type: str, rows: int, sett
     report = strategy.report
     assert report.layout == "ragged"
     assert 0.3 < report.acceptance_rate < 1
-    assert len(fed.last) < MAX_NEW_TOKENS
+    assert len(fed.last) < LONGEST
     assert fed.first[0] == fed.last[0] == inputs["input_ids"].shape[1]  # the prompt, in the target's own forward
     steps = [1] * (len(fed.first) - len(fed.last))
     assert steps
@@ -99,7 +63,7 @@ def test_other_layouts_have_a_cache_of_their_own(model_type: str, layout: str, s
     with Fed(model) as fed:
         output = run(model, inputs, strategy, **settings)
     assert torch.equal(output, run(model, inputs, **settings))
-    assert len(fed.last) < MAX_NEW_TOKENS
+    assert len(fed.last) < LONGEST
     assert fed.first[0] == fed.first[1] > 1 + CANDIDATES  # by the target, and by its first layers
 
 
@@ -143,13 +107,6 @@ def test_what_is_left_in_the_cache_is_the_targets(rows: int):
             assert torch.allclose(stored.transpose(1, 2)[real], same.transpose(1, 2)[real], atol=1e-5)
 
 
-def test_rows_end_inside_accepted_runs():
-    for end in range(0, 48, 5):
-        settings = GREEDY | {"eos_token_id": [end, end + 1, end + 2]}
-        expected = run(target(), prompts(4), **settings)
-        assert torch.equal(run(target(), prompts(4), made(), **settings), expected)
-
-
 @pytest.mark.parametrize("verification", ["coupled", "token", "block"])
 def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     inputs = prompts(4)
@@ -157,7 +114,7 @@ def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
     def texts(rows: list[int]) -> torch.Tensor:
         given = {name: value[rows] for name, value in inputs.items()}
         seeds = [7 + row for row in rows]
-        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -MAX_NEW_TOKENS:]
+        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -LONGEST:]
 
     assert torch.equal(texts([0, 1, 2, 3]), torch.cat([texts([row]) for row in range(4)]))
 
@@ -176,21 +133,6 @@ def test_prompts_in_the_places_of_rows_that_ended(settings: dict):
         assert one.tokens == plain[0, len(text) :].tolist()
     assert sorted(fed.first) == sorted(fed.last + [1] * (len(fed.first) - len(fed.last)))
     assert len(fed.first) > len(fed.last)
-
-
-def stored(monkeypatch: pytest.MonkeyPatch, draft: Any) -> int:
-    """Numbers in all caches of slots that a call has made."""
-    caches, init = [], SlotCache.__init__
-    with monkeypatch.context() as patch:
-        patch.setattr(SlotCache, "__init__", lambda cache, limit=0: caches.append(cache) or init(cache, limit))
-        run(target(), prompts(4), SpeculativeDecoding(draft, num_draft_tokens=CANDIDATES), **GREEDY)
-    return sum(x.numel() for cache in caches for layer in cache.layers for x in (layer.keys, layer.values))
-
-
-def test_no_more_is_stored_than_without_a_draft_model(monkeypatch: pytest.MonkeyPatch):
-    shared = stored(monkeypatch, EarlyExitDraft(EXIT))
-    assert 0 < shared <= stored(monkeypatch, SuffixDraft())
-    assert shared < stored(monkeypatch, EarlyExitDraft(EXIT).first_layers(target()))
 
 
 @cache
@@ -213,6 +155,7 @@ def draw(
     return texts[:, PROMPT.shape[1] :][:, :DEPTH], strategy.report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_the_distribution_is_that_of_the_target(verification: str):
     """By chi-square; over all choices of seeds a right distribution fails with probability 1e-4."""
@@ -223,6 +166,7 @@ def test_the_distribution_is_that_of_the_target(verification: str):
     assert min(p_values(draw(verification, temperature=0.6, top_k=3)[0], warped)) > 1e-4 / NUM_TESTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verification", ["token", "block"])
 def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPatch, verification: str):
     """Wrong: candidates are judged as if drawn from a flat distribution."""
@@ -233,29 +177,6 @@ def test_a_wrong_distribution_of_candidates_is_seen(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RejectionRule, "judge", as_flat)
     assert min(p_values(draw(verification)[0], exact_distribution([], target=enumerable()))) < 1e-8
-
-
-@pytest.mark.parametrize("wrong", [False, True])
-@pytest.mark.parametrize("verification", ["token", "block"])
-def test_the_distribution_of_a_mixture(monkeypatch: pytest.MonkeyPatch, verification: str, wrong: bool):
-    """Every other row takes candidates of the text; over all seeds a right distribution fails with probability 1e-4.
-
-    Wrong: all candidates are judged as if drawn from a flat distribution.
-    """
-    monkeypatch.setattr(SeveralDrafts, "_asks_model", lambda drafts, batch, *others: [row % 2 for row in batch.rows])
-    monkeypatch.setattr(Pace, "best", lambda pace, chances, apart=False: max(map(len, chances)))
-    if wrong:
-        judge = RejectionRule.judge
-
-        def as_flat(rule, batch, draft, scores):
-            probs = torch.full_like(scores[:, :-1], 1 / VOCAB_SIZE)
-            return judge(rule, batch, draft._replace(probs=probs), scores)
-
-        monkeypatch.setattr(RejectionRule, "judge", as_flat)
-    texts, report = draw(verification, 5, draft=[SuffixDraft(min_match=1), EarlyExitDraft(1)])
-    assert all(report.sources[source]["accepted"] > 100 for source in ("suffix", "early exit"))
-    p_value = min(p_values(texts, exact_distribution([], target=enumerable())))
-    assert p_value < 1e-8 if wrong else p_value > 1e-4 / 2
 
 
 def test_an_encoder_decoder_is_refused():

@@ -5,19 +5,22 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from exit_cases import NEW_TOKENS, Layers, made, run, target
+from exit_cases import GREEDY, NEW_TOKENS, Fed, made, run, target
 from tiny import prompts, tiny
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, pipeline
 
 import hf_specx
 from hf_specx import EarlyExitDraft, SpeculativeDecoding
+from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.publish import write_code
 
 
 def state(model: PreTrainedModel) -> tuple:
@@ -148,22 +151,6 @@ def test_what_cannot_exit_early_is_refused_before_any_forward():
         EarlyExitDraft(1, head=3)
 
 
-def test_times_are_those_of_the_first_layers():
-    model = target()
-    strategy = SpeculativeDecoding(EarlyExitDraft(1))
-    with Layers(model) as layers:
-        strategy.calibrate(model, prompts(2)["input_ids"])
-    assert (layers.forwards, layers.steps) == (16, 30)  # the prompt's forward, 15 of the target, 30 of the draft
-
-
-@pytest.mark.usefixtures("draft_pays")
-def test_the_number_is_found_as_for_a_draft_model():
-    strategy = SpeculativeDecoding(EarlyExitDraft(2))
-    model = target()
-    assert torch.equal(run(model, prompts(2), strategy, do_sample=False), run(model, prompts(2), do_sample=False))
-    assert strategy.report.drafted > 0
-
-
 def test_a_head_of_its_own():
     """It is no part of the target; one that says nothing changes nothing, another one changes what is drafted."""
     model, inputs, histories = target(), prompts(4), []
@@ -182,7 +169,7 @@ def test_under_hooks_of_accelerate():
     expected = run(model, inputs)
     for module in (model, model.model, *model.model.layers):
         add_hook_to_module(module, ModelHook())
-    with Layers(model) as layers:
+    with Fed(model) as layers:
         assert torch.equal(run(model, inputs, made(EarlyExitDraft(1))), expected)
     assert layers.steps > 0
     assert layers.forwards < NEW_TOKENS
@@ -202,3 +189,45 @@ def test_compiled():
         assert strategy.report.accepted > 0
     assert compilations[0] > 0
     assert compilations[1] == 0
+
+
+@pytest.mark.parametrize("where", ["call", "config", "model"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+def test_the_setting_of_transformers_is_an_early_exit(model_type: str, where: str):
+    """At a batch size that it refuses itself, and for types where it ignores the number."""
+    model, inputs, asked = target(model_type), prompts(3), {"assistant_early_exit": 2}
+    expected, settings = run(model, inputs, do_sample=False), GREEDY
+    if where == "call":
+        settings = settings | asked
+    elif where == "config":
+        settings = {"generation_config": GenerationConfig(**settings, **asked)}
+    else:
+        model.generation_config.assistant_early_exit = 2
+    with Fed(model) as layers:
+        output = hf_specx.generate(**inputs, **settings, num_draft_tokens=3, model=model)
+    assert torch.equal(output, expected)
+    assert layers.forwards < NEW_TOKENS
+    assert layers.steps > 0
+    assert model.generation_config.assistant_early_exit == (2 if where == "model" else None)
+
+
+@pytest.mark.parametrize("way", ["folder", "pipeline"])
+def test_the_setting_by_string(tmp_path: Path, way: str):
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
+    model = target(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    write_code(tmp_path, str(tmp_path))
+    asked: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}
+    settings = GREEDY | {"pad_token_id": tokenizer.pad_token_id}
+    if way == "folder":
+        expected = run(model, prompts(2), **settings).tolist()
+    else:
+        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        expected = write(["def main(", "import"], batch_size=2, **settings)
+    with Fed(model) as layers:
+        if way == "folder":
+            output = model.generate(**prompts(2), **settings, **asked, num_draft_tokens=3).tolist()
+        else:
+            output = write(["def main(", "import"], batch_size=2, **settings, **asked, num_draft_tokens=3)
+    assert output == expected
+    assert 0 < layers.forwards < NEW_TOKENS
+    assert layers.steps > 0

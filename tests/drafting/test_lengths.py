@@ -58,17 +58,6 @@ def test_rows_with_nothing_to_propose_cost_the_others_nothing(layout: str):
         assert max(steps[1], steps[3]) < min(steps[0], steps[2]) == 24
 
 
-def test_a_generator_is_told_what_was_kept():
-    target, inputs = tiny(), unpadded(3)
-    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "suppress_tokens": [0]}
-    generator = Noted(target.generate(**inputs, **settings), helped=[0, 2], number=3)
-    strategy = SpeculativeDecoding(generator, num_draft_tokens=3)
-    target.generate(**inputs, **settings, custom_generate=strategy)
-    assert len(generator.told) == len(generator.asked)
-    assert sum(matches for _, _, matches in generator.told) == strategy.report.accepted
-    assert {(logits, matches) for _, logits, matches in generator.told} >= {(4, 3), (1, 0)}
-
-
 @pytest.mark.parametrize("layout", LAYOUTS[:3])
 def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
     """A row that proposed less was filled up once, and its acceptance reported far too low."""
@@ -89,23 +78,6 @@ def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
         counts = (together.drafted_per_row[row], together.accepted_per_row[row])
         assert counts == (alone.drafted, alone.accepted)
     assert len(set(together.drafted_per_row)) > 2
-
-
-@pytest.mark.parametrize("verification", ["token", "block", "coupled"])
-def test_a_row_that_is_nearly_done_drafts_no_more_than_it_can_emit(verification: str):
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.3), num_draft_tokens=5, verification=verification)
-    torch.manual_seed(0)
-    target.generate(**prompts(6), do_sample=True, max_new_tokens=20, custom_generate=strategy)
-    histories = strategy.report.history
-    for records in histories:
-        emitted = 0
-        for record in records:
-            assert record.drafted <= max(0, 20 - emitted - 1)
-            emitted += record.emitted
-    # some row drafts less than its mates in one round
-    rounds = zip(*(records + [records[-1]] * (30 - len(records)) for records in histories), strict=True)
-    assert any(len({record.drafted for record in records}) > 1 for records in rounds)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

@@ -2,12 +2,11 @@
 
 from array import array
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specx.drafting.ngrams import DEPTH, SAMPLE, TRIED, NGrams
 from hf_specx.drafting.suffix import Acceptance, _most_frequent
+from hf_specx.drafting.suffix_pool import DEPTH, SAMPLE, TRIED, NGrams
 
 
 letters = st.integers(-1, 2)
@@ -64,27 +63,10 @@ def test_texts_that_leave_are_not_found(lists: list, data):
         assert grams.find(array("i", text), DEPTH, 2) == anew.find(array("i", text), DEPTH, 2)
 
 
-def test_a_text_that_leaves_in_between_hides_nothing_that_comes_later():
-    grams = NGrams(2)
-    for number, last in enumerate((7, 8, 9)):
-        grams.extend(number, [1, 2, last])
-    grams.remove(2)
-    assert grams.find(array("i", [1, 2]), DEPTH, 1) == (2, [[8], [7]])
-    grams.extend(3, [1, 2, 6])
-    assert grams.find(array("i", [1, 2]), DEPTH, 1)[1][0] == [6]
-
-
 def test_a_text_that_runs_into_its_own_end_goes_round():
     grams = grown([[1, 2, 3] * 5], 2)
     assert grams.find(grams.texts[0], DEPTH, 7)[1][0] == [1, 2, 3, 1, 2, 3, 1]
     assert grams.find(array("i", [1, 2, 3] * 5), DEPTH, 7)[1][0] == [1, 2, 3]
-
-
-def test_no_more_tokens_are_compared_than_asked_for():
-    """After the last 3 tokens stands 9; after the last one alone mostly 7."""
-    grams = grown([[1, 2, 3, 9, 3, 7, 3, 7, 3, 7, 1, 2, 3]], 1)
-    assert grams.find(grams.texts[0], DEPTH, 1) == (3, [[9]])
-    assert grams.find(grams.texts[0], 1, 1) == (1, [[7], [7], [7], [9]])
 
 
 def test_the_number_follows_length_and_acceptance():
@@ -106,9 +88,3 @@ def test_of_several_continuations_the_most_frequent_one():
     tokens, chances = _most_frequent([[5, 6], [5, 7, 8], [4, 6], [5, 7]], 16, 1.0)
     assert (tokens, chances) == ([5, 7, 8], [0.75, 0.5, 0.25])
     assert _most_frequent([[5, -1, 5]], 16, 1.0) == ([5], [1.0])  # an id outside of the vocabulary
-
-
-@pytest.mark.parametrize("length", [1, 2, 32])
-def test_short_texts_have_no_match(length: int):
-    grams = grown([[3] * (length - 1)], length)
-    assert grams.find(grams.texts.get(0, array("i")), DEPTH, 1) == (0, [])

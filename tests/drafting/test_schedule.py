@@ -52,10 +52,6 @@ def test_the_values_that_are_filled_in_count_where_the_call_is_known():
     assert choose_drafting("auto", None, filled(), own) == Drafting(None, "heuristic", 0.1)
 
 
-def test_a_draft_without_a_file():
-    assert choose_drafting("auto", None, filled(num_assistant_tokens=4), object()) == Drafting(4, "constant", 0.0)
-
-
 def test_given_drafting_asks_the_call_then_the_configs():
     first, second = GenerationConfig(num_assistant_tokens=20), GenerationConfig(num_assistant_tokens=9)
     assert given_drafting({"do_sample": True}, None, first, second) == {"num_assistant_tokens": 20}
@@ -74,9 +70,10 @@ def some_batch(rows: int = 3) -> Batch:
 
 def test_rows_draft_no_more_than_they_can_emit():
     """And nothing before their first token."""
-    numbers, batch = Schedule(3, [4] * 4), some_batch()
+    numbers, batch = Schedule(3), some_batch()
+    batch.limits = [4] * 3
     assert numbers(Batch(torch.ones(2, 4, dtype=torch.int64), None, 0)) == [0, 0]
     assert numbers(batch) == [2, 2, 2]
     batch.counts = [1, 2, 4]
     assert numbers(batch) == [2, 1, 0]
-    assert Schedule(3, None)(batch) == [3, 3, 3]  # where all ranks must draft alike
+    assert Schedule(3, alike=True)(batch) == [3, 3, 3]  # where all ranks must draft alike

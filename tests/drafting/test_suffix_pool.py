@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import Forwards, prompts, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
-from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
+from hf_specx import SuffixPool
 
 
 def text(seed: int, length: int = 30, vocab_size: int = 50) -> list[int]:
@@ -38,19 +37,6 @@ def test_the_oldest_texts_leave_first():
         assert held == [text(n) for n in range(number + 1 - len(held), number + 1)]
         assert len(pool) == min(30 * (number + 1), 390)
     assert is_consistent(pool)
-
-
-def test_many_texts_at_once_and_one_by_one_are_the_same_texts():
-    one, many, given = SuffixPool(200), SuffixPool(200), [text(n, length) for n, length in enumerate((50, 3, 0, 90))]
-    many.add(*given)
-    for tokens in given:
-        one.add(torch.tensor(tokens, dtype=torch.int64))
-    assert as_lists(one) == as_lists(many) == [tokens for tokens in given if tokens]
-    many.add(*(text(n) for n in range(20)))
-    assert as_lists(many) == [text(n) for n in range(14, 20)]
-    many.add()
-    assert is_consistent(one)
-    assert is_consistent(many)
 
 
 def test_of_a_text_that_is_too_long_the_end_stays():
@@ -126,37 +112,6 @@ def test_texts_of_another_tokenizer_are_refused(tmp_path):
         pool.meet(vocab_size, tiny_tokenizer())
         with pytest.raises(ValueError, match="of another tokenizer than the target's; use a SuffixPool of its own"):
             pool.meet(vocab_size, other)
-
-
-class Words:
-    """All that a strategy asks of a tokenizer."""
-
-    def __init__(self, *words: str):
-        self.words = list(words)
-
-    def get_vocab(self) -> dict[str, int]:
-        return {word: index for index, word in enumerate(self.words)}
-
-
-def test_tokens_that_are_added_are_seen():
-    tokenizer = Words("a", "b")
-    pool = SuffixPool(tokenizer=tokenizer)
-    pool.meet(8, tokenizer)
-    pool.meet(8, Words("a", "b"))
-    tokenizer.words.append("c")
-    for other in (tokenizer, Words("b", "a")):
-        with pytest.raises(ValueError, match="of another tokenizer than the target's"):
-            pool.meet(8, other)
-
-
-def test_the_tokenizer_of_a_strategy_is_that_of_its_pool():
-    model, draft = tiny(vocab_size=280), SuffixDraft(pool=SuffixPool(tokenizer=tiny_tokenizer()))
-    other = tiny_tokenizer([word[::-1] for word in TEXTS])
-    for several in (draft, [draft, tiny(vocab_size=280, seed=1)]):
-        strategy = SpeculativeDecoding(several, tokenizer=other)
-        with Forwards(model) as forwards, pytest.raises(ValueError, match="the pool's texts are of another tokenizer"):
-            model.generate(**prompts(1), max_new_tokens=4, custom_generate=strategy)
-        assert not forwards.ids
 
 
 @pytest.mark.parametrize("wrong", [0, -5, 1.5, True, "many", None])

@@ -50,11 +50,6 @@ def test_what_it_cannot_write_is_at_least_one_token(kind: str, text: bytes):
     assert TokenBytes(tokenizer_of(kind)).encode(text)
 
 
-def test_capitals_of_a_tokenizer_of_lower_case():
-    tokens = TokenBytes(tokenizer_of("word pieces in lower case"))
-    assert tokens.joined(tokens.encode(b" The")) == b" the"
-
-
 def test_special_tokens_in_a_text_are_text():
     """A user may write the end token; it ends nothing."""
     tokens = TokenBytes(tokenizer_of("byte-level"))

@@ -28,8 +28,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
-from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.pace import Pace
+from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.engine.ranks import OneNumber, Ranks, is_synced, synced_by_default
 
 

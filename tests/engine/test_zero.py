@@ -14,9 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.drafting import candidates
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.forced import Growth
 from hf_specx.drafting.schedule import Schedule
 from hf_specx.engine import start
 from hf_specx.engine.ranks import synced_by_default
@@ -47,7 +45,7 @@ class Replayed(Schedule):
     """Rounds with the numbers that were noted."""
 
     def __init__(self, numbers: list[int]):
-        super().__init__(0, None)
+        super().__init__(0)
         self.numbers = iter(numbers)
 
     def __call__(self, batch):
@@ -108,7 +106,6 @@ def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str, 
         if name == "block":
             with monkeypatch.context() as patch:
                 patch.setattr(start, "make_schedule", lambda *_, n=numbers: Replayed(n))
-                patch.setattr(candidates, "Growth", lambda *given: Growth(*given[:3], False, given[4]))
                 assert found == text(tiny(), near(tiny(), 0.1), name, rank)[0]
         else:
             target, options = tiny(), CASES[name][0] | {"max_new_tokens": LENGTHS[rank]}

@@ -98,6 +98,15 @@ def test_masks_and_ids_are_the_targets():
     assert strategy.report.forced > 0
 
 
+def test_where_no_common_token_is_allowed(draft_pays):
+    known = set(vocabularies_of(KIND, OTHER).to_target)
+    allowed = [number for number in range(len(tokenizer_of(KIND))) if number not in known][:5]
+    settings = {"prefix_allowed_tokens_fn": lambda row, ids: allowed, "do_sample": False}
+    strategy = made(num_draft_tokens="auto")
+    assert torch.equal(run(strategy, **settings), run(**settings))
+    assert strategy.report.drafted > 0
+
+
 def test_forced_tokens_leave_candidates_of_no_model_as_such():
     """What the suffix draft has proposed does not count as steps of the model, which "auto" goes by."""
     vocab_size, width = len(tokenizer_of(KIND)), texts(KIND, 4)["input_ids"].shape[1]

@@ -5,8 +5,6 @@ of the right law would fail with probability 1e-4.
 """
 
 import copy
-import itertools
-from contextlib import nullcontext
 from functools import partial
 from threading import Thread
 
@@ -23,7 +21,6 @@ from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
-from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.sampling import rewindable
 from hf_specx.sampling.grammars import sent_masks
@@ -199,19 +196,6 @@ def test_compiled_forwards(target, draft):
     assert strategy.report.forced == 0
 
 
-def test_a_draft_that_is_unsure_proposes_one_token(target):
-    """Greedily, where the number is left to "auto"; forced tokens are proposed as well."""
-    table = {1: {"target": {1: 1.0, 9: 2.0}, "draft": 0.1}}
-    costs = Costs(table, alpha={"greedy": 0.9}, clock=itertools.count().__next__)
-    unsure, steps = near(target, 0.1), {}
-    unsure.lm_head.weight.data.mul_(1e-3)  # all tokens are nearly alike
-    for number in ("auto", 3):
-        strategy = SpeculativeDecoding(unsure, num_draft_tokens=number, costs=costs)
-        plain, made, _ = both(target, strategy, rows=1, do_sample=False, eos_token_id=None)
-        assert made.tolist() == plain.tolist()
-        assert strategy.report.forced > 0
-        steps[number] = max(record.draft_steps for record in strategy.report.history[0])
-    assert steps == {"auto": 1, 3: 3}
 
 
 def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
