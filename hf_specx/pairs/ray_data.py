@@ -7,7 +7,7 @@ from hf_specx.common.errors import require
 
 from .complete import Completer
 from .pair import DraftTargetPair
-from .results import NumberedText, hash_of
+from .results_file import NumberedText, hash_of
 
 
 class CompleteBatches:

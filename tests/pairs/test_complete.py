@@ -18,7 +18,7 @@ from transformers import LogitsProcessor
 
 from hf_specx.engine.ranks import in_group
 from hf_specx.pairs.complete import Completer, complete
-from hf_specx.pairs.results import CompletedText, NumberedText
+from hf_specx.pairs.results_file import CompletedText, NumberedText
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -1,5 +1,7 @@
 """Prompts to a file: whatever happens to it or to the process, the same call completes it, to the same bytes."""
 
+import errno
+import fcntl
 import json
 import resource
 from collections.abc import Iterator
@@ -17,8 +19,7 @@ from zoo import build
 from hf_specx import DraftTargetPair
 from hf_specx.engine.requests import Request
 from hf_specx.pairs import results_file
-from hf_specx.pairs.results import CompletedText, NumberedText
-from hf_specx.pairs.results_file import ResultsFile
+from hf_specx.pairs.results_file import CompletedText, NumberedText, ResultsFile
 
 
 TEXTS = MANY[:12]
@@ -306,17 +307,19 @@ def test_results_survive_whatever_they_hold(tmp_path: Path):
 
 
 def test_a_disk_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(results_file, "FileLock", results_file.SoftFileLock)  # as filelock does there
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
     with pytest.raises(ValueError, match="cannot be locked, which out= needs; name one on another disk"):
         ResultsFile(tmp_path / "done.jsonl", {}).__enter__()
 
 
 def test_a_result_is_not_written_twice(tmp_path: Path):
-    """Also by one who lost its lock on the prompt, as where somebody deletes the files of locks."""
+    """Also by one who lost its lock on the prompt."""
     done = CompletedText(NumberedText(0, "x"), "y", "stop")
     with ResultsFile(tmp_path / "done.jsonl", {}) as one:
         assert [*one.claimed([done.prompt], [])] == [done.prompt]
-        (tmp_path / "done.jsonl.lock.0").unlink()
         results_file.OPEN.clear()  # as in another process
         with ResultsFile(tmp_path / "done.jsonl", {}) as other:
             assert [*other.claimed([done.prompt], [])] == [done.prompt]

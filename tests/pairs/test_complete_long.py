@@ -10,7 +10,7 @@ from completing import SAMPLED, load, save
 
 from hf_specx import DraftTargetPair
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.pairs.results import CompletedText, NumberedText
+from hf_specx.pairs.results_file import CompletedText, NumberedText
 
 
 pytestmark = pytest.mark.slow
