@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
-from hf_specx.hub.exit_head import get_head, with_head
 from hf_specx.hub.facts import check_kind, model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
@@ -22,13 +21,15 @@ from hf_specx.hub.fetch import (
     is_changed,
 )
 from hf_specx.hub.find_draft import warn_of_another_target
-from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.load_model import get_head, load_config, load_model, with_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.hub.schema import check_loading, check_place
+from hf_specx.hub.schema import check_place
 
 from .placement import CACHE_TOKENS, Placement, plan
 
 
+OF_PAIRS = ("subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant")
+OF_PAIRS += ("num_draft_tokens", "verification", "layout", "costs")
 FOR_TARGET = ("quantization_config", "offload_folder")
 
 
@@ -109,7 +110,9 @@ def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
-    check_loading([*kwargs, *draft_kwargs])
+    for name in (*kwargs, *draft_kwargs):
+        told = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
+        require(name not in OF_PAIRS, told)
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs

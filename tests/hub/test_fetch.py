@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
 from hf_specx.hub.fetch import SMALL_FILES, Files, fingerprint, get_files, get_model, get_pair
+from hf_specx.hub.model_files import shards
 from hf_specx.hub.pair_config import ModelSource
-from hf_specx.hub.weights import shards
 
 
 COMMIT = "c" * 40

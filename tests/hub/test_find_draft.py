@@ -171,7 +171,7 @@ def test_the_number_of_a_call_counts_more_than_that_of_a_pair(target: PreTrained
     ],
 )
 def test_arguments_are_checked_before_a_draft_is_loaded(monkeypatch: pytest.MonkeyPatch, given: dict, message: str):
-    monkeypatch.setattr(sys.modules["hf_specx.generate"], "find_draft", lambda *_: 1 / 0)
+    monkeypatch.setattr(sys.modules["hf_specx.pairs.generate"], "find_draft", lambda *_: 1 / 0)
     with pytest.raises(ValueError, match=message):
         hf_specx.generate(model=tiny(), **given)
 
