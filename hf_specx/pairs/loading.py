@@ -28,9 +28,9 @@ from hf_specx.hub.schema import check_place
 from .placement import CACHE_TOKENS, Placement, plan
 
 
+FOR_TARGET = ("quantization_config", "offload_folder")
 OF_PAIRS = ("subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant")
 OF_PAIRS += ("num_draft_tokens", "verification", "layout", "costs")
-FOR_TARGET = ("quantization_config", "offload_folder")
 
 
 class LoadedPair(NamedTuple):
@@ -84,10 +84,12 @@ def load_pair(
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     pair, config = get_pair(name_or_path, revision, **hub)
-    weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
+    if draft is not None:
+        config.set_draft(None)
+    weightless, head = config.weightless_draft(), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
-    trust = trust_remote_code, use_safetensors
     _check_used(asked, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
+    trust = trust_remote_code, use_safetensors
     found = {role: _find(pair, config, role, other, hub, *trust) for role, other in asked.items()}
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
     where = device_map, draft_device_map, max_memory, cache_tokens
@@ -99,13 +101,6 @@ def load_pair(
     placed = {"": place.home or last_device(loaded)} if draft_device_map in (None, "auto") else draft_device_map
     loaded_draft = _load(found["draft"], **shared | {"device_map": placed} | own["draft"])
     return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
-
-
-def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
-    """The pair's draft, if it has no weights and there is no other in its place; then the config tells of none."""
-    if other is not None:
-        config.set_draft(None)
-    return config.weightless_draft()
 
 
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -120,12 +115,7 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
 
 
 def _check_used(asked: dict[str, Any], of_target: dict[str, Any], draft_device_map: Any, draft_kwargs: Any) -> None:
-    """Whether the models that arguments are for are loaded at all.
-
-    Args:
-        asked: by role, what takes the place of the pair's own model; without the draft where it has no weights.
-        of_target: arguments for the target; `draft_device_map` and `draft_kwargs`: those for the draft.
-    """
+    """Whether the models that arguments are for are loaded at all: neither given as a model nor without weights."""
     of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
     of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": draft_kwargs or None}
     for role, given in {"target": of_target, "draft": of_draft}.items():
@@ -137,33 +127,19 @@ def _check_used(asked: dict[str, Any], of_target: dict[str, Any], draft_device_m
 
 
 class FoundModel(NamedTuple):
-    """A model of a pair that is not loaded yet, or that the caller gave.
-
-    Attributes:
-        files: its checked files; None where the caller gave the model.
-        source: where in `files` it is.
-        trusted: whether its code may run.
-        model: as the caller gave it.
-    """
+    """A model of a pair in checked files, not loaded yet; or one that the caller gave, which has none."""
 
     files: Files | None
-    source: ModelSource
+    source: ModelSource  # where in the files it is
     config: PreTrainedConfig
-    trusted: bool = False
+    trusted: bool = False  # whether its code may run
     model: PreTrainedModel | None = None
 
 
 def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """Get and check the files of a model: the one that the pair names, or `other` where it is given.
+    """Check the files of a model: the pair's own, or `other`, a model, its folder or id, where that is given.
 
     The config forgets its measurements where it is not the model that they were made with.
-
-    Args:
-        pair, config: the pair's own files, and what they say.
-        role: "target" or "draft".
-        other: a model, its name or its folder; None is the pair's own.
-        hub: `HUB_OPTIONS`.
-        *trust: `trust_remote_code` and `use_safetensors`.
     """
     source = getattr(config, role)
     if isinstance(other, PreTrainedModel):
@@ -176,8 +152,7 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         changed = is_changed(files, source)
     else:
         check_place(str(other), None)
-        files = get_files(other, None, SMALL_FILES, **hub)
-        files = get_model(files, ModelSource(), *trust, **hub)
+        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), *trust, **hub)
         changed = not trust[1] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
     if changed:
@@ -192,8 +167,7 @@ def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
     if target.model is not None:
         return Placement({})
     needs = None if draft is None or draft.model is not None else draft.config
-    how += (target.trusted,)
-    return plan(target.config, needs, *how)
+    return plan(target.config, needs, *how, target.trusted)
 
 
 def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:

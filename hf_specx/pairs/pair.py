@@ -115,11 +115,7 @@ class DraftTargetPair(NoModel):
 
         Args:
             name_or_path: a local folder, else an id on the Hub or "embedded".
-            **kwargs: see `load_pair`.
-
-        Raises:
-            ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not
-                loaded.
+            **kwargs: see `load_pair`, which also tells the errors.
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)

@@ -26,9 +26,6 @@ class CompleteBatches:
         load: options of `from_pretrained`, such as {"device_map": "cuda"}.
         **options: of `generate`, such as `max_new_tokens`.
 
-    Raises:
-        ValueError: a column is missing, or as `DraftTargetPair.complete`.
-
     Example:
         >>> from hf_specx.pairs.ray_data import CompleteBatches
         >>> complete = CompleteBatches("embedded", max_new_tokens=4)

@@ -113,10 +113,6 @@ def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
 
 
 def test_ways_to_match_tokenizers_are_told_apart(pair: DraftTargetPair):
-    told = []
-    for match in ("auto", "tokens"):
-        own = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
-        own.strategy.tokenizer_match = match
-        told.append(arguments_of(own, 0, {}))
-    assert [each.pop("tokenizer_match", None) for each in told] == [None, "tokens"]
-    assert told[0] == told[1]
+    other = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
+    other.strategy.tokenizer_match = "tokens"
+    assert arguments_of(other, 0, {}) != arguments_of(pair, 0, {})
