@@ -8,20 +8,16 @@ author's own markdown.
 import json
 import re
 import shlex
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-)
 
 from .facts import AUTO_CLASSES
 from .folders import without_folders
-from .known_pairs import BY_NAME, EMBEDDED, NAMES, SEQ2SEQ, check_known_name, embedded_folder
-from .markdown import code, escaped, fence, row
+from .known_pairs import BY_NAME, EMBEDDED, NAMES, check_known_name, embedded_folder
 from .pair_config import CONFIG_NAME, Measurement, ModelSource, PairConfig
 
 
@@ -34,10 +30,7 @@ DRAFTING = {  # how drafts without weights propose
 TEXT, SPEECH, VISION = "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq", "AutoModelForImageTextToText"
 TASKS = {TEXT: "text-generation", SPEECH: "automatic-speech-recognition", VISION: "image-text-to-text"}
 AUTO_NAMES = [each.__name__ for each in AUTO_CLASSES]
-CHATS = re.compile(r"(^|[-_/.])(instruct|it|chat)($|[-_.])", re.IGNORECASE)  # in names of models for conversations
 PROSE = 'inputs = tokenizer(["Once upon a time"], return_tensors="pt")'
-CHAT = """messages = [{"role": "user", "content": "Tell a story."}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")"""
 PROCESSED = {  # of models that do not read text alone
     SPEECH: 'inputs = processor(audio, sampling_rate=16000, return_tensors="pt")',
     VISION: 'inputs = processor(images=image, text=prompt, return_tensors="pt")',
@@ -53,26 +46,31 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
         published: whether its repository has the code to use it, in `custom_generate/`.
         title: what the pair is called; `name` unless given.
     """
-    target, draft = config.target, config.draft
-    title, embedded = title or name, name == EMBEDDED and not published
-    source, auto_class = _source(target, name), auto_class_of(target)
+    target, draft, title = config.target, config.draft, title or name
+    embedded = name == EMBEDDED and not published
+    saved = published or any(model.name is None or model.revision is not None for model in (target, draft))
+    home = "The two models are in repositories of their own; the package `hf_specx` puts them together."
+    if published:
+        home = "`custom_generate/` holds the code; transformers runs it with nothing else installed."
+    elif saved:
+        home = "It is part of the package `hf_specx`." if embedded else "The package `hf_specx` loads it."
+    inputs = _inputs(auto_class_of(target), _source(target, name))
     kind = next((kind for kind in DRAFTING if getattr(config, kind) is not None), None)
     shown: dict[str, Any] = {
         "config": config,
         "title": "The embedded pair" if embedded else escaped(title),
-        "embedded": embedded,
+        "home": home,
         "published": published,
-        "saved": any(model.name is None or model.revision is not None for model in (target, draft)),
+        "saved": saved,
         "drafting": DRAFTING.get(kind or ""),
         "has_head": config.early_exit is not None and config.early_exit.head,
         "facts": _facts(config, kind),
-        "auto_class": auto_class,
-        "draft_class": auto_class_of(draft),
-        "inputs": _inputs(auto_class, source, CHATS.search(target.name or title) is not None),
+        "auto_class": auto_class_of(target),
+        "inputs": inputs,
+        "pair_inputs": PROSE.replace("tokenizer", "pair.tokenizer") if PROSE in inputs else inputs,
         "name": json.dumps(name),
-        "target": source,
+        "target": _source(target, name),
         "draft": _source(draft, name),
-        "reads_text": auto_class not in PROCESSED,
         "ids": shlex.join([target.name or "", draft.name or ""]),
         "runs": [_run(list(rows)) for _, rows in groupby(config.measurements, _circumstances)],
         "tokenizers": _tokenizers(config),
@@ -85,11 +83,7 @@ def render(config: PairConfig, name: str, published: bool = False, title: str | 
 
 
 def known_card(name: str) -> str:
-    """The card of a pair in `KNOWN_PAIRS`, or of the embedded one.
-
-    Raises:
-        ValueError: for a name that is neither.
-    """
+    """The card of a well-known pair, or of the embedded one; a ValueError for a name that is neither."""
     if name == EMBEDDED:
         return render(PairConfig.from_file(embedded_folder() / CONFIG_NAME), EMBEDDED)
     check_known_name(name)
@@ -97,11 +91,7 @@ def known_card(name: str) -> str:
 
 
 def write_cards(folder: str | Path) -> list[Path]:
-    """Write the cards of the embedded pair and of all well-known pairs into a folder, which is made if it is missing.
-
-    Returns:
-        The files, one for each pair.
-    """
+    """Write the cards of the embedded pair and of all well-known pairs into a folder; returns the files."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     files = [root / f"{name}.md" for name in NAMES]
@@ -111,12 +101,8 @@ def write_cards(folder: str | Path) -> list[Path]:
 
 
 def auto_class_of(model: ModelSource) -> str:
-    """The class of transformers that loads a model; guessed from its type where the config does not say."""
-    if model.auto_class in AUTO_NAMES:  # so that examples hold no other text of a config
-        return str(model.auto_class)
-    if model.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return SEQ2SEQ
-    return SPEECH if model.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES else TEXT
+    """The class of transformers that loads a model: one that we know, so that examples hold no other text."""
+    return model.auto_class if model.auto_class in AUTO_NAMES else TEXT  # type: ignore[return-value]
 
 
 def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:
@@ -146,31 +132,27 @@ def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:
 
 def _facts(config: PairConfig, kind: str | None) -> list[list[str]]:
     """Rows of facts about the target and the draft, which is of this kind if it has no weights."""
-    rows = [
-        ("model", _location),
-        ("revision", lambda model: "-" if model.name is None else code(model.revision) or "not pinned"),
-        ("type", lambda model: _fact(model.model_type)),
-        ("parameters", lambda model: _fact(model.parameters)),
-        ("logits a position", lambda model: _fact(model.vocab_size)),
-        ("longest text, tokens", _longest),
-        ("precision", lambda model: _fact(model.dtype)),
-    ]
-    if kind is None:
-        return [[name, fact(config.target), fact(config.draft)] for name, fact in rows]
-    options = {name: value for name, value in vars(getattr(config, kind)).items() if value is not False}
-    told = ", ".join(f"{code(name)} {value}" for name, value in options.items())
-    drafts = {"model": f"none: {code(type(config.weightless_draft()).__name__)} with {told}"}
-    return [[name, fact(config.target), drafts.get(name, "-")] for name, fact in rows]
+    facts = [_of_model(model) for model in (config.target, config.draft)]
+    if kind is not None:
+        options = {name: value for name, value in vars(getattr(config, kind)).items() if value is not False}
+        told = ", ".join(f"{code(name)} {value}" for name, value in options.items())
+        facts[1] = dict.fromkeys(facts[1], "-")
+        facts[1]["model"] = f"none: {code(type(config.weightless_draft()).__name__)} with {told}"
+    return [[name, *(each[name] for each in facts)] for name in facts[0]]
 
 
-def _location(model: ModelSource) -> str:
+def _of_model(model: ModelSource) -> dict[str, str]:
     folder = f", in {code(model.subfolder)}" if model.subfolder else ""
-    return f"{code(model.name) or 'inside'}{folder}"
-
-
-def _longest(model: ModelSource) -> str:
     unlimited = model.max_positions is None and model.model_type is not None
-    return "no limit in its config" if unlimited else _fact(model.max_positions)
+    return {
+        "model": f"{code(model.name) or 'inside'}{folder}",
+        "revision": "-" if model.name is None else code(model.revision) or "not pinned",
+        "type": _fact(model.model_type),
+        "parameters": _fact(model.parameters),
+        "logits a position": _fact(model.vocab_size),
+        "longest text, tokens": "no limit in its config" if unlimited else _fact(model.max_positions),
+        "precision": _fact(model.dtype),
+    }
 
 
 def _fact(value: str | int | None) -> str:
@@ -192,21 +174,16 @@ def _run(rows: list[Measurement]) -> dict[str, Any]:
 
 def _figures(m: Measurement) -> list[str]:
     ratios = m.cost_coefficient, m.tokens_per_round, m.expected_speedup, m.forward_limited_speedup, m.measured_speedup
-    return [
-        str(m.batch),
-        code(m.dtype),
-        code(m.verification),
-        str(m.num_draft_tokens),
-        code(m.layout),
-        f"{m.alpha:.3f}",
-        *(NOT_MEASURED if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-    ]
+    shown = [NOT_MEASURED if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+    options = [str(m.batch), code(m.dtype), code(m.verification), str(m.num_draft_tokens), code(m.layout)]
+    return [*options, f"{m.alpha:.3f}", *shown]
 
 
 def _tokenizers(config: PairConfig) -> str:
     facts, own = config.tokenizers, config.draft_tokenizer
     if facts is None:
         return NOT_CHECKED
+    compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
     if facts.method == "one":
         compared = f"one for both models, {facts.tokens:,} tokens"
     elif facts.method == "content":
@@ -214,19 +191,14 @@ def _tokenizers(config: PairConfig) -> str:
     elif facts.method == "own" and own is not None:
         compared = f"{facts.tokens:,} tokens of the target; the draft has a tokenizer of its own with {own.tokens:,}, "
         compared += f"among them {own.overlap:.0%} of the target's"
-    else:
-        compared = f"{facts.tokens:,} tokens, compared by {code(facts.method)}"
     return ", ".join([compared, *(f"{code(role)} {code(token)}" for role, token in facts.special_tokens.items())])
 
 
-def _inputs(auto_class: str, source: str, chats: bool) -> str:
+def _inputs(auto_class: str, source: str) -> str:
     """Code that makes `inputs`, with its imports."""
-    reader = "AutoProcessor" if auto_class in PROCESSED else "AutoTokenizer"
-    made = PROCESSED.get(auto_class) or (CHAT if chats and auto_class == TEXT else PROSE)
-    variable = reader.removeprefix("Auto").lower()
-    return (
-        f"from transformers import {auto_class}, {reader}\n\n{variable} = {reader}.from_pretrained({source})\n{made}"
-    )
+    kind = "Processor" if auto_class in PROCESSED else "Tokenizer"
+    imported = f"from transformers import {auto_class}, Auto{kind}\n\n"
+    return f"{imported}{kind.lower()} = Auto{kind}.from_pretrained({source})\n{PROCESSED.get(auto_class, PROSE)}"
 
 
 def _source(model: ModelSource, home: str) -> str:
@@ -234,3 +206,32 @@ def _source(model: ModelSource, home: str) -> str:
     named = {"revision": model.revision, "subfolder": model.subfolder or None}
     given = [f"{name}={json.dumps(value)}" for name, value in named.items() if value is not None]
     return ", ".join([json.dumps(model.name or home), *given])
+
+
+def escaped(text: str) -> str:
+    """Markdown for a text in one line, with all characters escaped that mean something to markdown or HTML."""
+    return re.sub(r"([\\`*_\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
+
+
+def code(text: str | int | None) -> str:
+    """A code span in one line; "" for an empty text and for None."""
+    line = " ".join(str("" if text is None else text).split())
+    ticks = "`" * (_longest_run(line) + 1)
+    space = " " if line.startswith("`") or line.endswith("`") else ""
+    return f"{ticks}{space}{line}{space}{ticks}" if line else ""
+
+
+def fence(text: str, language: str) -> str:
+    """A fenced block."""
+    ticks = "`" * max(3, _longest_run(text) + 1)
+    return f"{ticks}{language}\n{text.strip()}\n{ticks}"
+
+
+def row(cells: Iterable[str]) -> str:
+    """A row of a table; bars within its cells, which have no line breaks, are escaped."""
+    bars = (re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", cell) for cell in cells)
+    return f"| {' | '.join(bars)} |"
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall(r"`+", text)), default=0)

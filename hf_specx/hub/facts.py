@@ -30,14 +30,8 @@ COMMIT = "_commit_hash"  # attribute of a config, not saved with it
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The Auto class that loads a model.
-
-    It is the one that gives the class in `config.architectures`; else the first that knows the config or is in its
-    `auto_map`; else `AutoModelForCausalLM`.
-
-    Args:
-        config: of the model.
-    """
+    """The Auto class that loads a model: the one that gives the class in `config.architectures`, else the first that
+    knows the config or is in its `auto_map`, else `AutoModelForCausalLM`."""
     known: list[Any] = [each for each in AUTO_CLASSES if type(config) in each._model_mapping]
     named = [each for each in AUTO_CLASSES if each.__name__ in (getattr(config, "auto_map", None) or {})]
     for each in known:
@@ -49,9 +43,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def model_facts(model: PreTrainedModel) -> ModelSource:
     """Where a loaded model came from, and what it is.
 
-    Args:
-        model: if it was not loaded from the Hub, `name` and `revision` are None. `subfolder` is always "", since it
-            is not known, and `dtype` is that of the loaded weights.
+    If that is not the Hub, `name` and `revision` are None. `subfolder` is not known, and "".
     """
     text, commit = model.config.get_text_config(decoder=True), commit_of(model)
     return ModelSource(
@@ -77,12 +69,8 @@ def check_kind(where: str, recorded: ModelSource, model: PreTrainedModel) -> Non
 def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> str | None:
     """The commit on the Hub that a model was loaded from; None if it is not known.
 
-    transformers up to 5.22 keeps it in the config, and `loading` does so for the models that it loads. For others it
-    is the commit in the local cache, if there is only one.
-
-    Args:
-        model: from anywhere.
-        cache_dir: the cache that it was loaded into; None is the usual one.
+    `load_model` notes it in the config, as transformers did up to 5.22. Else it is the commit in the local cache
+    (`cache_dir`, or the usual one), if there is only one.
     """
     name = str(model.name_or_path)
     if not HUB_ID.fullmatch(name) or Path(name).is_dir():
@@ -98,12 +86,7 @@ def commit_of(model: PreTrainedModel, cache_dir: str | Path | None = None) -> st
 def tokenizer_facts(
     tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase | None = None
 ) -> TokenizerFacts:
-    """Compare two tokenizers token by token, and describe the first.
-
-    Args:
-        tokenizer: the target's.
-        draft_tokenizer: the draft's; None, or the same object, where both models share one.
-    """
+    """Compare two tokenizers token by token, and describe the first; None for the second means that there is one."""
     shared = draft_tokenizer is None or draft_tokenizer is tokenizer
     method = "one" if shared else "content" if same_tokens(tokenizer, draft_tokenizer) else "own"
     special = {role: str(token) for role, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
@@ -116,11 +99,7 @@ def draft_tokenizer_facts(
     target: PreTrainedModel,
     draft: PreTrainedModel,
 ) -> DraftTokenizer | None:
-    """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens.
-
-    Raises:
-        ValueError: if it is not known what the tokens of one stand for.
-    """
+    """What a pair's config records of the draft's own tokenizer; None if it has the target's tokens."""
     if same_tokens(tokenizer, draft_tokenizer):
         return None
     assert tokenizer is not None

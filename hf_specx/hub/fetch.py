@@ -11,19 +11,12 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import LocalEntryNotFoundError, snapshot_download
 
+from hf_specx.common.errors import require
+
 from .facts import tokenizer_facts
-from .model_files import (
-    AGAIN,
-    check_is_pair,
-    check_links,
-    check_model,
-    check_reference,
-    check_tokenizer,
-    check_tokens,
-)
+from .model_files import AGAIN, check_links, check_model, check_reference, check_tokenizer, check_weights, shards
 from .pair_config import CONFIG_NAME, DraftTokenizer, ModelSource, PairConfig, TokenizerFacts
 from .schema import check_place
-from .weights import check_weights, shards
 
 
 HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
@@ -33,13 +26,7 @@ NO_SETTINGS = ("_name_or_path", "transformers_version")  # entries of a config t
 
 
 class Files(NamedTuple):
-    """A folder or repository whose files are on this machine.
-
-    Attributes:
-        name: a folder, or an id on the Hub.
-        revision: the commit; None for a folder.
-        root: the folder on this machine.
-    """
+    """A folder, or an id on the Hub and a commit, whose files are on this machine in the folder `root`."""
 
     name: str
     revision: str | None
@@ -72,12 +59,7 @@ def get_files(
 
 
 def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files, PairConfig]:
-    """Get a pair's config, and with it all its files that are small.
-
-    Args:
-        name: a folder, or an id on the Hub.
-        revision: commit, branch or tag on the Hub; None is the main branch.
-        **hub: `HUB_OPTIONS`.
+    """Get a pair's config, and with it all its files that are small; arguments as of `get_files`.
 
     Raises:
         ValueError: there is no pair, or its config is wrong or unsafe.
@@ -86,7 +68,8 @@ def get_pair(name: str | Path, revision: str | None, **hub: Any) -> tuple[Files,
     files = get_files(name, revision, SMALL_FILES, **hub)
     path = files.root / CONFIG_NAME
     check_links(files.root, path)
-    check_is_pair(str(name), CONFIG_NAME, path.is_file())
+    told = f"{name} has no {CONFIG_NAME}, so it is no draft-target pair; name a pair, or put two models together with "
+    require(path.is_file(), f"{told}DraftTargetPair(target, draft, tokenizer).")
     return files, PairConfig.from_file(path)
 
 
@@ -99,9 +82,6 @@ def get_model(pair: Files, source: ModelSource, trust_remote_code: bool, use_saf
         trust_remote_code: whether the model may bring code; one in another repository may at a full commit only.
         use_safetensors: False gets weights of any format, unchecked.
         **hub: `HUB_OPTIONS`.
-
-    Raises:
-        ValueError: files are missing, wrong or unsafe.
     """
     name, revision = pair.name, pair.revision
     if source.name is not None:
@@ -124,25 +104,19 @@ def is_changed(files: Files, source: ModelSource) -> bool:
     folder = files.root / source.subfolder
     if source.fingerprint is None or not (folder / shards(folder)[0]).exists():
         return False
-    if fingerprint(folder) == source.fingerprint:
-        return False
-    warnings.warn(
-        f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx tune.",
-        UserWarning,
-        stacklevel=2,
-    )
-    return True
+    changed = fingerprint(folder) != source.fingerprint
+    if changed:
+        told = (
+            f"the model in {folder} is not the one that the pair was measured with; measure it anew with specx tune."
+        )
+        warnings.warn(told, UserWarning, stacklevel=2)
+    return changed
 
 
 def get_tokenizer(
     files: Files, subfolder: str, facts: TokenizerFacts | DraftTokenizer | None, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer in a folder; None if there is none, and `facts` do not expect one.
-
-    Args:
-        files, subfolder: where it is.
-        facts: what the pair's config says of it; None for a tokenizer that the config says nothing of.
-        trust_remote_code: whether the tokenizer may bring code.
+    """Load the tokenizer in a folder; None if there is none, and the pair's config has no `facts` of it.
 
     Raises:
         ValueError: it is missing, unsafe, unreadable, or not what `facts` say.
@@ -159,8 +133,20 @@ def get_tokenizer(
     except Exception as error:  # a broken file may raise any
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {error}; {AGAIN}.") from error
     if facts is not None:
-        check_tokens(tokenizer_facts(tokenizer), facts, files.name)
+        _check_tokens(tokenizer_facts(tokenizer), facts, files.name)
     return tokenizer
+
+
+def _check_tokens(found: TokenizerFacts, recorded: TokenizerFacts | DraftTokenizer, where: str) -> None:
+    """Whether a tokenizer is the one that was checked."""
+    told = f"the tokenizer of {where} has {found.tokens} tokens, and its pair was checked with {recorded.tokens}"
+    require(found.tokens == recorded.tokens, f"{told}; {AGAIN}.")
+    told = f"the tokens of the tokenizer of {where} have other ids than those that its pair was checked with; {AGAIN}."
+    require(recorded.vocabulary in (None, found.vocabulary), told)
+    ours, theirs = found.special_tokens, recorded.special_tokens
+    for role in sorted(ours.keys() | theirs.keys()):
+        told = f"the tokenizer of {where} has {role}={ours.get(role)!r}, and its pair was checked with "
+        require(ours.get(role) == theirs.get(role), f"{told}{theirs.get(role)!r}; {AGAIN}.")
 
 
 def fingerprint(folder: Path) -> str:

@@ -13,10 +13,9 @@ from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.drafting.costs import Costs
 from hf_specx.engine.check_entry import check_draft_found
 
-from .exit_head import get_head, with_head
 from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
-from .load_model import load_model
+from .load_model import get_head, load_model, with_head
 from .model_files import check_reference
 from .pair_config import CONFIG_NAME, PairConfig, WeightlessDraft
 from .pair_source import PAIR, REVISION
@@ -27,14 +26,7 @@ SIZE = ("parameters", "max_positions")
 
 
 class Found(NamedTuple):
-    """The draft of a pair, and what the pair recommends.
-
-    Attributes:
-        draft: a model in evaluation mode, on the device of the target's last layers and in the target's precision; or
-            a draft without weights.
-        options: for `SpeculativeDecoding`.
-        costs: measured on this hardware; empty if there are none.
-    """
+    """The draft of a pair, options of `SpeculativeDecoding` that the pair recommends, its costs on this hardware."""
 
     draft: PreTrainedModel | WeightlessDraft
     options: dict[str, Any]
@@ -47,9 +39,9 @@ LOADING = threading.Lock()
 
 
 def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
-    """The draft for a target; it is loaded once for each target.
+    """The draft for a target: of the pair that `pair_source` names, else of that which the target was loaded from.
 
-    It is looked for in the pair that `pair_source` names, else where the target itself was loaded from.
+    It is loaded once for each target, on the device of the target's last layers and in its precision.
 
     Args:
         target: of the call.
@@ -68,16 +60,7 @@ def find_draft(target: PreTrainedModel, given: dict[str, Any]) -> Found:
 
 
 def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, Any]) -> tuple[str, str | None]:
-    """The name of the pair, and its revision; None where that is the target's own.
-
-    Args:
-        target: of the call.
-        revision: of the call; it is for a pair that the target was loaded from.
-        hub: `HUB_OPTIONS`.
-
-    Raises:
-        ValueError: there is no pair.
-    """
+    """The name of the pair, and its revision (that of the call, if it is the target's pair); None for the target's."""
     if PAIR is not None and REVISION is not None:
         check_reference(PAIR)
         return PAIR, REVISION

@@ -41,18 +41,6 @@ class Module(NamedTuple):
         return self.name if self.name in ALONE else self.room
 
 
-class Import(NamedTuple):
-    """One imported name: `from module import thing as alias`, or without a module `import thing as alias`."""
-
-    module: str
-    thing: str
-    alias: str | None
-
-    def __str__(self) -> str:
-        renamed = f" as {self.alias}" if self.alias else ""
-        return f"from {self.module} import {self.thing}{renamed}" if self.module else f"import {self.thing}{renamed}"
-
-
 def published_code() -> dict[str, str]:
     """The text of each published module by name, without `SOURCE`."""
     rooms: dict[str, list[Module]] = {}
@@ -86,18 +74,14 @@ def imported(node: ast.AST, room: str) -> Module | None:
 
 
 def _merged(room: str, modules: list[Module]) -> str:
-    """The text of a room's file.
-
-    Raises:
-        ValueError: two of its files define the same name.
-    """
-    meanings: dict[str, str | Import] = {}
+    """The text of a room's file; a ValueError if two of its files define the same name."""
+    meanings: dict[str, str] = {}
     sections = []
     for module in modules:
         source = module.path.read_text(encoding="utf-8")
         lines, (described, *body) = source.splitlines(), ast.parse(source).body
         for node in body:
-            for name, meaning in _defined(node, module):
+            for name, meaning in _meanings(node, module):
                 if meanings.setdefault(name, meaning) != meaning:
                     raise ValueError(f"{name} has two meanings in {room}: {meanings[name]}, and {meaning}.")
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -105,22 +89,18 @@ def _merged(room: str, modules: list[Module]) -> str:
         comment = [f"# {module.shown}:", *lines[: described.end_lineno]]
         sections.append("\n".join(comment) + "\n\n\n" + "\n".join(lines[described.end_lineno :]).strip("\n") + "\n")
     version, shown = import_module(PACKAGE.name).__version__, ", ".join(module.shown for module in modules)
-    imports = sorted({str(meaning) for meaning in meanings.values() if isinstance(meaning, Import)})
+    imports = sorted({meaning for meaning in meanings.values() if meaning.startswith(("import ", "from "))})
     return f'"""From hf_specx {version}: {shown}."""\n\n' + "\n".join(imports) + "\n\n\n" + "\n\n".join(sections)
 
 
-def _defined(node: ast.stmt, module: Module) -> Iterator[tuple[str, str | Import]]:
+def _meanings(node: ast.stmt, module: Module) -> Iterator[tuple[str, str]]:
     """The names that a top-level statement defines, each with its import or with the file that defines it."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         found = imported(node, module.room)
+        origin = f"from {f'.{found.published}' if found else node.module} " if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
-            origin = "" if isinstance(node, ast.Import) else node.module or ""
-            if found is None:
-                yield alias.asname or alias.name, Import(origin, alias.name, alias.asname)
-            elif found.published != module.published:
-                yield alias.asname or alias.name, Import(f".{found.published}", alias.name, alias.asname)
-            else:
-                yield alias.name, found.shown
+            inside = found is not None and found.published == module.published
+            yield alias.asname or alias.name, found.shown if inside else f"{origin}import {ast.unparse(alias)}"
     elif isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name, module.shown
     elif isinstance(node, ast.Assign | ast.AnnAssign):

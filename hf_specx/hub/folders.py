@@ -29,12 +29,7 @@ def check_repository(repo_id: str) -> None:
 
 
 def check_writable(folder: Path, named: Path) -> None:
-    """Whether files can be made in a folder, or in the nearest one above it that is there; one is, for a moment.
-
-    Args:
-        folder: where.
-        named: what the user named, for the message.
-    """
+    """Whether files can be made in a folder, or in the nearest one above that is there; `named` is for the message."""
     near = next(each for each in (folder, *folder.parents) if each.exists())
     try:
         with tempfile.NamedTemporaryFile(dir=near):
@@ -54,14 +49,15 @@ def _line_without_folders(line: str) -> str:
         words = shlex.split(line)
     except ValueError:  # a quote that does not end
         return line
-    shown = [re.sub(r"^(--[\w-]+=)?(.*)$", _last_part, word, flags=re.DOTALL) for word in words]
+    shown = [_without_folder(word) for word in words]
     return line if shown == words else shlex.join(shown)
 
 
-def _last_part(word: re.Match[str]) -> str:
-    """An option with the last part of its value, if that is a path; an id on the Hub has one slash, and is none."""
-    option, value = word[1] or "", word[2]
-    is_path = re.match(r"([/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\])", value) or len(re.findall(r"[/\\]", value)) > 1
+def _without_folder(word: str) -> str:
+    """An option or an argument, with the last part of its value if that is a path; an id on the Hub is none."""
+    option = re.match(r"(--[\w-]+=)?", word)[0]  # type: ignore[index]
+    value = word[len(option) :]
+    is_path = re.match(r"[/~\\]|\.\.?[/\\]|[A-Za-z]:[/\\]", value) or len(re.findall(r"[/\\]", value)) > 1
     if not is_path or "://" in value:
-        return option + value
+        return word
     return option + re.split(r"[/\\]", value.rstrip("/\\"))[-1]

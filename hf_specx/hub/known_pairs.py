@@ -17,15 +17,8 @@ SEQ2SEQ = "AutoModelForSeq2SeqLM"
 
 @dataclass(frozen=True)
 class KnownPair:
-    """A target and a draft that others have published.
+    """A target and a draft that others have published: their ids, and the class of transformers that loads both."""
 
-    Attributes:
-        name: what `specx card` and the file in `model_cards/` call the pair.
-        target, draft: ids on the Hub.
-        auto_class: the class of transformers that loads both.
-    """
-
-    name: str
     target: str
     draft: str
     auto_class: str = "AutoModelForCausalLM"
@@ -43,28 +36,25 @@ class KnownPair:
         return PairConfig(target, draft)
 
 
-KNOWN_PAIRS = (
-    KnownPair("qwen3-8b-with-0.6b", "Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
-    KnownPair("qwen3-32b-with-0.6b", "Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
-    KnownPair("qwen2.5-7b-instruct-with-0.5b-instruct", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
-    KnownPair("llama-3.1-8b-with-llama-3.2-1b", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"),
-    KnownPair(
-        "llama-3.1-8b-instruct-with-llama-3.2-1b-instruct",
-        "meta-llama/Llama-3.1-8B-Instruct",
-        "meta-llama/Llama-3.2-1B-Instruct",
+BY_NAME = {  # by what `specx card` and the file in `model_cards/` call the pair
+    "qwen3-8b-with-0.6b": KnownPair("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B"),
+    "qwen3-32b-with-0.6b": KnownPair("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+    "qwen2.5-7b-instruct-with-0.5b-instruct": KnownPair("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"),
+    "llama-3.1-8b-with-llama-3.2-1b": KnownPair("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.2-1B"),
+    "llama-3.1-8b-instruct-with-llama-3.2-1b-instruct": KnownPair(
+        "meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"
     ),
-    KnownPair("gemma-2-9b-it-with-2b-it", "google/gemma-2-9b-it", "google/gemma-2-2b-it"),
-    KnownPair("smollm2-1.7b-with-135m", "HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M"),
-    KnownPair(
-        "pythia-1.4b-deduped-with-160m-deduped", "EleutherAI/pythia-1.4b-deduped", "EleutherAI/pythia-160m-deduped"
+    "gemma-2-9b-it-with-2b-it": KnownPair("google/gemma-2-9b-it", "google/gemma-2-2b-it"),
+    "smollm2-1.7b-with-135m": KnownPair("HuggingFaceTB/SmolLM2-1.7B", "HuggingFaceTB/SmolLM2-135M"),
+    "pythia-1.4b-deduped-with-160m-deduped": KnownPair(
+        "EleutherAI/pythia-1.4b-deduped", "EleutherAI/pythia-160m-deduped"
     ),
-    KnownPair("opt-6.7b-with-125m", "facebook/opt-6.7b", "facebook/opt-125m"),
-    KnownPair("bloom-7b1-with-560m", "bigscience/bloom-7b1", "bigscience/bloom-560m"),
-    KnownPair("gpt2-xl-with-gpt2", "openai-community/gpt2-xl", "openai-community/gpt2"),
-    KnownPair("t5-v1.1-xxl-with-small", "google/t5-v1_1-xxl", "google/t5-v1_1-small", SEQ2SEQ),
-    KnownPair("flan-t5-xxl-with-small", "google/flan-t5-xxl", "google/flan-t5-small", SEQ2SEQ),
-)
-BY_NAME = {pair.name: pair for pair in KNOWN_PAIRS}
+    "opt-6.7b-with-125m": KnownPair("facebook/opt-6.7b", "facebook/opt-125m"),
+    "bloom-7b1-with-560m": KnownPair("bigscience/bloom-7b1", "bigscience/bloom-560m"),
+    "gpt2-xl-with-gpt2": KnownPair("openai-community/gpt2-xl", "openai-community/gpt2"),
+    "t5-v1.1-xxl-with-small": KnownPair("google/t5-v1_1-xxl", "google/t5-v1_1-small", SEQ2SEQ),
+    "flan-t5-xxl-with-small": KnownPair("google/flan-t5-xxl", "google/flan-t5-small", SEQ2SEQ),
+}
 NAMES = (EMBEDDED, *BY_NAME)
 
 

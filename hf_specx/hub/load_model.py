@@ -1,6 +1,7 @@
 """Load a model exactly as its files describe it; missing weights raise an error and are not made up."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -8,27 +9,25 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+
+from hf_specx.common.devices import last_device
+from hf_specx.common.errors import require
+from hf_specx.drafting.early_exit import EarlyExitDraft
 
 from .facts import COMMIT, auto_class
-from .fetch import Files
-from .model_files import AGAIN
-from .weights import check_loaded, check_size
+from .fetch import Files, get_files
+from .model_files import AGAIN, check_links, check_size, shapes_in
+from .pair_config import PairConfig, WeightlessDraft
 
 
 NO_ADAPTERS = "none"  # where transformers looks for one if peft is installed, else on the Hub, without the token
 TABLES = 2**28  # numbers in buffers, more than any real model needs
+HEAD_NAME = "exit_head.safetensors"  # the head of an early exit, a linear map
 
 
 def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTrainedConfig:
-    """A model's config.
-
-    Args:
-        files, subfolder: where it is.
-        trust_remote_code: whether its code may run.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """A model's config, from `files` that `fetch` has checked; its code runs only if it is trusted."""
     folder = files.root / subfolder
     with _reading(folder):
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
@@ -39,7 +38,7 @@ def load_config(files: Files, subfolder: str, trust_remote_code: bool) -> PreTra
 
 
 def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: Any) -> PreTrainedModel:
-    """A model in evaluation mode, with the `generate` of its class.
+    """A model in evaluation mode, with the `generate` of its class; its code runs only if it is trusted.
 
     Args:
         files, subfolder: where it is; checked by `fetch`.
@@ -64,15 +63,31 @@ def load_model(files: Files, subfolder: str, trust_remote_code: bool, **kwargs: 
         adapter_kwargs={"subfolder": NO_ADAPTERS, "local_files_only": True},
         **{"use_safetensors": True} | trust | kwargs,
     )
-    unused = [] if "num_hidden_layers" in kwargs else seen["unexpected_keys"]
-    missing, mismatched = seen["missing_keys"], seen["mismatched_keys"]
-    check_loaded(f"{files.name} {subfolder}".strip(), missing, mismatched, unused, list(model.state_dict()))
+    if "num_hidden_layers" in kwargs:
+        seen["unexpected_keys"] = []
+    _check_loaded(f"{files.name} {subfolder}".strip(), seen, list(model.state_dict()))
     vars(model).pop("generate", None)  # one bound by a repository's trusted code would call this package again
     model.name_or_path = model.config._name_or_path = files.name
     if files.revision is not None:
         setattr(model.config, COMMIT, files.revision)
     assert isinstance(model, PreTrainedModel)
     return model.eval()
+
+
+def _check_loaded(where: str, seen: dict[str, Collection[Any]], used: Collection[str]) -> None:
+    """Whether the weights in files, as transformers has `seen` them, were all that a model has, and no others."""
+    name, found, expected = min(seen["mismatched_keys"], default=("", (), ()))
+    told = f"{where}: {name!r} is {list(found)}, and its config says {list(expected)}; {AGAIN}."
+    require(not seen["mismatched_keys"], told)
+    missing = seen["missing_keys"]
+    told = f"{where} lacks {len(missing)} of the model's weights, {min(missing, default='')!r} among them; {AGAIN}."
+    require(not missing, told)
+    kinds = {re.sub(r"\d+", "#", name) for name in used}
+    no_layers = not any("#" in kind for kind in kinds)
+    unused = {name: re.sub(r"\d+", "#", name) for name in seen["unexpected_keys"]}
+    further = [name for name, kind in unused.items() if kind in kinds or (no_layers and "#" in kind)]
+    told = f"{where} has weights for more layers than its config, {min(further, default='')!r} among them; {AGAIN}."
+    require(not further, told)
 
 
 @contextmanager
@@ -83,3 +98,28 @@ def _reading(folder: Path) -> Iterator[None]:
     except Exception as error:  # wrong values may raise any
         told = f"transformers cannot read the config of {folder}: {error}; {AGAIN}, or install a newer transformers."
         raise ValueError(told) from error
+
+
+def get_head(pair: Files, config: PairConfig, **hub: Any) -> Path | None:
+    """The file of the head that a pair's early exit has, checked; None if it has none."""
+    if config.early_exit is None or not config.early_exit.head:
+        return None
+    path = get_files(pair.name, pair.revision, [HEAD_NAME], **hub).root / HEAD_NAME
+    check_links(pair.root, path)
+    shapes_in(path)
+    return path
+
+
+def with_head(draft: WeightlessDraft, path: Path | None, target: PreTrainedModel) -> WeightlessDraft:
+    """An early exit with the head in a file of `get_head`, where and as precise as the target's last layers."""
+    if path is None:
+        return draft
+    assert isinstance(draft, EarlyExitDraft)
+    found, width = load_state_dict(str(path)), target.config.get_text_config(decoder=True).hidden_size
+    shapes = {name: (list(tensor.shape), tensor.is_floating_point()) for name, tensor in found.items()}
+    wanted = {"weight": ([width, width], True), "bias": ([width], True)}
+    told = f"{path} has {shapes}, and the head of this target is a weight [{width}, {width}], with or without a bias"
+    require("weight" in shapes and shapes.items() <= wanted.items(), f"{told}; {AGAIN}.")
+    head = torch.nn.Linear(width, width, bias="bias" in found, device=last_device(target), dtype=target.dtype).eval()
+    head.load_state_dict(found)
+    return EarlyExitDraft(draft.exit_layer, head.requires_grad_(False))

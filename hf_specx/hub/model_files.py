@@ -1,49 +1,43 @@
-"""Checks of the files of a pair before they are loaded: what is half-written, runs code or reads elsewhere."""
+"""Checks of a model's files before they are loaded: what is half-written, runs code or reads elsewhere."""
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.utils import CHAT_TEMPLATE_DIR
+from transformers.modeling_utils import safe_open
+from transformers.utils import CHAT_TEMPLATE_DIR, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_specx.common.errors import require
+
+from .schema import FULL_COMMIT
 
 
 AGAIN = "get it again, or save the pair anew"
 TRUST = "read it, and load it yourself with trust_remote_code=True if you trust it"
-FULL_COMMIT = re.compile(r"[0-9a-f]{40}")  # a full one, which always stands for the same files
 FILES_FOR_MODELS = ("configuration_files", "transformers_weights")  # read in place of those that were checked
-FILES_FOR_TOKENIZERS = (  # not overruled
+FILES_FOR_TOKENIZERS = (
     "fast_tokenizer_files",
     "gguf_file",
     "init_inputs",
     "merges",
     "merges_file",
     "vocab",
-)
+)  # likewise
 KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 TOKENIZER_CLASSES = ("Tokenizer", "TokenizerFast", "Backend")  # how their names end
-
-
-def check_is_pair(where: str, config_name: str, found: bool) -> None:
-    """Whether a folder or repository is a pair."""
-    require(
-        found,
-        f"{where} has no {config_name}, so it is no draft-target pair; name a pair, or put two models together with "
-        "DraftTargetPair(target, draft, tokenizer).",
-    )
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+OF_SEVERAL_PROCESSES = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")  # taken before all others
 
 
 def check_reference(name: str) -> None:
     """Whether a repository that a config names can be loaded by its name."""
-    require(
-        not Path(name).exists(),
-        f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
-        "rename it or work elsewhere, or load the model yourself and pass it.",
-    )
+    told = f"the pair means the repository {name!r}, and a local folder of that name would be loaded in its place; "
+    told += "rename it or work elsewhere, or load the model yourself and pass it."
+    require(not Path(name).exists(), told)
 
 
 def check_links(root: Path, folder: Path) -> None:
@@ -55,30 +49,24 @@ def check_links(root: Path, folder: Path) -> None:
         require(path.resolve().is_relative_to(allowed), told)
 
 
-def check_model(folder: Path, trust_remote_code: bool, pinned: bool = True) -> None:
-    """Whether a model's settings can be loaded.
-
-    Args:
-        folder: of the model.
-        trust_remote_code: whether it may bring code.
-        pinned: whether its files are always the same, or its user's own choice; else they may not bring code.
-    """
+def check_model(folder: Path, trust_remote_code: bool, pinned: bool) -> None:
+    """Whether a model's settings can be loaded; only trusted ones that are always the same (`pinned`) bring code."""
     path, generation = folder / "config.json", folder / "generation_config.json"
     require(path.is_file(), f"{folder} has no config.json: the model is missing, or was written half; {AGAIN}.")
     require(isinstance(_json(path), dict), f"{path} is not a JSON object; {AGAIN}.")
     told = f"{generation} is not a JSON object, and transformers would use its own defaults; {AGAIN}."
     require(not generation.exists() or isinstance(_json(generation), dict), told)
-    beams = read_object(generation).get("num_beams")
+    beams = _object_in(generation).get("num_beams")
     told = f"{generation} has num_beams={beams!r}, which transformers would make room for before we are asked; "
     require(beams in (None, 1), f"{told}take it out.")
-    _check_code(path, trust_remote_code, pinned)
     told = f"{folder} has an adapter_config.json, which names a model elsewhere; merge the adapter and save the model."
     require(not (folder / "adapter_config.json").exists(), told)
+    _check_code(path, trust_remote_code, pinned)
 
 
 def _check_code(path: Path, trust_remote_code: bool, pinned: bool) -> None:
     """Whether a model's config asks for code that may not run, or for files that are not checked."""
-    config, *parts = inside(read_object(path))
+    config, *parts = _objects(_object_in(path))
     unknown = "auto_map" in config and str(config.get("model_type")) not in CONFIG_MAPPING
     brings, told = unknown or any("auto_map" in part for part in parts), f"the model in {path.parent} brings code of "
     require(not brings or trust_remote_code, f"{told}its own, which is not run; {TRUST}.")
@@ -106,47 +94,84 @@ def _check_own_code(path: Path, config: dict[str, Any]) -> None:
 
 
 def check_tokenizer(folder: Path, expected: bool, trust_remote_code: bool) -> None:
-    """Whether a tokenizer can be loaded.
-
-    Args:
-        folder: of the tokenizer.
-        expected: whether there must be one.
-        trust_remote_code: whether it may bring code.
-    """
+    """Whether a tokenizer can be loaded, and is there if it is expected."""
     path = folder / "tokenizer_config.json"
     told = f"{folder} has no tokenizer_config.json, though its pair was saved with a tokenizer; {AGAIN}."
     require(path.exists() or not expected, told)
-    config = read_object(path)
+    config = _object_in(path)
     told = f"the tokenizer in {folder} brings code of its own, which is not run; {TRUST}."
     require("auto_map" not in config or trust_remote_code, told)
     _check_own_code(path, config)
     for each in (path, folder / "config.json"):
-        name = read_object(each).get("tokenizer_class")
+        name = _object_in(each).get("tokenizer_class")
         told = f"{each} has tokenizer_class={name!r}, which is no tokenizer; {AGAIN}."
         require(name is None or str(name).endswith(TOKENIZER_CLASSES), told)
     for name in FILES_FOR_TOKENIZERS:
         require(not config.get(name), f"{path} has {name}={config.get(name)!r}, no file of its own; take it out.")
 
 
-def check_tokens(found: Any, recorded: Any, where: str) -> None:
-    """Whether a tokenizer is the one that was checked, by the `TokenizerFacts` of both."""
-    told = f"the tokenizer of {where} has {found.tokens} tokens, and its pair was checked with {recorded.tokens}"
-    require(found.tokens == recorded.tokens, f"{told}; {AGAIN}.")
-    told = f"the tokens of the tokenizer of {where} have other ids than those that its pair was checked with; {AGAIN}."
-    require(recorded.vocabulary in (None, found.vocabulary), told)
-    ours, theirs = found.special_tokens, recorded.special_tokens
-    for role in sorted(ours.keys() | theirs.keys()):
-        told = f"the tokenizer of {where} has {role}={ours.get(role)!r}, and its pair was checked with "
-        require(ours.get(role) == theirs.get(role), f"{told}{theirs.get(role)!r}; {AGAIN}.")
+def shards(folder: Path) -> list[str]:
+    """Names of the files that have a model's weights, as its index gives them; one file where there is no index.
+
+    Raises:
+        ValueError: the index is cut, or names a file that is elsewhere or that may run code.
+    """
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).exists() or not index.exists():  # the order of `from_pretrained`
+        return [SAFE_WEIGHTS_NAME]
+    files, metadata = (_object_in(index).get(name) for name in ("weight_map", "metadata"))
+    known = isinstance(files, dict) and files and all(isinstance(name, str) for name in files.values())
+    require(bool(known), f"{index} does not say which file has which weights; {AGAIN}.")
+    require(isinstance(metadata, dict), f"{index} has no metadata, so it may be cut; {AGAIN}.")
+    names = sorted(set(files.values()))  # type: ignore[union-attr]
+    for name in names:
+        is_plain = Path(name).name == name and "\\" not in name and name not in (".", "..")
+        require(is_plain, f"{index} names {name!r}, which is outside the model's folder; {AGAIN}.")
+        told = f"{index} names {name!r}, and only safetensors are loaded, since other files may run code; "
+        require(name.endswith(".safetensors"), f"{told}save the model anew.")
+    return names
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object in a file, {} if there is none."""
-    values = _json(path)
-    return values if isinstance(values, dict) else {}
+def check_weights(folder: Path) -> None:
+    """Whether the files of a model's weights are there, whole, and the only ones."""
+    names, found = shards(folder), {path.name for path in folder.iterdir()}
+    pickles = [name for name in sorted(found) if Path(name).suffix in PICKLES]
+    told = f"{folder} has its weights in {next(iter(pickles), None)}, a pickle, which may run code; convert it to "
+    told += "safetensors, or load it yourself with use_safetensors=False if you trust it."
+    require(not pickles or not found.isdisjoint(names), told)
+    part = min(filter(OF_SEVERAL_PROCESSES.fullmatch, found), default=None)
+    told = f"{folder} has {part}, a part that one process saved, which hides the weights; save the whole model."
+    require(part is None, told)
+    number = len(_shapes(folder))
+    for settings in _objects(_object_in(folder / "config.json")):
+        for name, value in settings.items():
+            told = f"{folder / 'config.json'} has {name}={value}, and there are {number} weights; {AGAIN}."
+            require(not ("layer" in name and isinstance(value, int)) or value <= number, told)
 
 
-def inside(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def check_size(folder: Path, needed: int) -> None:
+    """Whether a model of so many parameters can be what the weights are of; before it takes memory."""
+    found = sum(map(math.prod, _shapes(folder)))
+    told = f"{folder} has {found} numbers in its weights, and the model of its config {needed}; {AGAIN}."
+    require(needed <= 2 * found, told)
+
+
+def shapes_in(path: Path) -> list[list[int]]:
+    """The shapes of the tensors in a file, of which only the header is read; it has to be whole safetensors."""
+    told = f"{path.parent} has no {path.name}: weights are missing, no safetensors, or written half; {AGAIN}."
+    require(path.is_file(), told)
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            return [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    except Exception as error:  # of a type that only safetensors has
+        raise ValueError(f"{path} is not whole, or no safetensors ({error}); {AGAIN}.") from error
+
+
+def _shapes(folder: Path) -> list[list[int]]:
+    return [shape for name in shards(folder) for shape in shapes_in(folder / name)]
+
+
+def _objects(values: Any) -> Iterator[dict[str, Any]]:
     """An object and all objects in it, the outermost first."""
     return (value for value in _everything(values) if isinstance(value, dict))
 
@@ -157,6 +182,12 @@ def _everything(value: Any) -> Iterator[Any]:
     for each in waiting:
         yield each
         waiting.extend(each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+
+
+def _object_in(path: Path) -> dict[str, Any]:
+    """A JSON object in a file, {} if there is none."""
+    values = _json(path)
+    return values if isinstance(values, dict) else {}
 
 
 def _json(path: Path) -> Any:

@@ -1,51 +1,86 @@
 """`specx_config.json`: what is known of a draft-target pair. Reading it opens no other file and runs no code."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from hf_specx.common.errors import is_int, require
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
+from hf_specx.engine.check_choices import VERIFICATIONS
+from hf_specx.models.choose import LAYOUTS
 
-from .model_files import FULL_COMMIT
-from .schema import MAX_CONFIG_BYTES, check_fields, read, read_text
+from .schema import (
+    ANEW,
+    FULL_COMMIT,
+    HUB_ID,
+    MAX_CONFIG_BYTES,
+    MEASURE,
+    NUMBER,
+    FieldRule,
+    is_positive,
+    is_table,
+    read,
+    read_text,
+)
 
 
 CONFIG_NAME = "specx_config.json"
 SCHEMA = 1
 WEIGHTLESS = ("suffix", "early_exit")  # fields of drafts that have no weights of their own
 WeightlessDraft = SuffixDraft | EarlyExitDraft
+MAX_RECOMMENDED = 64  # candidates a round that a config may recommend
+MAX_LAYERS = 10_000  # more than any model has; whether the target has so many is checked in a call
+AUTO_CLASS = re.compile(r"AutoModelFor[A-Za-z0-9]{1,40}", re.ASCII)
+COMMIT_OR_NAME = re.compile(r"(?!.*\.\.)\w[\w./-]{0,254}")
+SUBFOLDER = re.compile(r"(?=.{0,255}$)(\w[\w.+ -]*(/\w[\w.+ -]*)*)?")
+ROUNDS = {str(number) for number in range(MAX_RECOMMENDED + 1)}
+NO_ID = "no id on the Hub; a config may name repositories only, so pass the model yourself, as target= or draft=, "
+NO_ID += "or save the pair with it inside"
+NO_TABLE = "with a row that is not {'target': {tokens: seconds}, 'draft': seconds} for 1 and at least one more number"
+NO_NUMBER = f"neither 'auto' nor an int from 1 to {MAX_RECOMMENDED}; give one of these"
+COUNTED = FieldRule(lambda n: 1 <= n <= MAX_RECOMMENDED, f"no int from 1 to {MAX_RECOMMENDED}; give one")
+MEASURED = FieldRule(is_positive, f"which nothing measures; {MEASURE}")
+
+Count = Annotated[int, COUNTED]
+Number = Annotated[int, MEASURED]
+Figure = Annotated[float, MEASURED]
+MaybeFigure = Annotated[float | None, MEASURED]
+Probability = Annotated[float, FieldRule(lambda p: 0 <= p <= 1, f"no probability; {MEASURE}")]
+Table = Annotated[dict[str, Any], FieldRule(is_table, f"{NO_TABLE}; {MEASURE}")]
+BatchSize = Annotated[str, FieldRule(NUMBER.fullmatch, f"no batch size; {MEASURE}")]
+Candidates = Annotated[str, FieldRule(ROUNDS.__contains__, f"no number of candidates; {MEASURE}")]
+HubId = Annotated[str | None, FieldRule(HUB_ID.fullmatch, NO_ID)]
+CommitOrBranch = Annotated[
+    str | None, FieldRule(COMMIT_OR_NAME.fullmatch, f"no name of a commit, branch or tag; {ANEW}")
+]
+Subfolder = Annotated[str, FieldRule(SUBFOLDER.fullmatch, f"no plain name of a folder inside the pair's; {ANEW}")]
+AutoClass = Annotated[str | None, FieldRule(AUTO_CLASS.fullmatch, f"no Auto class of transformers; {ANEW}")]
+ExitLayer = Annotated[int, FieldRule(lambda n: 1 <= n <= MAX_LAYERS, f"no int from 1 to {MAX_LAYERS}; give one")]
+NumDraftTokens = Annotated[str | int, FieldRule(lambda n: n == "auto" or (is_int(n) and COUNTED.fits(n)), NO_NUMBER)]
+Verification = Annotated[
+    str | None, FieldRule(VERIFICATIONS.__contains__, f"none of {', '.join(VERIFICATIONS)}; give one")
+]
+LayoutName = Annotated[str, FieldRule(LAYOUTS.__contains__, f"none of {', '.join(LAYOUTS)}; give one")]
 
 
 @dataclass
 class ModelSource:
-    """Where one model of a pair is, and facts from its files; None is "not checked".
+    """Where one model of a pair is, and facts from its files; None is "not checked"."""
 
-    Attributes:
-        name: id on the Hub; None is the pair's own folder.
-        revision: commit on the Hub, so that the files are always the same; None in the pair's own folder.
-        subfolder: in that folder or repository; "" is its root.
-        model_type: of the text config, as in transformers.
-        vocab_size: logits at a position, padding included.
-        parameters: their number.
-        max_positions: `max_position_embeddings`; None also where the model has no such limit.
-        dtype: of the files, such as "bfloat16".
-        fingerprint: of the config and weights, see `fetch.fingerprint`.
-        auto_class: the class of transformers that loads it, such as "AutoModelForCausalLM".
-    """
-
-    name: str | None = None
-    revision: str | None = None
-    subfolder: str = ""
-    model_type: str | None = None
-    vocab_size: int | None = None
-    parameters: int | None = None
-    max_positions: int | None = None
-    dtype: str | None = None
-    fingerprint: str | None = None
-    auto_class: str | None = None
+    name: HubId = None  # None is the pair's own folder
+    revision: CommitOrBranch = None  # commit on the Hub, so that the files are always the same
+    subfolder: Subfolder = ""  # in that folder or repository; "" is its root
+    model_type: str | None = None  # of the text config, as in transformers
+    vocab_size: int | None = None  # logits at a position, padding included
+    parameters: int | None = None  # their number
+    max_positions: int | None = None  # `max_position_embeddings`; None also where the model has no such limit
+    dtype: str | None = None  # of the files, such as "bfloat16"
+    fingerprint: str | None = None  # of the config and weights, see `fetch.fingerprint`
+    auto_class: AutoClass = None  # the class of transformers that loads it, such as "AutoModelForCausalLM"
 
     @property
     def is_pinned(self) -> bool:
@@ -57,21 +92,16 @@ class ModelSource:
 class SuffixOptions:
     """Options of a `SuffixDraft`; see there."""
 
-    max_candidates: int = 16
-    min_match: int = 2
-    max_match: int = 32
+    max_candidates: Count = 16
+    min_match: Count = 2
+    max_match: Count = 32
 
 
 @dataclass
 class EarlyExitOptions:
-    """Options of an `EarlyExitDraft`; see there.
+    """Options of an `EarlyExitDraft`: how many layers draft, and whether the pair has a head of its own for them."""
 
-    Attributes:
-        exit_layer: how many layers draft.
-        head: whether the pair has a head of its own for them, see `exit_head`. Files of other pairs do not say.
-    """
-
-    exit_layer: int
+    exit_layer: ExitLayer
     head: bool = False
 
 
@@ -95,68 +125,43 @@ class TokenizerFacts:
 
 @dataclass
 class DraftTokenizer:
-    """The draft's own tokenizer, where it has other tokens than the target's.
-
-    Attributes:
-        tokens, special_tokens, vocabulary: as in `TokenizerFacts`.
-        overlap: the part of the target's tokens that the draft has as well.
-    """
+    """The draft's own tokenizer, where it has other tokens than the target's, as in `TokenizerFacts`."""
 
     tokens: int
-    overlap: float
+    overlap: Probability  # the part of the target's tokens that the draft has as well
     special_tokens: dict[str, str] = field(default_factory=dict)
     vocabulary: str | None = None
 
 
 @dataclass
 class Measurement:
-    """One measured batch size; ratios are medians over runs that alternate with plain `generate`.
+    """One measured batch size; ratios are medians over runs in turns with plain `generate`, None if not timed."""
 
-    Attributes:
-        batch: rows.
-        dtype: of the target, such as "float32".
-        verification, num_draft_tokens, layout: the options.
-        alpha: mean of sum_x min(p, q) over judged candidates.
-        cost_coefficient: time of a draft step over that of a target step; None if not timed.
-        tokens_per_round: emitted tokens per row and round.
-        expected_speedup: by Theorem 3.8 of Leviathan et al. 2022; None if forwards were not timed.
-        forward_limited_speedup: by the times of the real forwards, which the theorem assumes equal; None likewise.
-        measured_speedup: tokens per second over those of plain `generate`.
-        hardware: the processor, see `devices.hardware`.
-        versions: {"torch": "2.13.0", ...}.
-        command: the command that made these numbers.
-    """
-
-    batch: int
-    dtype: str
+    batch: Number  # rows
+    dtype: str  # of the target, such as "float32"
     verification: str
-    num_draft_tokens: int
+    num_draft_tokens: Number
     layout: str
-    alpha: float
-    cost_coefficient: float | None
-    tokens_per_round: float
-    expected_speedup: float | None
-    forward_limited_speedup: float | None
-    measured_speedup: float
-    hardware: str
-    versions: dict[str, str]
-    command: str
+    alpha: Probability  # mean of sum_x min(p, q) over judged candidates
+    cost_coefficient: MaybeFigure  # time of a draft step over that of a target step
+    tokens_per_round: Figure  # emitted by a row
+    expected_speedup: MaybeFigure  # by Theorem 3.8 of Leviathan et al. 2022
+    forward_limited_speedup: MaybeFigure  # by the times of the real forwards, which the theorem assumes equal
+    measured_speedup: Figure  # tokens per second over those of plain `generate`
+    hardware: str  # the processor, see `devices.hardware`
+    versions: dict[str, str]  # {"torch": "2.13.0", ...}
+    command: str  # that made these numbers
 
 
 @dataclass
 class SavedCosts:
-    """The cost table of a pair (`strategy.costs`), and the hardware and precision that it was measured with.
-
-    Attributes:
-        hardware, dtype: the table is not used with any other.
-        table, alpha, rounds: as in `Costs.to_dict`.
-    """
+    """The cost table of a pair, as `Costs.to_dict` gives it; for the hardware and dtype that it was measured with."""
 
     hardware: str
     dtype: str
-    table: dict[str, Any]
-    alpha: dict[str, float]
-    rounds: dict[str, Any] = field(default_factory=dict)
+    table: Table
+    alpha: dict[str, Probability]
+    rounds: dict[BatchSize, dict[Candidates, Figure]] = field(default_factory=dict)
 
 
 @dataclass
@@ -165,25 +170,25 @@ class PairConfig:
 
     Attributes:
         target, draft: where the models are, and facts from their files; nothing is known of a draft without a model.
-        suffix, early_exit: options of the `SuffixDraft` or `EarlyExitDraft` that there is in place of a draft model;
-            None for any other draft. A file has these fields only where they are not None.
         tokenizers: how they were compared; None is "not checked".
-        draft_tokenizer: the draft's, where its tokens are not the target's. Files of other pairs do not have it.
         num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
         costs: the times by which "auto" chooses the number of candidates.
         measurements: one for each batch size and precision; [] is "not measured".
         prompts: texts to try the pair with.
         license: for the model card.
         notes: markdown for the model card: how the pair was made, what it is for.
+        suffix, early_exit: options of the draft that there is in place of a model. A file has these two, and
+            `draft_tokenizer`, only where they are not None.
+        draft_tokenizer: the draft's, where its tokens are not the target's.
         schema: version of this format.
     """
 
     target: ModelSource
     draft: ModelSource
     tokenizers: TokenizerFacts | None = None
-    num_draft_tokens: str | int = "auto"
-    verification: str | None = None
-    layout: str = "auto"
+    num_draft_tokens: NumDraftTokens = "auto"
+    verification: Verification = None
+    layout: LayoutName = "auto"
     costs: SavedCosts | None = None
     measurements: list[Measurement] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
@@ -196,17 +201,9 @@ class PairConfig:
 
     @classmethod
     def from_text(cls, text: bytes, where: str) -> "PairConfig":
-        """Read the content of a file.
-
-        Args:
-            text: the content.
-            where: the name of the file, for errors.
-
-        Raises:
-            ValueError: it is not JSON of this schema.
-        """
+        """Read the content of a file `where`; a ValueError says what is wrong in it."""
         config: PairConfig = read(cls, read_text(text, SCHEMA, where), where)
-        check_fields(config, where)
+        _check_drafts(config, where)
         return config
 
     @classmethod
@@ -249,3 +246,20 @@ class PairConfig:
         if saved is None or (saved.hardware, saved.dtype) != (hardware, dtype):
             return Costs()
         return Costs.from_dict({"table": saved.table, "alpha": saved.alpha, "rounds": saved.rounds})
+
+
+def _check_drafts(config: PairConfig, where: str) -> None:
+    """Whether a config names one draft, and not the target a second time."""
+    target, draft, suffix = config.target, config.draft, config.suffix
+    if suffix is None and config.early_exit is None:
+        places = [(model.name, model.revision, model.subfolder) for model in (target, draft)]
+        told = f"{where}: target and draft are both in {target.name or 'the folder of the pair'} under "
+        require(places[0] != places[1], f"{told}{target.subfolder!r}; a draft needs a folder of its own.")
+        return
+    one = suffix is None or config.early_exit is None
+    require(one, f"{where} has both a suffix and an early_exit; take one of them out.")
+    told = f"{where} has a draft without weights, and says where a draft model is; take one of them out."
+    require(not any(vars(draft).values()), told)
+    if suffix is not None:
+        told = f"{where}: max_match of suffix is {suffix.max_match}, less than min_match={suffix.min_match}; {ANEW}."
+        require(suffix.max_match >= suffix.min_match, told)

@@ -1,37 +1,163 @@
-"""Publish a pair: a model repository whose `custom_generate` folder runs without this package installed."""
+"""Write a pair into a folder, all of it or nothing; or publish it, as a repository that runs without this package."""
 
+import copy
 import tempfile
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import RevisionNotFoundError
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
 from transformers.utils import CHAT_TEMPLATE_DIR
 
 from hf_specx.common.errors import require
+from hf_specx.drafting.early_exit import EarlyExitDraft
+from hf_specx.drafting.suffix import SuffixDraft
 
 from . import pair_source
 from .cards import render
+from .facts import draft_tokenizer_facts, model_facts, tokenizer_facts
+from .fetch import fingerprint
 from .flatten import SOURCE, published_code
-from .folders import INSIDE, check_repository
-from .pair_config import CONFIG_NAME, PairConfig
-from .saving import save
+from .folders import INSIDE, REFERENCE, check_folder, check_repository, without_folders
+from .load_model import HEAD_NAME
+from .pair_config import CONFIG_NAME, ModelSource, PairConfig, WeightlessDraft
 
 
 CODE = "custom_generate"
 NEEDS = ("torch>=2.6", "transformers>=5.17", "transformers<6")  # as in pyproject.toml; one bound a line is read
 SAVED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors", "*.bin", "*.py")  # by `save`
+OF_FILES = ("name", "revision", "subfolder", "dtype", "fingerprint")  # what cannot be read from a loaded model
+SUBFOLDERS = {"target": "", "draft": "draft"}
+
+
+def save(
+    pair: Any,
+    folder: str | Path,
+    *,
+    target: str = INSIDE,
+    draft: str = INSIDE,
+    overwrite: bool = False,
+    with_code: bool = False,
+) -> PairConfig:
+    """Write a pair into a temporary folder, which is then renamed; returns the config that was written.
+
+    Args:
+        pair: a `DraftTargetPair`.
+        folder: where; must be empty or not exist.
+        target, draft: "inside" (the default), or "reference" to the id and commit that it was loaded from.
+        overwrite: whether to replace the folder of another pair, with all that is in it.
+        with_code: whether to write the card and the code to use it, which holds the path of the folder.
+
+    Raises:
+        ValueError: the folder is in use (by no pair, with `overwrite`), or a model is to be a reference and
+            is not from the Hub.
+    """
+    place, folder = Path(folder).absolute(), Path(folder).resolve()
+    check_folder(folder, overwrite)
+    _check_draft(pair.draft, draft)
+    sources = {role: _source(pair, role, where) for role, where in (("target", target), ("draft", draft))}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
+        new, old = Path(work) / "new", Path(work) / "old"
+        new.mkdir()
+        config = _write(pair, new, sources)
+        if with_code:
+            _write_card(new, config, str(place), place.name)
+            write_code(new, str(place))
+        try:
+            if folder.exists():
+                folder.rename(old)
+            new.rename(folder)
+        except BaseException:
+            if old.exists():
+                old.rename(folder)
+            raise
+    return config
+
+
+def _check_draft(draft: Any, where: str) -> None:
+    """Whether a draft can be saved; one without weights is but numbers, and a pool's texts are its user's own."""
+    kind, kinds = type(draft).__name__, "a model, a SuffixDraft or an EarlyExitDraft"
+    known = isinstance(draft, PreTrainedModel | WeightlessDraft)
+    require(known, f"a pair is saved with {kinds}, and its draft is a {kind}; give one of these.")
+    if isinstance(draft, WeightlessDraft):
+        require(where != REFERENCE, f"draft={where!r} is for models, and {kind} has no files; leave it out.")
+    told = "a pool of texts is not saved with a pair; use SuffixDraft without it, and pool.save for the texts."
+    require(not isinstance(draft, SuffixDraft) or draft.pool is None, told)
+    head = _head_of(draft)
+    told = f"a pair is saved with a square torch.nn.Linear as the head of its EarlyExitDraft, and this one is {head}"
+    known = head is None or (type(head) is torch.nn.Linear and head.in_features == head.out_features)
+    require(known, f"{told}; use such a head, or keep this one apart.")  # tensors alone run no code when loaded
+
+
+def _head_of(draft: Any) -> Any:
+    return draft.head if isinstance(draft, EarlyExitDraft) else None
+
+
+def _source(pair: Any, role: str, where: str) -> ModelSource | None:
+    """A reference to a model; None if it is to be saved inside the pair."""
+    known = where in (INSIDE, REFERENCE)
+    require(known, f"{role}={where!r} is unknown; save the {role} {INSIDE!r} or by {REFERENCE!r}.")
+    model, source = getattr(pair, role), pair.sources[role]
+    if where == INSIDE or not isinstance(model, PreTrainedModel):
+        return None
+    found = model_facts(model)
+    if source is not None and source.name is not None:
+        found = replace(found, **{name: getattr(source, name) for name in OF_FILES})
+    told = (
+        f"the {role} was {f'loaded from {str(model.name_or_path)!r}' if model.name_or_path else 'made here'}, which "
+    )
+    told += (
+        f"is no repository on the Hub or not known at which commit; save it with {role}='inside', or load the pair "
+    )
+    require(found.name is not None, f"{told}with DraftTargetPair.from_pretrained, which notes the commit.")
+    return found
+
+
+def _write(pair: Any, folder: Path, sources: dict[str, ModelSource | None]) -> PairConfig:
+    """Write the models that are inside, the tokenizers and the config; returns the config."""
+    config: PairConfig = copy.deepcopy(pair.config)
+    config.set_draft(pair.draft if isinstance(pair.draft, WeightlessDraft) else None)
+    config.measurements = [replace(m, command=without_folders(m.command)) for m in config.measurements]
+    config.target = sources["target"] or _write_model(pair.target, folder, SUBFOLDERS["target"])
+    head = _head_of(pair.draft)
+    if head is not None:
+        tensors = {name: tensor.contiguous() for name, tensor in head.state_dict().items()}
+        save_file(tensors, folder / HEAD_NAME, metadata={"format": "pt"})
+    config.draft_tokenizer = None
+    if isinstance(pair.draft, PreTrainedModel):
+        config.draft = sources["draft"] or _write_model(pair.draft, folder, SUBFOLDERS["draft"])
+        models = pair.target, pair.draft
+        config.draft_tokenizer = draft_tokenizer_facts(pair.tokenizer, pair.draft_tokenizer, *models)
+        if config.draft_tokenizer is not None and sources["draft"] is None:
+            pair.draft_tokenizer.save_pretrained(folder / SUBFOLDERS["draft"])
+    if pair.tokenizer is None:
+        config.tokenizers = None
+    else:
+        pair.tokenizer.save_pretrained(folder)
+        found, known = tokenizer_facts(pair.tokenizer, pair.draft_tokenizer), config.tokenizers
+        if known is None or found.method == "own" or replace(known, method=found.method) != found:
+            config.tokenizers = found
+    text = config.to_text()
+    PairConfig.from_text(text.encode(), CONFIG_NAME)  # what could not be read again is not saved
+    (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+    return config
+
+
+def _write_model(model: PreTrainedModel, folder: Path, subfolder: str) -> ModelSource:
+    """Write a model into a subfolder of the pair; returns where it is."""
+    model.save_pretrained(folder / subfolder)
+    found = replace(model_facts(model), fingerprint=fingerprint(folder / subfolder))
+    return replace(found, name=None, revision=None, subfolder=subfolder)
 
 
 def write_code(folder: Path, name: str, revision: str | None = None) -> None:
-    """Write the `custom_generate` folder of a pair.
-
-    Args:
-        folder: the pair's; `custom_generate` is made in it.
-        name: where the code will look for the pair: an id on the Hub, or a folder.
-        revision: the commit of its models; None for a folder.
-    """
+    """Write the `custom_generate` folder of a pair, known by an id on the Hub and a commit, or by its folder."""
     code = folder / CODE
     code.mkdir()
     source = f'"""{pair_source.__doc__}"""\n\nPAIR = {name!r}\nREVISION = {revision!r}\n'
@@ -41,36 +167,12 @@ def write_code(folder: Path, name: str, revision: str | None = None) -> None:
 
 
 def write_repository(pair: Any, folder: str | Path, **options: Any) -> PairConfig:
-    """Write all that `publish` would upload into a folder, to be used from there.
-
-    Args:
-        pair: a `DraftTargetPair`.
-        folder: where; the code holds its path, so the folder cannot be moved.
-        **options: of `save`.
-
-    Returns:
-        The config that was written.
-
-    Raises:
-        ValueError: as `save`.
-    """
-    path = Path(folder).absolute()
-
-    def finish(new: Path, config: PairConfig) -> None:
-        _write_card(new, config, str(path), path.name)
-        write_code(new, str(path))
-
-    return save(pair, path, finish=finish, **options)
+    """Write all that `publish` would upload into a folder, to be used from there; the rest is as of `save`."""
+    return save(pair, folder, with_code=True, **options)
 
 
 def _write_card(folder: Path, config: PairConfig, name: str, title: str) -> None:
     (folder / "README.md").write_text(render(config, name, published=True, title=title), encoding="utf-8")
-
-
-def _is_saved(name: str) -> bool:
-    """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
-    folder, _, last = name.rpartition("/")
-    return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
 
 
 def publish(
@@ -86,8 +188,7 @@ def publish(
 ) -> str:
     """Upload a pair and the code to use it, in two commits, since the code names the commit of the models.
 
-    Of an earlier pair there, files of the kinds in `SAVED` that are at the root or in `draft/`, and code in
-    `custom_generate/`, are deleted if this pair has none of their name.
+    Of an earlier pair there nothing is left that is of a kind in `SAVED` and at the root or in `draft/`, nor its code.
 
     Args:
         pair: a `DraftTargetPair`.
@@ -101,8 +202,7 @@ def publish(
         The second commit.
 
     Raises:
-        ValueError: as `save`; or `repo_id` cannot be the name of a repository, or it, or this branch of it, has such
-            files and is no pair.
+        ValueError: as `save`; or the repository or branch is no pair, and has files that a pair would replace.
         ConnectionError: the Hub cannot be reached.
     """
     check_repository(repo_id)
@@ -115,15 +215,10 @@ def publish(
             api.create_repo(repo_id, private=private, exist_ok=True)
             return _upload(api, folder, {"repo_id": repo_id, "revision": revision}, commit_message)
     except Exception as error:
-        if not _is_offline(error):
+        if not any(kind.__name__ == "TransportError" for kind in type(error).__mro__):  # whose library has changed
             raise
         told = f"{repo_id!r} was not published: the Hub cannot be reached ({error}); try again with a network."
         raise ConnectionError(told) from error
-
-
-def _is_offline(error: Exception) -> bool:
-    """Whether nothing answered, told by the error's name: the Hub's client has changed the library under it."""
-    return any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
 
 
 def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -> str:
@@ -137,13 +232,15 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
         api.create_branch(to["repo_id"], branch=to["revision"], exist_ok=True)
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
     write_code(folder, to["repo_id"], models.oid)
-    return api.upload_folder(
-        folder_path=folder / CODE,
-        path_in_repo=CODE,
-        commit_message=f"Code for the models of {models.oid[:7]}",
-        delete_patterns=["*.py"],
-        **to,
-    ).oid
+    message = f"Code for the models of {models.oid[:7]}"
+    options = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
+    return api.upload_folder(folder_path=folder / CODE, **options, **to).oid
+
+
+def _is_saved(name: str) -> bool:
+    """Whether a file of a repository may belong to an earlier pair: at the root, in `draft/`, or a chat template."""
+    folder, _, last = name.rpartition("/")
+    return folder in ("", "draft", CHAT_TEMPLATE_DIR) and any(fnmatch(last, pattern) for pattern in SAVED)
 
 
 def _files(api: HfApi, repo_id: str, revision: str | None) -> list[str]:

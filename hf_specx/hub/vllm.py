@@ -28,14 +28,7 @@ DIFFERENCES = (
 
 
 class Export(NamedTuple):
-    """How to serve a pair.
-
-    Attributes:
-        speculative_config: for `--speculative-config`, or `LLM(speculative_config=...)`.
-        arguments: the command, as a list of words.
-        command: the same as one line for a shell.
-        remarks: sentences on what is different in vLLM, and on where the numbers come from.
-    """
+    """How to serve a pair: `--speculative-config`, the command as words and as a line, what is different in vLLM."""
 
     speculative_config: dict[str, Any]
     arguments: list[str]
@@ -66,15 +59,15 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
     target = _served(config.target, "target", name, revision)
     draft = _served(config.draft, "draft", name, revision)
     word = next((word for word in OTHER_METHODS if word in draft["model"].lower()), None)
-    named = f"the draft {draft['model']!r} has {word!r} in its name"
-    require(word is None, f"{named}, which vLLM takes for that method; rename or move it.")
-    sizes = config.target.vocab_size, config.draft.vocab_size
-    mapped = config.draft_tokenizer is not None or (None not in sizes and sizes[0] != sizes[1])
-    require(
-        not mapped or config.draft.name is not None or config.draft_tokenizer is not None,
-        f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "
-        "which a draft inside does not have: save the pair with draft='reference'.",
+    told = (
+        f"the draft {draft['model']!r} has {word!r} in its name, which vLLM takes for that method; rename or move it."
     )
+    require(word is None, told)
+    sizes, own = (config.target.vocab_size, config.draft.vocab_size), config.draft_tokenizer is not None
+    mapped = own or (None not in sizes and sizes[0] != sizes[1])
+    told = f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; vLLM then needs the draft's own tokenizer, "
+    told += "which a draft inside does not have: save the pair with draft='reference'."
+    require(not mapped or own or config.draft.name is not None, told)
     number, reason = _number(config, num_draft_tokens)
     method = "block" if config.verification in (None, "block") else "standard"
     judged = {"draft_sample_method": "probabilistic", "rejection_sample_method": method}
@@ -93,19 +86,14 @@ def vllm(config: PairConfig, name: str, *, revision: str | None = None, num_draf
 
 
 def _served(model: ModelSource, role: str, name: str, revision: str | None) -> dict[str, str]:
-    """What vLLM loads a model of a pair from, which is by this name: {"model": id or folder}, and perhaps "revision".
-
-    Raises:
-        ValueError: it cannot be loaded there.
-    """
+    """What vLLM loads a model of the pair `name` from: {"model": id or folder}, and perhaps its "revision"."""
     kind = auto_class_of(model)
     told = f"the {role} is an encoder-decoder ({kind}), which vLLM does not serve with a draft; use transformers."
     require(kind not in (SEQ2SEQ, SPEECH), told)
     if model.name is None and (is_embedded(name) or Path(name).is_dir()):
         folder = embedded_folder() if is_embedded(name) else Path(name).resolve()
         return {"model": str(folder / model.subfolder)}
-    repository = model.name or name
-    remedy = f"save the pair with its {role} inside, and export that folder"
+    repository, remedy = model.name or name, f"save the pair with its {role} inside, and export that folder"
     if model.name is None:
         remedy = f"download it (hf download {shlex.quote(name)} --local-dir FOLDER) and export FOLDER"
     told = f"the {role} is in the subfolder {model.subfolder!r} of {repository!r}, where vLLM does not look; {remedy}."
@@ -123,7 +111,6 @@ def _number(config: PairConfig, given: int | None) -> tuple[int, str]:
     if not config.measurements:
         return FIXED_DRAFT_TOKENS, f"Nothing was measured: num_speculative_tokens is {FIXED_DRAFT_TOKENS} for a start."
     best = max(config.measurements, key=lambda m: m.measured_speedup)
-    return best.num_draft_tokens, (
-        f"num_speculative_tokens is that of the fastest measurement in transformers ({best.measured_speedup:.2f} "
-        f"times plain generate at batch {best.batch} on {best.hardware}); measure anew in vLLM."
-    )
+    told = f"num_speculative_tokens is that of the fastest measurement in transformers ({best.measured_speedup:.2f} "
+    told += f"times plain generate at batch {best.batch} on {best.hardware}); measure anew in vLLM."
+    return best.num_draft_tokens, told

@@ -15,25 +15,19 @@ from hf_specx.engine.requests import Completion, Request
 
 from .fingerprint import arguments_of
 from .progress import Progress
-from .results import CompletedText, NumberedText
-from .results_file import ResultsFile
+from .results_file import CompletedText, NumberedText, ResultsFile
 from .shares import gathered, processes
 
 
 EMPTY = "is empty, and the tokenizer puts nothing before it"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
-OF_ONE_CALL = (
-    "inputs",
-    "input_ids",
-    "attention_mask",
-    "inputs_embeds",
-    "seeds",
-    "streamer",
-    "return_dict_in_generate",
-    "num_return_sequences",
+OF_ONE_CALL = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "seeds", "streamer")
+OF_ONE_CALL += ("return_dict_in_generate", "num_return_sequences")
+ELSEWHERE = dict.fromkeys(
+    OF_ONE_CALL, "one call of generate; leave it out, or call pair.generate for each batch yourself"
 )
-OF_REQUESTS = ("ordered", "logprobs")
+ELSEWHERE |= dict.fromkeys(("ordered", "logprobs"), "strategy.generate_many; leave it out, or call that yourself")
 
 
 @overload
@@ -61,19 +55,15 @@ def complete(
 
     A text depends on its prompt, its index and the options alone (up to rounding, as in any other batch): not on
     `batch_size`, the number of processes, or interruptions. For this "auto" drafts a fixed number of tokens under
-    "block" and "token". Models whose rows cannot be filled again take whole batches.
-
-    Several processes, as of `accelerate launch` or `torchrun`, make the same call, each with its own copy of the pair;
-    `out` is a file that an interrupted call goes on with. See the README of this room for both.
+    "block" and "token". Several processes, as of `accelerate launch` or `torchrun`, make the same call.
 
     Args:
         pair: a `DraftTargetPair` with a tokenizer.
         texts: prompts; the same on every process, and when a file is gone on with (then also more of them).
         batch_size: rows of a batch, 8 unless given.
-        seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given. The global generator is neither used
-            nor changed.
-        out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"}; in the order of the prompts once
-            it is complete. Beside it `out` + ".arguments" says what it was made with.
+        seed: prompt i is sampled with the seed `seed + i`, 0 + i unless given, and not by the global generator.
+        out: a file of JSON lines {"index", "prompt_hash", "text", "finish_reason"} that an interrupted call goes on
+            with; in the order of the prompts once it is complete. `out` + ".arguments" says what it was made with.
         **options: of `generate` and `SpeculativeDecoding`; a processor or criterion of yours needs `stateless = True`,
             and with `out` an attribute `fingerprint` where its own attributes do not say what it does.
 
@@ -144,13 +134,7 @@ def _to_file(work: "Completer", texts: Iterable[str], results: ResultsFile) -> P
 
 
 class Completer:
-    """Prompts to texts by a pair, each under its own seed.
-
-    Args:
-        pair: a `DraftTargetPair`; it has a tokenizer.
-        batch_size: rows of a batch.
-        seed: that of prompt i is `seed + i`.
-        options: for `generate`.
+    """Prompts to texts by a pair with a tokenizer; prompt i under the seed `seed + i`, with `options` of `generate`.
 
     Raises:
         ValueError: if prompts cannot be completed like this.
@@ -213,18 +197,12 @@ def _check(pair: Any, batch_size: Any, seed: Any, options: dict[str, Any]) -> No
     require(is_int(batch_size) and batch_size >= 1, told)
     told = f"seed={seed} is outside of what a torch generator takes; give an int from 0, well below 2**63."
     require(is_int(seed) and 0 <= seed < MAX_SEED - MAX_PROMPTS, told)
-    for name in OF_ONE_CALL:
-        told = f"{name}= belongs to one call of generate; leave it out, or call pair.generate for each batch yourself."
-        require(name not in options, told)
-    for name in OF_REQUESTS:
-        told = f"{name}= belongs to strategy.generate_many; leave it out, or call that yourself."
-        require(name not in options, told)
-    require(
-        pair.tokenizer is not None,
-        "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer).",
-    )
-    require(
-        not synced_by_default(*pair.models),
+    for name in options:
+        require(name not in ELSEWHERE, f"{name}= belongs to {ELSEWHERE.get(name)}.")
+    told = "the pair has no tokenizer to read texts with; give it one, as DraftTargetPair(target, draft, tokenizer)."
+    require(pair.tokenizer is not None, told)
+    told = (
         "the models are spread over processes (FSDP or ZeRO-3), which must all run the same number of batches; load a "
-        "copy of the pair on each process, or call pair.generate with as many rows on each.",
     )
+    told += "copy of the pair on each process, or call pair.generate with as many rows on each."
+    require(not synced_by_default(*pair.models), told)

@@ -38,12 +38,7 @@ def weights_digest(model: PreTrainedModel) -> str:
 
 
 def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any]:
-    """What the texts of `complete` depend on, as plain values.
-
-    Args:
-        pair: a `DraftTargetPair`.
-        seed: of the first prompt.
-        options: of `generate`.
+    """What the texts of `complete` by a pair depend on, as plain values.
 
     Raises:
         ValueError: an option is an object that cannot be told from others of its kind.
@@ -52,9 +47,8 @@ def arguments_of(pair: Any, seed: int, options: dict[str, Any]) -> dict[str, Any
     made: dict[str, Any] = {"models": [weights_digest(model) for model in pair.models]}
     made |= {"generation_config": pair.target.generation_config, "drafts": drafts_of(pair)}
     made |= {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens", "seed": seed}
-    made |= {name: getattr(strategy, name) for name in ("num_draft_tokens", "verification")} | options
-    if strategy.tokenizer_match != "auto":  # files of before it was told apart have none
-        made["tokenizer_match"] = strategy.tokenizer_match
+    own = ("num_draft_tokens", "verification", "tokenizer_match")
+    made |= {name: getattr(strategy, name) for name in own} | options
     return {name: plain_value(value) for name, value in made.items() if name not in INDIFFERENT}
 
 
@@ -65,7 +59,7 @@ def drafts_of(pair: Any) -> list[Any]:
 
 
 def _of_draft(draft: Any) -> Any:
-    """Drafts that are no models have settings, such as a number of layers."""
+    """A model by its class; drafts that are none have settings, such as a number of layers."""
     if isinstance(draft, torch.nn.Module):
         return type(draft).__name__
     attributes: dict[str, Any] = {name: value for name, value in vars(draft).items() if isinstance(value, _PLAIN)}
@@ -79,13 +73,7 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
     """A value as JSON can hold it: the same for equal values, also in another process, and another for others.
 
     An object is described by its class and its attributes, or by its `fingerprint`, a text that says what it does.
-
-    Args:
-        value: anything.
-        above: ids of the objects that it is in, which may refer to each other.
-
-    Raises:
-        ValueError: it holds what cannot be told from others of its kind, such as a compiled grammar.
+    `above` are the ids of the objects that it is in, which may refer to each other.
     """
     if isinstance(value, _PLAIN):
         return value
@@ -112,12 +100,7 @@ def plain_value(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 def _held(value: Any, within: Callable[[Any], Any]) -> dict[str, Any]:
-    """A function by its code and the values in it, another object by what it would be pickled as.
-
-    Args:
-        value: no container.
-        within: describes what it holds.
-    """
+    """A function by its code and the values in it, another object by what it would be pickled as."""
     if isinstance(value, type | ModuleType) or _named(value).endswith("Tokenizer"):  # texts are of one tokenizer
         return {}
     if isinstance(value, bytes):
@@ -142,10 +125,10 @@ def _pickled(value: Any) -> str:
     try:
         return digest_of([pickle.dumps(value)])
     except Exception as error:  # of any type
-        told = f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued "
-        told += (
-            "by the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
+        told = (
+            f"{_named(value)} cannot be told from others of its kind ({error}), and a file of texts is continued by "
         )
+        told += "the same call alone; where it is held, set an attribute fingerprint, a text that says what it does."
         raise ValueError(told) from error
 
 

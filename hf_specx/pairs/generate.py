@@ -36,22 +36,12 @@ STRATEGY_OPTIONS = (
     "draft_tokenizer",
     "tokenizer_match",
     "costs",
-    "tokenizer",
-    "streamer",
-    "stream_by",
 )
+STRATEGY_OPTIONS += ("tokenizer", "streamer", "stream_by")
 NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
-LOADER_OPTIONS = (
-    "revision",
-    "token",
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "repo_type",
-    "trust_remote_code",
-)
-KNOWN_EXITS: dict[int, EarlyExitDraft] = {}
+LOADER_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "repo_type")
+LOADER_OPTIONS += ("trust_remote_code",)
+KNOWN_EXITS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
 
 
 def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedModel, **kwargs: Any) -> Any:
@@ -92,13 +82,28 @@ def generate(inputs: torch.Tensor | None = None, *more: Any, model: PreTrainedMo
         options = take_options(kwargs)
         SpeculativeDecoding(EarlyExitDraft(1), **options)  # a wrong one is refused before any draft is loaded
         draft, recommended, costs = take_draft(model, kwargs)
-        options = recommended | options
-        strategy = SpeculativeDecoding(draft, **options)
+        strategy = SpeculativeDecoding(draft, **recommended | options)
         if "costs" in options:
             return run(strategy, owner, model, inputs, kwargs, reached)
         strategy.costs = costs.apart()  # times at batch sizes of other calls must not count
         with noted_times(strategy, model):
             return run(strategy, owner, model, inputs, kwargs, reached)
+
+
+def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
+    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
+    draft = either(kwargs, "draft_model", "assistant_model")
+    if draft is not None:
+        return draft, {}, Costs()
+    exit_layer = setting("assistant_early_exit", model, kwargs)
+    if exit_layer is not None:
+        unset("assistant_early_exit", model, kwargs)
+        check_exit_layer("assistant_early_exit", exit_layer, model)
+        return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer))), {}, Costs()
+    lookup = lookup_draft(model, kwargs)
+    if lookup is not None:
+        return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
+    return find_draft(model, kwargs)
 
 
 def lookup_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> SuffixDraft | None:
@@ -145,11 +150,7 @@ def noted_times(strategy: SpeculativeDecoding, target: PreTrainedModel) -> Itera
 
 @contextmanager
 def ending(streamer: Any) -> Iterator[list[bool]]:
-    """End a streamer after an error that comes before the strategy is called, which always ends it.
-
-    Yields:
-        An empty list; an item in it means that the strategy was called.
-    """
+    """End a streamer after an error, unless the list that this yields has an item: the strategy ends it itself."""
     reached: list[bool] = []
     try:
         yield reached
@@ -162,27 +163,6 @@ def ending(streamer: Any) -> Iterator[list[bool]]:
 def first(inputs: torch.Tensor | None) -> list[torch.Tensor]:
     """`inputs` as a positional argument, since a class may name its first argument differently."""
     return [] if inputs is None else [inputs]
-
-
-def take_draft(model: PreTrainedModel, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any], Costs]:
-    """Take the draft out of the arguments of a call, or find it; with options that go with it, and its costs."""
-    draft = either(kwargs, "draft_model", "assistant_model")
-    if draft is not None:
-        return draft, {}, Costs()
-    exit_layer = setting("assistant_early_exit", model, kwargs)
-    if exit_layer is not None:
-        unset("assistant_early_exit", model, kwargs)
-        return early_exit(exit_layer, model), {}, Costs()
-    lookup = lookup_draft(model, kwargs)
-    if lookup is not None:
-        return lookup, {"num_draft_tokens": lookup.max_candidates}, Costs()
-    return find_draft(model, kwargs)
-
-
-def early_exit(exit_layer: Any, model: PreTrainedModel) -> EarlyExitDraft:
-    """The draft of these layers, the same one on each call, so that it remembers times and compiled forwards."""
-    check_exit_layer("assistant_early_exit", exit_layer, model)
-    return KNOWN_EXITS.setdefault(int(exit_layer), EarlyExitDraft(int(exit_layer)))
 
 
 def add_positional(owner: Any, more: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -211,11 +191,7 @@ def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
-    """Take an argument that has two names, ours and that of transformers; None if it is not given.
-
-    Raises:
-        ValueError: if both names are used.
-    """
+    """Take an argument that has two names, of which a call may use one; None if it is not given."""
     found = {name: value for name in (ours, theirs) if (value := kwargs.pop(name, None)) is not None}
     check_one_name(ours, theirs, found)
     return next(iter(found.values()), None)
@@ -229,14 +205,9 @@ def run(
     kwargs: dict[str, Any],
     reached: list[bool],
 ) -> Any:
-    """Call `owner.generate` with a strategy, and give this what `generate` does not pass on.
+    """Call `owner.generate` with a strategy made for this call, and give this what `generate` does not pass on.
 
-    Args:
-        strategy: made for this call alone.
-        owner: the class whose `generate` is called: the model's, or `GenerationMixin`.
-        model: the target.
-        inputs, kwargs: the arguments of that, without the options of the strategy.
-        reached: gets an item when the strategy is called.
+    `owner` is the model's class or `GenerationMixin`; `reached` gets an item when the strategy is called.
     """
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)

@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
-from hf_specx.hub.exit_head import get_head, with_head
 from hf_specx.hub.facts import check_kind, model_facts
 from hf_specx.hub.fetch import (
     HUB_OPTIONS,
@@ -22,14 +21,16 @@ from hf_specx.hub.fetch import (
     is_changed,
 )
 from hf_specx.hub.find_draft import warn_of_another_target
-from hf_specx.hub.load_model import load_config, load_model
+from hf_specx.hub.load_model import get_head, load_config, load_model, with_head
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.hub.schema import check_loading, check_place
+from hf_specx.hub.schema import check_place
 
 from .placement import CACHE_TOKENS, Placement, plan
 
 
 FOR_TARGET = ("quantization_config", "offload_folder")
+OF_PAIRS = ("subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant")
+OF_PAIRS += ("num_draft_tokens", "verification", "layout", "costs")
 
 
 class LoadedPair(NamedTuple):
@@ -83,10 +84,12 @@ def load_pair(
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
     pair, config = get_pair(name_or_path, revision, **hub)
-    weightless, head = _weightless(config, draft), get_head(pair, config, **hub)
+    if draft is not None:
+        config.set_draft(None)
+    weightless, head = config.weightless_draft(), get_head(pair, config, **hub)
     asked = {"target": target} | ({"draft": draft} if weightless is None else {})
-    trust = trust_remote_code, use_safetensors
     _check_used(asked, {"device_map": device_map} | own["target"], draft_device_map, draft_kwargs)
+    trust = trust_remote_code, use_safetensors
     found = {role: _find(pair, config, role, other, hub, *trust) for role, other in asked.items()}
     tokenizers = _tokenizers(pair, found, config, trust_remote_code)
     where = device_map, draft_device_map, max_memory, cache_tokens
@@ -100,16 +103,11 @@ def load_pair(
     return LoadedPair(loaded, loaded_draft, *tokenizers, config, _sources(found))
 
 
-def _weightless(config: PairConfig, other: Any) -> WeightlessDraft | None:
-    """The pair's draft, if it has no weights and there is no other in its place; then the config tells of none."""
-    if other is not None:
-        config.set_draft(None)
-    return config.weightless_draft()
-
-
 def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The arguments for one model only, by role; those for the target are taken out of `kwargs`."""
-    check_loading([*kwargs, *draft_kwargs])
+    for name in (*kwargs, *draft_kwargs):
+        told = f"{name}= has no place in loading a pair, which sets it itself; leave it out, or give it to a call."
+        require(name not in OF_PAIRS, told)
     target = {name: kwargs.pop(name) for name in FOR_TARGET if name in kwargs}
     if "offload_folder" in target:  # two models in one folder would overwrite each other's files
         draft_kwargs = {"offload_folder": Path(target["offload_folder"]) / "draft"} | draft_kwargs
@@ -117,12 +115,7 @@ def _own(kwargs: dict[str, Any], draft_kwargs: dict[str, Any]) -> dict[str, dict
 
 
 def _check_used(asked: dict[str, Any], of_target: dict[str, Any], draft_device_map: Any, draft_kwargs: Any) -> None:
-    """Whether the models that arguments are for are loaded at all.
-
-    Args:
-        asked: by role, what takes the place of the pair's own model; without the draft where it has no weights.
-        of_target: arguments for the target; `draft_device_map` and `draft_kwargs`: those for the draft.
-    """
+    """Whether the models that arguments are for are loaded at all: neither given as a model nor without weights."""
     of_target = {name: value for name, value in of_target.items() if name != "offload_folder"}
     of_draft = {"draft_device_map": draft_device_map, "draft_kwargs": draft_kwargs or None}
     for role, given in {"target": of_target, "draft": of_draft}.items():
@@ -134,33 +127,19 @@ def _check_used(asked: dict[str, Any], of_target: dict[str, Any], draft_device_m
 
 
 class FoundModel(NamedTuple):
-    """A model of a pair that is not loaded yet, or that the caller gave.
-
-    Attributes:
-        files: its checked files; None where the caller gave the model.
-        source: where in `files` it is.
-        trusted: whether its code may run.
-        model: as the caller gave it.
-    """
+    """A model of a pair in checked files, not loaded yet; or one that the caller gave, which has none."""
 
     files: Files | None
-    source: ModelSource
+    source: ModelSource  # where in the files it is
     config: PreTrainedConfig
-    trusted: bool = False
+    trusted: bool = False  # whether its code may run
     model: PreTrainedModel | None = None
 
 
 def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str, Any], *trust: bool) -> FoundModel:
-    """Get and check the files of a model: the one that the pair names, or `other` where it is given.
+    """Check the files of a model: the pair's own, or `other`, a model, its folder or id, where that is given.
 
     The config forgets its measurements where it is not the model that they were made with.
-
-    Args:
-        pair, config: the pair's own files, and what they say.
-        role: "target" or "draft".
-        other: a model, its name or its folder; None is the pair's own.
-        hub: `HUB_OPTIONS`.
-        *trust: `trust_remote_code` and `use_safetensors`.
     """
     source = getattr(config, role)
     if isinstance(other, PreTrainedModel):
@@ -173,8 +152,7 @@ def _find(pair: Files, config: PairConfig, role: str, other: Any, hub: dict[str,
         changed = is_changed(files, source)
     else:
         check_place(str(other), None)
-        files = get_files(other, None, SMALL_FILES, **hub)
-        files = get_model(files, ModelSource(), *trust, **hub)
+        files = get_model(get_files(other, None, SMALL_FILES, **hub), ModelSource(), *trust, **hub)
         changed = not trust[1] or fingerprint(files.root) != source.fingerprint
         source = ModelSource()
     if changed:
@@ -189,8 +167,7 @@ def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
     if target.model is not None:
         return Placement({})
     needs = None if draft is None or draft.model is not None else draft.config
-    how += (target.trusted,)
-    return plan(target.config, needs, *how)
+    return plan(target.config, needs, *how, target.trusted)
 
 
 def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:

@@ -15,8 +15,7 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended
 from hf_specx.hub.known_pairs import embedded_folder, is_embedded
 from hf_specx.hub.pair_config import ModelSource, PairConfig, WeightlessDraft
-from hf_specx.hub.publish import publish
-from hf_specx.hub.saving import save
+from hf_specx.hub.publish import publish, save
 
 from .complete import complete as complete_texts
 from .generate import STRATEGY_OPTIONS, add_positional, check_before_loading, ending, run, take_options
@@ -116,11 +115,7 @@ class DraftTargetPair(NoModel):
 
         Args:
             name_or_path: a local folder, else an id on the Hub or "embedded".
-            **kwargs: see `load_pair`.
-
-        Raises:
-            ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not
-                loaded.
+            **kwargs: see `load_pair`, which also tells the errors.
         """
         if is_embedded(str(name_or_path)):
             return cls.embedded(**kwargs)

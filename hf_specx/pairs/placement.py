@@ -21,15 +21,10 @@ DeviceMap = str | int | torch.device | dict[str, Any]
 
 
 class Placement(NamedTuple):
-    """Where two models go.
+    """Where two models go."""
 
-    Attributes:
-        target: arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred.
-        home: the draft's device; None is that of the target's last layers, wherever they are once it is loaded.
-    """
-
-    target: dict[str, Any]
-    home: str | None = None
+    target: dict[str, Any]  # arguments of `from_pretrained`: `device_map`, and `max_memory` where the map is inferred
+    home: str | None = None  # the draft's device; None is that of the target's last layers, once it is loaded
 
 
 def plan(
@@ -53,9 +48,6 @@ def plan(
             or not. None is the free memory, on accelerators less a tenth.
         cache_tokens: rows times tokens for which both caches get room.
         dtype, quantization_config, trust_remote_code: as for `from_pretrained`; the second is for the target only.
-
-    Raises:
-        ValueError: an argument has an unusable value.
     """
     _check(draft_device_map, cache_tokens)
     devices = None if device_map is None else check_and_set_device_map(device_map)

@@ -7,7 +7,7 @@ from hf_specx.common.errors import require
 
 from .complete import Completer
 from .pair import DraftTargetPair
-from .results import NumberedText, hash_of
+from .results_file import NumberedText, hash_of
 
 
 class CompleteBatches:
@@ -25,9 +25,6 @@ class CompleteBatches:
         seed: 0 unless given.
         load: options of `from_pretrained`, such as {"device_map": "cuda"}.
         **options: of `generate`, such as `max_new_tokens`.
-
-    Raises:
-        ValueError: a column is missing, or as `DraftTargetPair.complete`.
 
     Example:
         >>> from hf_specx.pairs.ray_data import CompleteBatches

@@ -1,60 +1,80 @@
 """A file of results, one JSON object a line, which several processes fill and any of them may leave at any moment.
 
 `done.jsonl` gets a line as soon as a text is known, and has them in the order of the prompts once it is complete.
-`done.jsonl.arguments` says what it was made with. `done.jsonl.lock` is locked by the process that writes, and
-`done.jsonl.lock.5` by the one that completes prompt 5. The system frees the locks of a process that ends, however it
-ends, so what was not finished is free again.
+`done.jsonl.arguments` says what it was made with, and carries the locks: of its first byte by the process that writes
+a line, of byte i + 1 by the one that completes prompt i, whether there are so many bytes or not. The system frees the
+locks of a process that ends, however it ends, so what was not finished is free again.
 """
 
-import glob
+import hashlib
 import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from filelock import FileLock, SoftFileLock, Timeout
-
-from hf_specx.common.errors import brief, require
-
-from .results import CompletedText, NumberedText, hash_of, index_and_hash
+from hf_specx.common.errors import brief, is_int, require
 
 
-OPEN: set[Path] = set()  # files that this process completes; a call would wait for ever for one that it is in
+OPEN: set[Path] = set()  # files that this process completes: locks of the system hold between processes only
+WRITER = 0  # the byte that is locked by whoever writes
+ALL = 0  # as a number of bytes: to the end
+
+
+@dataclass(frozen=True)
+class NumberedText:
+    """A prompt and its index among all prompts."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class CompletedText:
+    """What became of a prompt: its text, or None and an error where it was refused."""
+
+    prompt: NumberedText
+    text: str | None
+    finish_reason: str
+    error: str | None = None
+
+    def line(self) -> bytes:
+        """The line of a file."""
+        values = {"index": self.prompt.index, "prompt_hash": f"{hash_of(self.prompt.text):016x}", "text": self.text}
+        values |= {"finish_reason": self.finish_reason} | ({} if self.error is None else {"error": self.error})
+        return json.dumps(values, ensure_ascii=False).encode() + b"\n"
+
+
+def hash_of(text: str) -> int:
+    """64 bits that tell one prompt from another, never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") or 1
 
 
 class ResultsFile:
-    """The results of prompts, used as a context. It keeps 8 bytes for each prompt in memory.
+    """The results of prompts, used as a context; 8 bytes for each are kept in memory.
 
     Args:
         path: of the file; made if it is not there.
-        arguments: what the texts depend on, plain values.
-
-    Attributes:
-        count: results that are known to be in the file.
-
-    Raises:
-        ValueError: at the start, if there can be no such file, or if it was made with other arguments.
-        OSError: the system does not let us write.
+        arguments: what the texts depend on, plain values; a file that was made with others is refused.
     """
 
     def __init__(self, path: str | Path, arguments: dict[str, Any]):
         self.path = Path(path).resolve()  # so that a link stays one
-        self.arguments = json.dumps(arguments, indent=1)
-        self.lock = self._lock("")
-        self.claims: dict[int, FileLock] = {}
+        self.arguments = json.dumps(arguments, indent=1).encode()
         self._forget()
 
     def __enter__(self) -> "ResultsFile":
         check_results_path(self.path)
+        self.told_by = open(arguments_file(self.path), "a+b", buffering=0)  # closing it frees all locks
         OPEN.add(self.path)
         try:
             with self._writing() as file:
-                told = f"files in {self.path.parent} cannot be locked, which out= needs; name one on another disk."
-                require(not isinstance(self.lock, SoftFileLock), told)  # such a lock outlives its process
-                self._agree(is_new=os.fstat(file.fileno()).st_size == 0 and not self._anybody())
+                nobody_is_at_it = self._lock(WRITER + 1, ALL)
+                self._unlock(WRITER + 1, ALL)
+                self._agree(is_new=nobody_is_at_it and os.fstat(file.fileno()).st_size == 0)
         except BaseException:
             self.__exit__()
             raise
@@ -62,60 +82,49 @@ class ResultsFile:
 
     def __exit__(self, *_: object) -> None:
         OPEN.discard(self.path)
-        for index in [*self.claims]:
-            self._release(index)
+        self.told_by.close()
 
     def is_done(self, prompt: NumberedText) -> bool:
-        """Whether the file is known to have the result of a prompt.
-
-        Raises:
-            ValueError: it has that of another prompt of this index.
-        """
+        """Whether the file is known to have the result of a prompt, and not that of another one of its index."""
         known = self.hashes[prompt.index] if prompt.index < len(self.hashes) else 0
         told = f"prompt {prompt.index} is not the one that {self.path} has a result for; give the same prompts in the "
         require(known in (0, hash_of(prompt.text)), f"{told}same order, more of them after these, or another file.")
         return known != 0
 
     def claimed(self, prompts: Iterable[NumberedText], elsewhere: list[NumberedText]) -> Iterator[NumberedText]:
-        """The prompts that have no result, each locked for this process until its result is appended.
-
-        Args:
-            prompts: any of them; taken one by one.
-            elsewhere: gets those that other processes are at.
-        """
+        """Those that have no result, each locked for this process; `elsewhere` gets those that others are at."""
         for prompt in prompts:
-            if self._claim(prompt):
-                yield prompt
-            elif not self.is_done(prompt):
-                elsewhere[:] = [*self.without_result(elsewhere), prompt]
+            if self.is_done(prompt):
+                continue
+            claimed = self._lock(prompt.index + 1)
+            self.look()
+            if not self.is_done(prompt):
+                if claimed:
+                    yield prompt
+                else:
+                    elsewhere[:] = [*self.without_result(elsewhere), prompt]
+            elif claimed:
+                self._unlock(prompt.index + 1)
 
     def without_result(self, prompts: Iterable[NumberedText]) -> list[NumberedText]:
         """Those of these prompts that are known to have none."""
         return [prompt for prompt in prompts if not self.is_done(prompt)]
 
     def append(self, result: CompletedText) -> None:
-        """Write the result of a prompt that was claimed; it is in the hands of the system then.
-
-        Raises:
-            ValueError: another call has begun the file anew.
-            OSError: it could not be written.
-        """
+        """Write the result of a prompt that was claimed; it is in the hands of the system then."""
         with self._writing() as file:
+            is_ours = os.path.samestat(os.stat(self.told_by.name), os.fstat(self.told_by.fileno()))
             told = f"another call has begun {self.path} anew, with other arguments; name another file."
-            require(arguments_file(self.path).read_text() == self.arguments, told)
+            require(is_ours and self._read_arguments() == self.arguments, told)
             if not self.is_done(result.prompt):
                 file.truncate(self.end)  # a process that is killed may leave half a line
                 file.write(result.line())
                 file.flush()
                 self._read_on(file)
-        self._release(result.prompt.index)
+        self._unlock(result.prompt.index + 1)
 
     def finish(self, prompts: int) -> None:
-        """Put the results of all prompts in their order, unless they are, and on disk.
-
-        Raises:
-            ValueError: the file does not have exactly these results.
-        """
+        """Put the results of all prompts in their order, unless they are, and on disk."""
         with self._writing() as file:
             told = f"{self.path} has {self.count} results for {prompts} prompts, "
             other = len(self.hashes) > prompts
@@ -125,95 +134,82 @@ class ResultsFile:
             os.fsync(file.fileno())
             if not self.in_order:
                 self._sort(file)
-            Path(self.lock.lock_file).unlink(missing_ok=True)
-
-    def _lock(self, which: str) -> FileLock:
-        return FileLock(f"{self.path}.lock{which}", thread_local=False)
-
-    def _claim(self, prompt: NumberedText) -> bool:
-        """Lock a prompt for this process, unless it has a result or another process is at it."""
-        if self.is_done(prompt):
-            return False
-        lock = self._lock(f".{prompt.index}")
-        try:
-            lock.acquire(blocking=False)
-        except Timeout:
-            return False
-        self.claims[prompt.index] = lock
-        self.look()
-        if self.is_done(prompt):  # since the last look
-            self._release(prompt.index)
-            return False
-        return True
-
-    def _release(self, index: int) -> None:
-        lock = self.claims.pop(index)
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
     def look(self) -> None:
         """Take note of the results that any process has written since the last time."""
         with self._writing():
             pass
 
+    def _lock(self, first: int, count: int = 1, wait: bool = False) -> bool:
+        """Lock bytes for this process; False if another one has locked any, unless we wait for that."""
+        import fcntl  # which Windows does not have
+
+        try:
+            fcntl.lockf(self.told_by, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), count, first)
+        except (BlockingIOError, PermissionError):
+            return False
+        except OSError as error:
+            told = f"files in {self.path.parent} cannot be locked, which out= needs; name one on another disk."
+            raise ValueError(told) from error
+        return True
+
+    def _unlock(self, first: int, count: int = 1) -> None:
+        import fcntl
+
+        fcntl.lockf(self.told_by, fcntl.LOCK_UN, count, first)
+
     @contextmanager
     def _writing(self) -> Iterator[BinaryIO]:
         """The open file, whose results are known, while no other process writes."""
         try:
-            with self.lock, open(self.path, "a+b") as file:
-                self._read_on(file)
-                yield file
+            self._lock(WRITER, wait=True)
+            try:
+                with open(self.path, "a+b") as file:
+                    self._read_on(file)
+                    yield file
+            finally:
+                self._unlock(WRITER)
         except OSError as error:
             told = f"the same call goes on from the {self.count} results that are in {self.path.name}"
             raise OSError(error.errno, f"{error.strerror}; {told}", error.filename or str(self.path)) from error
 
-    def _anybody(self) -> bool:
-        """Whether a process is at a prompt."""
-        for path in self.path.parent.glob(f"{glob.escape(self.path.name)}.lock.*"):
-            try:
-                FileLock(path).acquire(blocking=False).lock.release()
-            except Timeout:
-                return True
-        return False
+    def _read_arguments(self) -> bytes:
+        self.told_by.seek(0)
+        return self.told_by.read()
 
     def _agree(self, is_new: bool) -> None:
         """Compare what the texts depend on with what the file was made with; a new one is made with ours."""
-        told_by, ours = arguments_file(self.path), json.loads(self.arguments)
-        try:
-            earlier = json.loads(told_by.read_text())
-        except (OSError, ValueError):
-            earlier = None
         if is_new:
-            told_by.write_text(self.arguments)
+            self.told_by.truncate(0)
+            self.told_by.write(self.arguments)
             return
-        told = f"{self.path} is there already, and {told_by.name} does not say what made it; name another file."
+        made_with, ours, earlier = self._read_arguments(), json.loads(self.arguments), None
+        with suppress(ValueError):
+            earlier = json.loads(made_with)
+        told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."
         require(isinstance(earlier, dict), told)
         for key in sorted(ours.keys() | earlier.keys()):
             then, now = earlier.get(key), ours.get(key)
             told = f"{self.path} was made with {key}={brief(then)}, now it is {brief(now)}; give the same, or another "
             require(then == now, f"{told}file.")
-        self.arguments = told_by.read_text()
+        self.arguments = made_with
 
     def _forget(self) -> None:
         self.inode, self.end, self.count, self.in_order = -1, 0, 0, True
         self.hashes = array("Q")  # of prompts, 0 for those without a result
 
     def _read_on(self, file: BinaryIO) -> None:
-        """Take note of the whole lines behind those that are known; of all where another file is in place of ours.
-
-        Raises:
-            ValueError: a line is no result, or a prompt has two.
-        """
-        inode = os.fstat(file.fileno()).st_ino
-        if inode != self.inode:
+        """Take note of the whole lines behind those that are known; of all where another file is in place of ours."""
+        found = os.fstat(file.fileno())
+        if found.st_ino != self.inode or found.st_size < self.end:  # a new file may get the number of a deleted one
             self._forget()
-            self.inode = inode
+            self.inode = found.st_ino
         file.seek(self.end)
         for line in file:
             if not line.endswith(b"\n"):
                 return
+            index, prompt_hash = _index_and_hash(line)
             told = f"line {self.count + 1} of {self.path} is no result: {line[:40]!r}; delete it."
-            index, prompt_hash = index_and_hash(line) or (-1, 0)
             require(index >= 0, told)
             self.hashes.extend([0] * (index + 1 - len(self.hashes)))
             told = f"line {self.count + 1} of {self.path} is a second result for prompt {index}; delete one."
@@ -228,8 +224,7 @@ class ResultsFile:
         starts, position = array("Q", bytes(8 * self.count)), 0
         file.seek(0)
         for line in file:
-            index, _ = index_and_hash(line) or (0, 0)
-            starts[index] = position
+            starts[_index_and_hash(line)[0]] = position
             position += len(line)
         new = self.path.with_name(f"{self.path.name}.sorting")
         try:
@@ -244,17 +239,23 @@ class ResultsFile:
             new.unlink(missing_ok=True)  # there is still one after an error only
 
 
+def _index_and_hash(line: bytes) -> tuple[int, int]:
+    """The index of the prompt of a line, and its `hash_of`; -1 and 0 if it is no line of ours."""
+    try:
+        values = json.loads(line)
+        index, prompt_hash = values["index"], int(values["prompt_hash"], 16)
+    except (ValueError, TypeError, KeyError):
+        return -1, 0
+    return (index, prompt_hash) if is_int(index) and index >= 0 and 0 < prompt_hash < 2**64 else (-1, 0)
+
+
 def arguments_file(path: Path) -> Path:
     """The file beside a file of results that says what it was made with."""
     return path.with_name(f"{path.name}.arguments")
 
 
 def check_results_path(path: Path) -> None:
-    """Whether a path can be that of a file of results; nothing is made there.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Whether a path can be that of a file of results; nothing is made there."""
     told = "out= needs the file locks of Linux or macOS; leave it out, and keep the texts yourself."
     require(os.name == "posix", told)
     path = path.resolve()

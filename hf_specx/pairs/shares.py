@@ -12,15 +12,7 @@ from hf_specx.engine.ranks import in_group
 
 
 def gathered(work: Callable[[], Iterable[Any]]) -> list[Any]:
-    """The results of all processes, each of which does its part of the work.
-
-    Args:
-        work: gives any number of results.
-
-    Raises:
-        Exception: the process's own error, as it was.
-        RuntimeError: another process failed.
-    """
+    """The results of all processes, each of which does its part of the work; an error in one is raised in all."""
     processes()
     done, error = [], None
     try:

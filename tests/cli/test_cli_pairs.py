@@ -11,13 +11,13 @@ from hf_specx import DraftTargetPair
 from hf_specx.cli import reading
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.fetch import Files
-from hf_specx.hub.known_pairs import KNOWN_PAIRS
+from hf_specx.hub.known_pairs import BY_NAME
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 from hf_specx.hub.vllm import vllm
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
-KNOWN = KNOWN_PAIRS[0].name
+KNOWN = next(iter(BY_NAME))
 
 
 @pytest.fixture(scope="module")

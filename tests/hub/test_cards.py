@@ -17,7 +17,6 @@ from typer.main import get_command
 from hf_specx import DraftTargetPair
 from hf_specx.cli.commands import app
 from hf_specx.hub.cards import known_card, render, write_cards
-from hf_specx.hub.folders import without_folders
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 from hf_specx.hub.publish import write_repository
 
@@ -85,7 +84,6 @@ def test_the_cards_of_this_repository_are_what_is_rendered(tmp_path: Path):
     """A card of a well-known pair claims nothing but the ids."""
     written = {path.name: path.read_text(encoding="utf-8") for path in write_cards(tmp_path / "new")}
     assert written == {path.name: path.read_text(encoding="utf-8") for path in CARDS.iterdir()}
-    assert ["parameters", "13,902,080", "2,655,488"] in table(section(written["embedded.md"], "Base model"))
     card = written["opt-6.7b-with-125m.md"]
     models = table(section(card, "Base model"))
     assert models[1:3] == [["model", "facebook/opt-6.7b", "facebook/opt-125m"], ["revision", *["not pinned"] * 2]]
@@ -99,7 +97,6 @@ def test_every_fact_and_figure_is_shown():
     assert "not checked" not in card
     assert "not measured" not in card
     assert headings(card) == ["org/pair", *SECTIONS, "How it was made"]
-    assert card.endswith("## How it was made\n\nBy hand.\n")
     assert table(section(card, "Base model"))[1:] == [
         ["model", "inside", "org/draft, in small"],
         ["revision", "-", "c0ffee"],
@@ -117,18 +114,13 @@ def test_every_fact_and_figure_is_shown():
 def test_the_front_matter_has_the_speeds_as_the_hub_reads_them():
     data = ModelCard(render(full(), "org/pair", published=True)).data
     assert data.tags == ["custom_generate", "speculative-decoding", "draft-model"]
-    assert (data.library_name, data.license, data.pipeline_tag) == ("transformers", "apache-2.0", "text-generation")
+    assert (data.license, data.pipeline_tag) == ("apache-2.0", "text-generation")
     assert (data.base_model, data.model_name) == (["org/draft"], "org/pair")
     (result,) = data.eval_results
     assert (result.metric_type, result.metric_value) == ("speedup", 1.39)
-    assert result.metric_name == "times as fast as plain generate, batch 8, bfloat16, block"
-
-
-def test_what_has_no_code_beside_it_does_not_say_so():
     for card in (known_card("opt-6.7b-with-125m"), render(full(), "embedded"), render(full(), "my-pair")):
-        assert ModelCard(card).data.tags == ["speculative-decoding", "draft-model"]
+        assert "custom_generate" not in ModelCard(card).data.tags  # there is no code beside it
         assert "custom_generate/" not in card
-    assert "# embedded\n" in render(full(), "embedded", published=True)  # a repository of that name is another pair
 
 
 def test_measurements_stand_by_where_and_how_they_were_made():
@@ -142,24 +134,24 @@ def test_measurements_stand_by_where_and_how_they_were_made():
     assert re.findall(r"```bash\n(.*)\n```", text) == ["specx tune a b", "specx tune a b --dtype float32"]
 
 
-PATHS = "specx tune '/home/me/a model' ~/drafts/small --file=../my/prompts.txt --out ./pair"
-COMMANDS = [
-    (PATHS, "specx tune 'a model' small --file=prompts.txt --out pair"),
-    ("specx tune org/target org/draft --seed 1", None),
-    ("python scripts/measure_pair.py --url https://host/a/b/c", None),
-    ("one 'quote that does not end", None),
-]
-
-
-@pytest.mark.parametrize(("typed", "shown"), COMMANDS)
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        (
+            "specx tune '/home/me/a model' ~/drafts/small --file=../my/prompts.txt --out ./pair",
+            "specx tune 'a model' small --file=prompts.txt --out pair",
+        ),
+        ("specx tune org/target org/draft --url https://host/a/b/c", None),
+        ("one 'quote that does not end", None),
+    ],
+)
 def test_no_folder_of_this_machine_is_published(typed: str, shown: str | None, tmp_path: Path):
     """Neither in the card nor in the config beside it."""
     shown = shown or typed
-    assert without_folders(typed) == shown
     assert blocks(render(full(measurements=[measured(command=typed)]), "org/pair"), "bash")[-1] == f"{shown}\n"
     pair = DraftTargetPair(tiny(), tiny(seed=1))
     pair.config.measurements = [measured(command=typed)]
-    write_repository(pair, tmp_path / "pair")
+    pair.save_pretrained(tmp_path / "pair")
     assert PairConfig.from_file(tmp_path / "pair" / CONFIG_NAME).measurements[0].command == shown
     assert pair.config.measurements[0].command == typed
 
@@ -179,9 +171,10 @@ def test_what_is_missing_is_said_to_be_missing():
     assert "license" not in ModelCard(card).data.to_dict()
 
 
-@pytest.mark.parametrize("published", [True, False])
-@pytest.mark.parametrize("name", ["org/pair", HOSTILE])
-@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize(
+    ("name", "published", "ids"),
+    [("org/pair", True, False), (HOSTILE, True, True), (HOSTILE, False, False), (HOSTILE, False, True)],
+)
 def test_text_from_elsewhere_stays_text(name: str, published: bool, ids: bool):
     """No heading, table cell, code block, HTML or field of the front matter comes from inside a value."""
     by_id = {"target": ModelSource("org/t"), "draft": ModelSource("org/d")} if ids else {}
@@ -200,42 +193,19 @@ def test_text_from_elsewhere_stays_text(name: str, published: bool, ids: bool):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "noted", "auto_class", "task"),
+    ("noted", "auto_class", "task"),
     [
-        ("qwen3", None, "AutoModelForCausalLM", "text-generation"),
-        ("t5", None, "AutoModelForSeq2SeqLM", None),
-        ("whisper", None, "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
-        ("t5_gemma_module", "AutoModelForSeq2SeqLM", "AutoModelForSeq2SeqLM", None),  # the type of its text decoder
-        ("llama", "AutoModelForImageTextToText", "AutoModelForImageTextToText", "image-text-to-text"),
-        ("t5", "AutoModelForNothing", "AutoModelForSeq2SeqLM", None),
+        (None, "AutoModelForCausalLM", "text-generation"),
+        ("AutoModelForSeq2SeqLM", "AutoModelForSeq2SeqLM", None),
+        ("AutoModelForSpeechSeq2Seq", "AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
+        ("AutoModelForNothing", "AutoModelForCausalLM", "text-generation"),
     ],
 )
-def test_the_class_that_loads_the_target(model_type: str, noted: str | None, auto_class: str, task: str | None):
-    card = render(full(target=ModelSource(model_type=model_type, auto_class=noted)), "org/pair", published=True)
+def test_the_class_that_loads_the_target(noted: str | None, auto_class: str, task: str | None):
+    card = render(full(target=ModelSource(auto_class=noted)), "org/pair", published=True)
     assert f'{auto_class}.from_pretrained("org/pair", dtype="auto")' in card
     assert ModelCard(card).data.pipeline_tag == task
-    assert ("AutoProcessor" in card) == ("Speech" in auto_class or "Image" in auto_class)
-
-
-@pytest.mark.parametrize(
-    ("name", "chats"),
-    [("org/Tiny-Instruct", True), ("org/tiny-2b-it", True), ("org/tiny-instructor", False)],
-)
-def test_models_that_were_taught_to_chat_are_shown_a_conversation(name: str, chats: bool):
-    named = dataclasses.replace(full().draft, name=name)
-    for card in (render(full(target=named), "org/pair"), render(full(), name, published=True)):
-        assert ("apply_chat_template" in card) == chats
-        assert ("Once upon a time" in card) == (not chats)
-
-
-def test_a_pinned_reference_is_loaded_at_its_commit():
-    """Where the target is elsewhere, nothing is bound to it."""
-    target = dataclasses.replace(full().draft, name="org/target")
-    card = render(full(target=target), "org/pair", published=True)
-    place = '"org/target", revision="c0ffee", subfolder="small"'
-    assert f'AutoModelForCausalLM.from_pretrained({place}, dtype="auto")' in card
-    assert f"AutoTokenizer.from_pretrained({place})" in card
-    assert 'from_pretrained("org/pair", dtype' not in card
+    assert ("AutoProcessor" in card) == ("Speech" in auto_class)
 
 
 def run_examples(card: str) -> tuple[dict, list[torch.Tensor]]:
@@ -254,7 +224,6 @@ def run_examples(card: str) -> tuple[dict, list[torch.Tensor]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository of a tiny pair."""
     tokenizer = DraftTargetPair.embedded().tokenizer
-    tokenizer.chat_template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     target = tiny(vocab_size=len(tokenizer), max_position_embeddings=256)
     pair = DraftTargetPair(target, near(target, 0.05), tokenizer)
     pair.config.num_draft_tokens, pair.config.verification = 3, "coupled"
@@ -274,7 +243,7 @@ def test_the_examples_of_a_repository_run_as_they_stand(folder: Path):
 
 
 def test_the_examples_of_other_pairs_run_as_they_stand(folder: Path):
-    """Of the embedded pair, of two repositories, and of a model for conversations in a pair without code."""
+    """Of the embedded pair, of two repositories, and of a pair without code."""
     scope, made = run_examples(known_card("embedded"))
     assert len(made) == 1
     assert scope["pair"].report.rounds > 0
@@ -283,19 +252,19 @@ def test_the_examples_of_other_pairs_run_as_they_stand(folder: Path):
     scope, made = run_examples(render(config, "two models"))
     assert [out.shape for out in made] == [(1, scope["inputs"]["input_ids"].shape[1] + 128)]
     assert scope["strategy"].report.rounds > 0
-    card = render(PairConfig.from_file(folder / CONFIG_NAME), str(folder), title="tiny-instruct")
-    scope, made = run_examples(card)
-    prompt = scope["tokenizer"]("[Tell a story.]")["input_ids"]
-    assert made[0][0, : len(prompt)].tolist() == prompt
+    scope, made = run_examples(render(PairConfig.from_file(folder / CONFIG_NAME), str(folder)))
+    assert len(made) == 1
+    assert scope["pair"].report.rounds > 0
 
 
-@pytest.mark.parametrize("name", ["embedded", "opt-6.7b-with-125m"])
-def test_the_commands_in_a_card_are_those_of_specx(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_in_a_card_are_those_of_specx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """They are parsed, by the command line itself, and not run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("Once upon a time")
-    lines = [shlex.split(line) for text in blocks(known_card(name), "bash") for line in text.splitlines()]
+    lines = [
+        shlex.split(line) for text in blocks(known_card("opt-6.7b-with-125m"), "bash") for line in text.splitlines()
+    ]
     commands = [words[1:] for words in lines if words[0] == "specx"]
     for command, *arguments in commands:
         get_command(app).commands[command].make_context(command, arguments)
-    assert [words[0] for words in commands] == (["publish"] if name == "embedded" else ["tune", "publish"])
+    assert [words[0] for words in commands] == ["tune", "publish"]

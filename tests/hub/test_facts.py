@@ -23,14 +23,10 @@ def model():
 def test_facts_of_a_model(model):
     parameters = sum(p.numel() for p in model.parameters())
     kind = {"auto_class": "AutoModelForCausalLM", "model_type": "llama", "vocab_size": 50}
-    assert model_facts(model) == ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
-
-
-def test_model_from_the_hub(model):
-    model.config._name_or_path = model.name_or_path = "org/model"
-    model.config._commit_hash = COMMIT
-    found = model_facts(model)
-    assert (found.name, found.revision) == ("org/model", COMMIT)
+    expected = ModelSource(**kind, parameters=parameters, max_positions=128, dtype="bfloat16")
+    assert model_facts(model) == expected
+    model.name_or_path, model.config._commit_hash = "org/model", COMMIT
+    assert model_facts(model) == replace(expected, name="org/model", revision=COMMIT)
 
 
 @pytest.mark.parametrize("why", ["no commit", "a folder of that name", "a path"])

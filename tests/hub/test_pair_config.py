@@ -1,7 +1,7 @@
 """`specx_config.json`: read as it was written, and believed nowhere."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,11 @@ def read(text: str | bytes) -> PairConfig:
 
 
 def test_round_trip(tmp_path: Path):
-    config = full()
-    assert read(config.to_text()) == config
-    assert read(config.to_text()).to_text() == config.to_text()
-    (tmp_path / "c.json").write_text(config.to_text(), encoding="utf-8")
+    config, text = full(), full().to_text()
+    assert read(text) == config
+    assert read(text).to_text() == text
+    assert "日本" in text
+    (tmp_path / "c.json").write_text(text, encoding="utf-8")
     assert PairConfig.from_file(tmp_path / "c.json") == config
     defaults = PairConfig(ModelSource(), ModelSource(subfolder="draft"))
     others = [x.name for x in fields(config) if x.name not in ("schema", *WEIGHTLESS)]  # with a model there is none
@@ -66,15 +67,6 @@ def test_whole_numbers_may_stand_for_times():
     assert (type(number), number) == (float, 2.0)
 
 
-def test_text_is_plain_and_stable():
-    text = full().to_text()
-    assert text.endswith("}\n")
-    assert "日本" in text
-    assert list(json.loads(text)) == [x.name for x in fields(PairConfig) if x.name not in WEIGHTLESS]
-    plain = json.loads(replace(full(), draft_tokenizer=None).to_text())
-    assert plain.keys() == json.loads(text).keys() - {"draft_tokenizer"}
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_what_is_no_json_is_not_written(number: float):
     config = full()
@@ -83,31 +75,16 @@ def test_what_is_no_json_is_not_written(number: float):
         config.to_text()
 
 
-def test_costs_hold_where_they_were_measured():
-    config = full()
-    costs = config.costs_on("a clock", "float32")
-    assert costs.table == {2: {"target": {1: 1.0, 5: 1.5, 9: 2.0}, "draft": 0.25}}
-    assert costs.alpha == {"block": 0.5}
-    for elsewhere in (("another clock", "float32"), ("a clock", "bfloat16")):
-        assert config.costs_on(*elsewhere).to_dict() == Costs().to_dict()
-    config.costs = None
-    assert config.costs_on("a clock", "float32").to_dict() == Costs().to_dict()
-
-
 @pytest.mark.parametrize("times", [{"1": 1e-300, "5": 1e300}, {"1": 1e300, "5": 1e-300}, {"1": 5e-324, "9": 5e-324}])
 def test_any_times_that_are_read_can_be_used(times: dict[str, float]):
+    """Where they were measured, and nowhere else."""
     config = full()
     config.costs = SavedCosts("a clock", "float32", {"2": {"target": times, "draft": 5e-324}}, {"block": 1.0})
     costs = read(config.to_text()).costs_on("a clock", "float32")
     assert 1 <= costs.best_num_draft_tokens(2, "block") <= 64
     assert costs.cost_coefficient(2) >= 0
-
-
-@pytest.mark.parametrize("depth", range(850, 1000, 30))
-def test_however_deep_it_is_a_value_error(depth: int):
-    """The reader's limit and that of what shows a value are not the same."""
-    with pytest.raises(ValueError, match="here"):
-        read('{"schema": 1, "target": {}, "draft": {}, "layout": ' + "[" * depth + "]" * depth + "}")
+    for elsewhere in (("another clock", "float32"), ("a clock", "bfloat16")):
+        assert config.costs_on(*elsewhere).to_dict() == Costs().to_dict()
 
 
 def test_a_large_file_is_not_read_whole(tmp_path: Path):

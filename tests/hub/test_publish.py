@@ -104,19 +104,6 @@ def test_with_nothing_of_ours_installed(shelf: tuple[HubOnDisk, dict[str, Any]])
             assert said_there == (expected(wanted) if isinstance(wanted, int) else wanted), job
 
 
-def test_who_uploads_and_who_may_read(hub: HubOnDisk):
-    a_pair().push_to_hub(NAME, token="hf_owner", private=True)
-    assert (hub.tokens, hub.private) == (["hf_owner"], [True])
-
-
-def test_a_push_to_a_branch_leaves_the_main_one(hub: HubOnDisk):
-    a_pair().push_to_hub(NAME)
-    before = hub.files(NAME)
-    a_pair(2).push_to_hub(NAME, revision="new/draft")
-    assert hub.files(NAME) == before
-    assert hub.files(NAME, "new/draft")["draft/model.safetensors"] != before["draft/model.safetensors"]
-
-
 USERS = {"LICENSE": b"ours", "docs/notes.json": b"{}", "images/a.png": b"", "docs/model.safetensors": b""}
 LEFT = {"pytorch_model.bin": b"", "draft/pytorch_model.bin": b"", "model-00001-of-00002.safetensors": b""}
 
@@ -137,16 +124,17 @@ def test_a_push_leaves_nothing_of_an_earlier_pair(hub: HubOnDisk, target: str, b
     kept = {".gitattributes", "README.md", "specx_config.json", *(f"draft/{name}" for name in MODEL_FILES)}
     if target == "inside":
         kept |= {*MODEL_FILES, "tokenizer.json", "tokenizer_config.json"}
-    files = hub.files(NAME, branch or "main")
+    files, main = hub.files(NAME, branch or "main"), hub.files(NAME)
+    assert (files == main) == (branch is None)
     assert {path for path in files if not path.startswith("custom_generate/")} == kept | USERS.keys()
     assert "custom_generate/old.py" not in files
     assert {path: files[path] for path in USERS} == USERS
 
 
-@pytest.mark.parametrize("branch", [None, "main", "next", "theirs"])
+@pytest.mark.parametrize("branch", [None, "next", "theirs"])
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "train.py", "custom_generate/generate.py"])
 def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str, branch: str | None):
-    """Whichever branch is named, one that is there or one that is to be made."""
+    """Whichever branch is named, one that is there or one that is to be made; what has only a card is taken."""
     files = {file: b"mine", "README.md": b"mine"}
     for name in ("main", "theirs"):
         hub.put(NAME, files, name)
@@ -154,12 +142,10 @@ def test_a_repository_of_something_else_is_left_alone(hub: HubOnDisk, file: str,
         a_pair().push_to_hub(NAME, revision=branch)
     assert hub.files(NAME) == hub.files(NAME, "theirs") == files
     assert not (hub.place(NAME) / "refs" / "next").exists()
-
-
-def test_a_repository_that_has_nothing_to_replace_is_taken(hub: HubOnDisk):
     hub.put(NAME, {"README.md": b"mine"})
-    a_pair().push_to_hub(NAME)
+    a_pair().push_to_hub(NAME, token="hf_owner", private=True)
     assert "specx_config.json" in hub.files(NAME)
+    assert (hub.tokens[-1], hub.private[-1]) == ("hf_owner", True)
 
 
 def test_no_network_is_said(hub: HubOnDisk, monkeypatch: pytest.MonkeyPatch):

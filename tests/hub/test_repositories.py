@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repositories import RAN, Change, code, edit, load, load_draft, pair, pickled, put, ran, with_code
+from repositories import Change, code, edit, load, load_draft, pair, pickled, put, ran, with_code
 from repository_cases import CASES as OF_CONFIGS
 from repository_files import CASES as OF_FILES
 from tiny import near, prompts
@@ -101,15 +101,6 @@ def test_code_of_another_repository_is_run_at_a_full_commit_only(
     assert ran(folder)
 
 
-def test_a_model_without_code_may_be_at_a_branch(folder: Path, elsewhere: Path, tmp_path: Path):
-    """Also where code is trusted, and where it names classes that are not needed."""
-    with_code("own.py", "Config Model")(elsewhere)
-    edit("config.json", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})(elsewhere)
-    loaded = load(folder, trust_remote_code=True, cache_dir=str(tmp_path / "hub"))
-    assert weights_equal(loaded.draft, pair().draft)
-    assert not (elsewhere / RAN).exists()
-
-
 def test_trusted_files_take_no_code_from_third_repositories(folder: Path):
     """transformers would take it from their main branches."""
     own_model(folder, folder, "org/other--own")
@@ -138,23 +129,14 @@ def test_a_folder_of_code_is_not_looked_at(folder: Path):
     assert not ran(folder)
 
 
-def test_code_that_transformers_does_not_need_is_not_run(folder: Path):
-    """Of a model type that it knows."""
+def test_code_and_pickles_that_are_not_needed_are_left_alone(folder: Path):
+    """Of a model type that transformers knows, and beside safetensors."""
     with_code("own.py", "Config Model Tokenizer")(folder)
-    classes = {
-        "AutoConfig": "own.Config",
-        "AutoModelForCausalLM": "own.Model",
-        "AutoTokenizer": ["own.Tokenizer", None],
-    }
-    edit("config.json", auto_map=classes)(folder)
-    assert weights_equal(load(folder).target, pair().target)
-    assert not ran(folder)
-
-
-def test_pickles_beside_safetensors_are_left_alone(folder: Path):
     weights = (folder / "model.safetensors").read_bytes()
     pickled("pytorch_model.bin")(folder)
     (folder / "model.safetensors").write_bytes(weights)
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": ["own.T", None]}
+    edit("config.json", auto_map=classes)(folder)
     assert weights_equal(load(folder).target, pair().target)
     assert not ran(folder)
 

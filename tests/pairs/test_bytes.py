@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-import hf_specx.models.hosted
 import hf_specx.models.ragged
 from hf_specx import SpeculativeDecoding
 from hf_specx.models.decoder import Decoder
@@ -157,37 +156,11 @@ def test_padded_rows_move_once_and_only_where_they_differ(heads: str, decoder_fo
         assert forward.even == (forward.traffic.total == forward.new)
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_without_the_remedy_every_forward_repeats_the_keys(
-    layout: str, decoder_forwards: list, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_the_remedy_every_forward_repeats_the_keys(decoder_forwards: list, monkeypatch: pytest.MonkeyPatch):
     """The counter sees `repeat_kv`: each key is read and written once for every head of its group of 4."""
-    for module in (hf_specx.models.ragged, hf_specx.models.hosted):
-        monkeypatch.setattr(module, "grouped_queries", contextlib.nullcontext)
+    monkeypatch.setattr(hf_specx.models.ragged, "grouped_queries", contextlib.nullcontext)
     target = tiny("llama", **GROUPED)
-    rounds = [forward for forward in decoded(target, decoder_forwards, layout) if forward.fed > 1]
+    rounds = [forward for forward in decoded(target, decoder_forwards, "ragged") if forward.fed > 1]
     assert rounds
     for forward in rounds:
         assert forward.traffic.operations["clone"] == 2 * 4 * forward.seen
-
-
-def test_stock_copies_its_cache_in_every_forward(monkeypatch: pytest.MonkeyPatch):
-    """The counter sees `torch.cat`."""
-    target, found = tiny("llama", **GROUPED), []
-    forward = target.forward
-
-    def counted(**kwargs):
-        cache = kwargs["past_key_values"]
-        if not cache.get_seq_length():
-            return forward(**kwargs)
-        held = of_tokens(cache, cache.get_seq_length())
-        with Traffic(cache) as traffic:
-            output = forward(**kwargs)
-        found.append((traffic, held))
-        return output
-
-    monkeypatch.setattr(target, "forward", counted)
-    generated(target)
-    assert len(found) == NEW_TOKENS - 1
-    for traffic, held in found:
-        assert traffic.operations["cat"] >= 2 * held

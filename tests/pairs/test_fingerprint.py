@@ -94,15 +94,6 @@ def test_what_cannot_be_told_from_others_says_what_it_does_or_is_refused(pair: D
         pair.complete(["the cat"], out=tmp_path / "done.jsonl", logits_processor=[held], **options)
 
 
-def test_weights_count(pair: DraftTargetPair):
-    before, weight = arguments_of(pair, 0, {}), next(pair.draft.parameters())
-    weight.data[0, 0] += 1
-    try:
-        assert arguments_of(pair, 0, {}) != before
-    finally:
-        weight.data[0, 0] -= 1
-
-
 def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
     """Under "block" the text depends on what was drafted, and the weights are the same."""
     one, same, other = (DraftTargetPair(pair.target, EarlyExitDraft(count), pair.tokenizer) for count in (1, 1, 2))
@@ -113,10 +104,6 @@ def test_drafts_of_other_settings_are_told_apart(pair: DraftTargetPair):
 
 
 def test_ways_to_match_tokenizers_are_told_apart(pair: DraftTargetPair):
-    told = []
-    for match in ("auto", "tokens"):
-        own = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
-        own.strategy.tokenizer_match = match
-        told.append(arguments_of(own, 0, {}))
-    assert [each.pop("tokenizer_match", None) for each in told] == [None, "tokens"]
-    assert told[0] == told[1]
+    other = DraftTargetPair(pair.target, pair.draft, pair.tokenizer)
+    other.strategy.tokenizer_match = "tokens"
+    assert arguments_of(other, 0, {}) != arguments_of(pair, 0, {})

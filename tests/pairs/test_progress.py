@@ -19,10 +19,3 @@ def test_how_fast_and_how_long(monkeypatch: pytest.MonkeyPatch, total: int | Non
         progress.reach(60)
     assert shown in sys.stderr.getvalue()
     assert "tokens/s, 75% of candidates accepted" in sys.stderr.getvalue()
-
-
-def test_the_first_of_several_processes_shows_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "1")
-    with Progress(100) as progress:
-        progress.reach(60)
-        assert progress.disable
