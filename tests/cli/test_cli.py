@@ -14,6 +14,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.bench.inputs import encode
 from hf_specx.cli import coloured, loading
 from hf_specx.cli.coloured import written_out
+from hf_specx.cli.options import Loading
 from hf_specx.hub import fetch
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 
@@ -174,7 +175,7 @@ def test_loading_is_told_what_was_given_and_where_there_is_an_accelerator(loaded
     assert specx("the cat", *FAST).exit_code == 0
     assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    loading.load_given_pair("embedded", "auto", loading.default_device_map())
+    loading.load_given_pair("embedded", Loading())
     given = {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
     assert loaded[1] == [{"dtype": "auto"}, given, {"dtype": "auto", "device_map": "auto"}]
 

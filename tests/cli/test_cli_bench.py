@@ -114,4 +114,4 @@ def test_a_pair_that_cannot_read_prompts_is_refused(tmp_path):
     DraftTargetPair(target, near(target, 0.1)).save_pretrained(tmp_path / "pair")
     result = specx(str(tmp_path / "pair"), *QUICK)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "has no tokenizer, so it cannot read prompts" in result.stderr
+    assert "has no tokenizer, so it cannot read text" in result.stderr

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli.complete import write_texts
 from hf_specx.cli.console import Output
-from hf_specx.cli.options import read_prompts
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.cli.session import NewProcessor
+from hf_specx.cli.session import NewProcessor, Session, write_texts
 from hf_specx.pairs.results_file import ResultsFile
 
 
@@ -113,16 +110,9 @@ def test_an_interrupted_file_is_gone_on_with(
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path):
     def write(schema: str) -> None:
-        grammar, options = NewProcessor(lambda: TopKLogitsWarper(5), schema), {"max_new_tokens": 8, "do_sample": True}
-        session = SimpleNamespace(
-            name="a pair",
-            pair=pair,
-            seed=0,
-            options=options,
-            arguments=options | {"logits_processor": grammar},
-            grammar=grammar,
-            console=Output(quiet=True),
-        )
+        options = {"max_new_tokens": 8, "do_sample": True}
+        options["logits_processor"] = NewProcessor(lambda: TopKLogitsWarper(5), schema)
+        session = Session("a pair", pair, options, 0, 0, Output(quiet=True), {})
         write_texts(session, TEXTS, False, tmp_path / "done.jsonl", 2)
 
     for _ in range(2):
@@ -189,7 +179,7 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
 def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
-    assert list(FilePrompts(file)) == read_prompts([], file, "")
+    assert list(FilePrompts(file)) == [" a \u2028b", "\x0cc "]
     assert len(FilePrompts(file)) == 2
     file.write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="is not text in UTF-8"):

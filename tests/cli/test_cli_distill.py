@@ -69,15 +69,6 @@ def test_the_pair_is_saved_where_it_cannot_be_timed(folders, tmp_path, monkeypat
     assert DraftTargetPair.from_pretrained(tmp_path / "pair").config.measurements == []
 
 
-def test_a_reader_that_has_gone_ends_no_training(monkeypatch):
-    def closed(*given: object, **options: object) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("builtins.print", closed)
-    with cli_distill.shown_progress() as tell:
-        tell("before training", 0, 0)
-
-
 WRONG = {
     "'nowhere' cannot be got from the Hub, and there is no folder": ["nowhere", "draft"],
     "'layers:no' names no layers": ["target", "layers:no"],

@@ -10,6 +10,7 @@ from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
+from hf_specx.bench import tune
 from hf_specx.cli import loading
 from hf_specx.cli.options import Named
 from hf_specx.common.devices import last_device
@@ -71,8 +72,8 @@ def test_where_the_target_is_stays_known(pair: DraftTargetPair, kind: str):
 
 def test_a_named_draft_goes_where_its_target_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It is not spread over devices, as the target may be."""
-    names, maps, load = saved_models(tmp_path, {"vocab_size": 280, "pad_token_id": 1}, 0.1), [], loading.load
-    monkeypatch.setattr(loading, "load", lambda *given: maps.append(given[-1]) or load(*given))
+    names, maps, load = saved_models(tmp_path, {"vocab_size": 280, "pad_token_id": 1}, 0.1), [], tune.load
+    monkeypatch.setattr(tune, "load", lambda *given: maps.append(given[-1]) or load(*given))
     monkeypatch.setattr(loading, "device_map", lambda device: "auto")
     pair = loading.load_named(Named(target=names["target"], draft=names["draft"]))
     assert maps == ["auto", {"": last_device(pair.target)}]

@@ -8,7 +8,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import reading
+from hf_specx.cli import loading
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.fetch import Files
 from hf_specx.hub.known_pairs import KNOWN_PAIRS
@@ -65,8 +65,8 @@ def test_all_cards(tmp_path):
 def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
     seen, code = [], []
     config = PairConfig(ModelSource("org/t", "c1"), ModelSource("org/d", "c2"))
-    monkeypatch.setattr(reading, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
-    monkeypatch.setattr(reading, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
+    monkeypatch.setattr(loading, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
+    monkeypatch.setattr(loading, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
     assert output("card", "org/pair", "--revision", "v1", "--token", "t") == render(config, "org/pair")
     assert code == [("org/pair", "v1", ["generate.py"], "custom_generate", {"token": "t"})]
     output("export", "vllm", "org/pair", "--revision", "v1")

@@ -120,8 +120,8 @@ def test_whatever_ends_the_work(monkeypatch, tmp_path: Path, name, error, code):
     monkeypatch.setattr(f"hf_specx.cli.{module}.imports", work)
     result = command(*words(name, "embedded", tmp_path), input="")
     assert len(dropped) == (code == 141)
-    goes_on = f"; the same command goes on with {tmp_path / 'out' / KEPT[name]}" if name in KEPT else ""
-    told = {130: f"interrupted{goes_on}\n", 2: "error: no\n", 141: ""}
+    goes_on = f"interrupted; the same command goes on with {tmp_path / 'out' / KEPT[name]}\n" if name in KEPT else ""
+    told = {130: goes_on, 2: "error: no\n", 141: ""}
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", told[code])
 
 

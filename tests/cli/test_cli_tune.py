@@ -2,11 +2,11 @@
 
 import json
 import sys
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 from command import command, saved_models
-from rich.console import Console
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
@@ -14,7 +14,8 @@ from hf_specx.bench.study import DraftTrial, weightless_draft
 from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.cli.console import Output
+from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -95,9 +96,10 @@ def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
 def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
-    monkeypatch.setattr(DraftTrial, "speedup", speed)
-    cli_tune.recommend(DraftTrial("d", config=PairConfig(ModelSource(), ModelSource())), Console())
-    assert capsys.readouterr().out.startswith(says)
+    figures = dict.fromkeys(field.name for field in fields(Measurement)) | {"measured_speedup": speed}
+    config = PairConfig(ModelSource(), ModelSource(), measurements=[Measurement(**figures)])
+    cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
+    assert says in capsys.readouterr().out
 
 
 def test_options_reach_the_study(folders, monkeypatch):
@@ -126,7 +128,7 @@ def test_options_reach_the_study(folders, monkeypatch):
     )
     assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
     target, drafts, study, *revisions = seen[1]
-    assert (revisions, study.batches, study.verification) == ([None, []], (1, 8), None)
+    assert (revisions, study.batches, study.verification) == ([None, []], [1, 8], None)
     assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
     assert (study.dtype, study.hub) == ("auto", {})
     assert not study.trust_remote_code
