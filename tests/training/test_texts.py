@@ -10,6 +10,7 @@ from counting import counting
 from tiny import near, tiny
 from training_cases import models, some_prompts
 
+from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe
 from hf_specx.training.texts import Phases, Writer, fingerprint_of, seed_of
 
@@ -19,9 +20,8 @@ pytestmark = pytest.mark.usefixtures("draft_pays")
 
 def writer(folder, noise: float = 0.1, **options) -> Writer:
     target, _ = models()
-    return Writer(
-        target, near(target, noise), TrainingRecipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options), folder
-    )
+    recipe = TrainingRecipe(**{"max_new_tokens": 20, "texts_per_phase": 3} | options)
+    return Writer(target, ModelDraft(near(target, noise), recipe), folder)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9}, {"do_sample": False}], ids=str)
@@ -94,7 +94,7 @@ def test_a_phase_has_its_new_texts_and_others_of_before(tmp_path):
 def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(tmp_path):
     given = {"max_new_tokens": 3, "texts_per_phase": 2}
     plain, whole = (
-        Phases(writer(tmp_path, learn_from_prompts=said, **given), some_prompts(7)) for said in (False, True)
+        Phases(writer(tmp_path, learn_from_prompts=said, **given), some_prompts(7), nothing) for said in (False, True)
     )
     for phases in (plain, whole):
         phases.begin(0, nothing)
@@ -103,7 +103,7 @@ def test_texts_are_learned_from_after_their_first_token_where_prompts_count_too(
 
 def test_a_phase_can_be_begun_anew(tmp_path):
     """As where an interrupted training goes on."""
-    first, again = (Phases(writer(tmp_path, max_new_tokens=3), some_prompts(7)) for _ in range(2))
+    first, again = (Phases(writer(tmp_path, max_new_tokens=3), some_prompts(7), nothing) for _ in range(2))
     for phase in range(3):
         first.begin(phase, nothing)
     again.begin(2, nothing)
@@ -112,7 +112,7 @@ def test_a_phase_can_be_begun_anew(tmp_path):
 
 def test_each_prompt_is_used_once_before_any_is_used_again(tmp_path):
     prompts = some_prompts(6)
-    phases = Phases(writer(tmp_path, max_new_tokens=1), prompts)
+    phases = Phases(writer(tmp_path, max_new_tokens=1), prompts, nothing)
     phases.begin(3, nothing)
     used = [text.prompt for text in phases.texts]
     assert sorted(used[:6]) == sorted(used[6:]) == sorted(prompts)
