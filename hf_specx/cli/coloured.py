@@ -88,13 +88,9 @@ def round_origins(record: RoundRecord) -> list[str]:
 
 
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
-    """The text of tokens, each in the style of its origin.
+    """The text of a row's tokens, each in the style of its origin; `last` says whether it ends here.
 
-    Args:
-        tokens: emitted by one row.
-        history: the rounds that emitted them.
-        decoder: has read the text before them.
-        last: whether the text ends here, True unless given.
+    The decoder has read the text before them.
     """
     text = Text()
     origins = itertools.chain.from_iterable(map(round_origins, history))

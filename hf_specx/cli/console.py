@@ -18,17 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 
-OPTIONS = {  # argument to option
-    "overwrite=True": "--overwrite",
-    "trust_remote_code=True": "--trust-remote-code",
-    "temperature=": "--temperature ",
-    "top_p=": "--top-p ",
-    "top_k=": "--top-k ",
-    "do_sample=False": "--greedy",
-    "batch_size=": "--batch-size ",
-    "lora=": "--lora ",
-    "max_new_tokens": "--max-new-tokens",
-}
+OPTIONS = "overwrite trust_remote_code temperature top_p top_k batch_size lora max_new_tokens".split()  # noqa: SIM905
 WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
 SECONDS = 10.0  # between lines of progress
 
@@ -92,15 +82,8 @@ def imports() -> Iterator[None]:
 def progress(doing: str, total: int = 0) -> Iterator[Callable[[str, int, int], None]]:
     """Progress on stderr until the work ends: a bar on a terminal, else a line every ten seconds.
 
-    The bar is drawn in calls alone, since a thread that draws would slow down what is timed.
-
-    Args:
-        doing: what is being done.
-        total: how many steps that has; 0 where they are not counted.
-
-    Returns:
-        A context with a function that is told what is being done, how much is, and of how much; 0 for news, which are
-        printed at once.
+    The function that it gives is told what is being done, how much is, and of how much: 0 for news, which are printed
+    at once. The bar is drawn in its calls alone, since a thread that draws would slow down what is timed.
     """
     console, ended, started = Output(stderr=True), threading.Event(), time.monotonic()
     bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
@@ -143,10 +126,11 @@ def steps(doing: str, total: int) -> Iterator[Callable[[], None]]:
 
 def error_line(error: object) -> str:
     """The message of an error, with options of commands where it names arguments of functions."""
-    text = " ".join(str(error).split())
-    for argument, option in OPTIONS.items():
-        text = text.replace(argument, option)
-    return text
+    text = " ".join(str(error).split()).replace("do_sample=False", "--greedy")
+    for name in OPTIONS:
+        option = f"--{name.replace('_', '-')}"
+        text = text.replace(f"{name}=True", option).replace(f"{name}=", f"{option} ")
+    return text.replace("max_new_tokens", "--max-new-tokens")
 
 
 def say(message: str, style: str = "") -> None:

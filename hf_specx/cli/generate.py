@@ -105,11 +105,7 @@ def check_json_schema(file: Path | None) -> None:
 
 
 def checked_turns(repeats: int | None, timed: bool, out: Path | None, batch_size: int | None) -> int:
-    """Timed runs of each contender, 0 if nothing is timed.
-
-    Raises:
-        ValueError: their number has no middle run, --out can be no such file, or two options exclude each other.
-    """
+    """Timed runs of each contender, 0 if nothing is timed; a ValueError for options that exclude each other."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
     if out is not None:

@@ -23,16 +23,12 @@ from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
 
 from .console import progress
-from .options import Loading, Named, check_name, is_kind
+from .options import Loading, Named, is_kind
 from .prompts import Messages
 
 
 def device_map(device: str | None) -> str | None:
-    """What --device says as a `device_map`; without it, "auto" if there is an accelerator.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """What --device says as a `device_map`; without it, "auto" if there is an accelerator."""
     if device in (None, "auto"):
         return "auto" if torch.cuda.is_available() else None
     try:
@@ -52,12 +48,7 @@ def study_of(loading: Loading, **how: Any) -> Study:
 
 
 def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
-    """Load what a command names.
-
-    Raises:
-        ValueError: there is no such pair or model, its files are wrong, or the draft does not fit the target; or it
-            has no tokenizer, and that is needed.
-    """
+    """Load what a command names."""
     with progress(f"loading {named.name}"):
         pair = load_one(named) if named.target is None else load_two(named, named.target)
     told = f"{named.name!r} has no tokenizer, so it cannot read text."
@@ -84,12 +75,7 @@ def load_two(named: Named, target: str) -> DraftTargetPair:
 
 
 def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair:
-    """Load a pair of this name; `more` are arguments of `DraftTargetPair.from_pretrained`.
-
-    Raises:
-        ValueError: there is no such pair, or its files are wrong.
-    """
-    check_name(name)
+    """Load a pair of this name; `more` are arguments of `DraftTargetPair.from_pretrained`."""
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
@@ -122,11 +108,7 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
 def texts_of(
     prompts: Sequence[str | Messages], tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
 ) -> list[str]:
-    """The prompts as texts; with --chat, also those that are messages, in the tokenizer's chat template.
-
-    Raises:
-        ValueError: there is no chat template.
-    """
+    """The prompts as texts; with --chat, also those that are messages, in the tokenizer's chat template."""
     if not chat:
         return [prompt for prompt in prompts if isinstance(prompt, str)]
     template = None if tokenizer is None else tokenizer.chat_template

@@ -18,14 +18,9 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 class FilePrompts:
-    """The prompts of a file, read anew each time; its length is the number of prompts.
+    """The prompts of a file, read anew each time, or of standard input, which can be read once.
 
-    Args:
-        path: one prompt per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space
-            are passed over. None is standard input, which can be read once.
-
-    Raises:
-        ValueError: for a line that is no prompt, when it is read.
+    One per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space are passed over.
     """
 
     def __init__(self, path: Path | None):
@@ -72,13 +67,7 @@ def prompt_of(line: str, where: str) -> str | Messages:
 def read_prompts(file: Path | None, chat: bool, others: str) -> Prompts | FilePrompts:
     """The prompts of a file, one by one, or of a pipe, which can be read once: all of them.
 
-    Args:
-        file: see `FilePrompts`.
-        chat: whether --chat was given, without which prompts are no messages.
-        others: the ways to give prompts, for the error.
-
-    Raises:
-        ValueError: there are no prompts, or the file cannot be read.
+    Without --chat none is a list of messages; `others` says how to give prompts, where there are none.
     """
     found: Prompts | FilePrompts = FilePrompts(file)
     if file is None or not file.is_file():

@@ -46,9 +46,7 @@ NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx
 class NewProcessor(list[Any]):
     """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
 
-    Args:
-        make: makes it.
-        schema: that it keeps to, and is told from others by; a file of texts is of one alone.
+    It is told from others by its schema: a file of texts is of one alone.
     """
 
     def __init__(self, make: Callable[[], Any], schema: str):
@@ -60,11 +58,7 @@ class NewProcessor(list[Any]):
 
 
 def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
-    """The `logits_processor` argument of `generate` for a JSON schema.
-
-    Raises:
-        ValueError: xgrammar cannot read the schema.
-    """
+    """The `logits_processor` argument of `generate` for a JSON schema."""
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
@@ -81,21 +75,14 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 class Session:
     """The models of a command, and how it generates with them.
 
-    Attributes:
-        name: what results and messages call the models.
-        pair: with a tokenizer.
-        options: arguments of `generate`, and those of a grammar, if any.
-        seed: of all random numbers.
-        repeats: timed runs of each contender; 0 for none.
-        console: where texts are printed.
-        facts: of all of these, as plain values.
+    Its `facts` are plain values for --json.
     """
 
-    name: str
-    pair: DraftTargetPair
-    options: dict[str, Any]
+    name: str  # what results and messages call the models
+    pair: DraftTargetPair  # with a tokenizer
+    options: dict[str, Any]  # arguments of `generate`, a grammar among them
     seed: int
-    repeats: int
+    repeats: int  # timed runs of each contender; 0 for none
     console: Output
     facts: dict[str, Any]
 
@@ -120,11 +107,7 @@ class Session:
         return inputs, target.generate(**inputs, **self.options, **how)  # type: ignore[operator]
 
     def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
-        """Generate for a batch, and print text and report if they are to be shown.
-
-        Returns:
-            The same as plain values, and what `generate` was given.
-        """
+        """Generate for a batch and print text and report; returns the same as plain values, and what was given."""
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
         console = self.console if show else Output(quiet=True)
@@ -158,19 +141,7 @@ def open_session(
     repeats: int,
     quiet: bool,
 ) -> Session:
-    """Load what a command names, for texts.
-
-    Args:
-        named: the models.
-        strategy: options of it.
-        schema: a file with a JSON schema, if texts are to follow one.
-        call: the arguments of `generate`.
-        seed, repeats: as in `Session`.
-        quiet: whether nothing is printed.
-
-    Raises:
-        ValueError: the models cannot be loaded or cannot read text.
-    """
+    """Load what a command names, with options of the strategy and of the `call`, for texts that follow a schema."""
     pair = load_named(named, needs_tokenizer=True)
     for option, value in strategy.items():
         setattr(pair.strategy, option, value)
@@ -208,11 +179,7 @@ def write_texts(
 
 
 def show_demo(session: Session) -> list[dict[str, Any]]:
-    """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8.
-
-    Returns:
-        What `Session.run` returns for each batch, with the times of all ways as its comparison.
-    """
+    """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
     console, own = session.console, session.pair.prompts
     require(bool(own), f"--demo: {session.name!r} has no prompts of its own; give some as arguments.")
     first = EMBEDDED_FIRST if is_embedded(session.name) else 0

@@ -14,17 +14,7 @@ from hf_specx.engine.check_choices import check_choices
 from hf_specx.hub.folders import check_folder
 
 from .console import Output, error_line, figure, imports, steps
-from .options import (
-    AsJson,
-    Batches,
-    Loading,
-    Overwrite,
-    PromptFile,
-    Sampling,
-    Seed,
-    command,
-    typed,
-)
+from .options import AsJson, Batches, Loading, Overwrite, PromptFile, Sampling, Seed, command, typed
 from .prompts import read_prompts
 
 
@@ -76,7 +66,10 @@ def tune(
     """
     drafts = drafts or []
     check_runs(batches := batch or [1, 8], repeats)
-    check_saved(out, overwrite, inside)
+    told = "--overwrite and --inside are for saving; name a folder with --out."
+    require(out is not None or not (overwrite or inside), told)
+    if out is not None:
+        check_folder(out, overwrite)
     told = "--out saves the best draft, which --no-measure cannot tell; give one draft, or measure."
     require(out is None or not no_measure or (len(drafts) == 1 and drafts != [SEVERAL_EXITS]), told)
     check_choices("auto", verification)
@@ -106,15 +99,6 @@ def try_all(
     names = tuning.drafts_to_try(target, drafts, study, loading.revision)
     with steps("drafts, each in turns with plain generate", len(names) * (1 + study.runs)) as advance:
         return tuning.tune(target, names, study, loading.revision, draft_revisions, advance)
-
-
-def check_saved(out: Path | None, overwrite: bool, inside: bool) -> None:
-    """Raise a ValueError, before anything is measured, if no pair could be saved then."""
-    if out is not None:
-        check_folder(out, overwrite)
-    option = "--overwrite" if overwrite else "--inside"
-    told = f"{option} is for saving; name a folder with --out."
-    require(out is not None or not (overwrite or inside), told)
 
 
 def read_texts(file: Path | None) -> list[str]:

@@ -16,7 +16,6 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.hub.facts import model_facts
@@ -82,10 +81,7 @@ def distill(
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, (target, learner.first), recipe.max_new_tokens))
-        # what shards models is refused before transformers sees it, which keeps some of it
-        told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
-        require(not any(map(parse_flag_from_env, SHARDED_BY_LAUNCH)), told + "device, so launch without that.")
-        training_arguments(recipe, Path(), learner.rate, 1, execution_device(learner.first))  # or it is refused
+        check_launch(learner)
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(enough_room(where, recipe.batch_size))
         if processes().is_main_process:
@@ -96,6 +92,16 @@ def distill(
         result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
     result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
+
+
+def check_launch(learner: ModelDraft) -> None:
+    """Whether it can be trained as this process was launched, and with these arguments of transformers."""
+    told = (
+        "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each device, "
+    )
+    sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
+    require(not sharded, told + "so launch without that.")  # before transformers sees it, which keeps some of it
+    training_arguments(learner, Path(), learner.recipe.phases)
 
 
 def _train(
@@ -127,7 +133,7 @@ def _train(
         tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
         if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
             phases = len(known)
-    args = training_arguments(recipe, folder, learner.rate, phases, execution_device(first))
+    args = training_arguments(learner, folder, phases)
     trainer = DistillationTrainer(learner, args, writer, split.training, judge, start, tell, callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 

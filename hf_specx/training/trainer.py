@@ -18,13 +18,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief
 
 from .draft import ModelDraft
 from .folder import CHECKPOINTS, COMPLETE, write_whole
 from .losses import losses_of
 from .reading import collate, logits_where_written
-from .recipe import TrainingRecipe
 from .remembered import REMEMBERED_BYTES, Remembered
 from .texts import Phases, Writer
 
@@ -56,19 +56,18 @@ class Bar:
         self.bar = tqdm(disable=True)
 
 
-def training_arguments(
-    recipe: TrainingRecipe, folder: Path, learning_rate: float, phases: int, device: torch.device
-) -> TrainingArguments:
+def training_arguments(learner: ModelDraft, folder: Path, phases: int) -> TrainingArguments:
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
     A draft on the CPU is trained there, also where there is an accelerator.
     """
+    recipe, device = learner.recipe, execution_device(learner.first)
     accelerated = device.type == "cuda"
     own: dict[str, Any] = {
         "output_dir": str(folder / CHECKPOINTS),
         "num_train_epochs": phases,
         "per_device_train_batch_size": recipe.batch_size,
-        "learning_rate": learning_rate,
+        "learning_rate": learner.rate,
         "seed": recipe.seed,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -110,8 +109,8 @@ def with_plain_arguments(options: dict[str, Any]) -> dict[str, Any]:
 class DistillationTrainer(Trainer):
     """Trains a draft on what a target says of its own texts.
 
-    The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer. `judge` returns
-    α of a model on the held-out prompts by which training stops; `start` is that α before it.
+    The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer.
+    `judge` returns α of a model on the held-out prompts by which training stops; `start` is that α before it.
     """
 
     def __init__(
