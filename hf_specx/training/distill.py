@@ -81,27 +81,28 @@ def distill(
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
         split = split_prompts(prompts, held_out, Reader(tokenizer, (target, learner.first), recipe.max_new_tokens))
-        check_launch(learner)
-        where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(enough_room(where, recipe.batch_size))
-        if processes().is_main_process:
-            digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            models = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first)}
-            prepare_folder(where, recipe.to_dict() | models | {"prompts": digest})
-        processes().wait_for_everyone()
+        where = stack.enter_context(working(target, learner, split, folder))
         result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
     result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
 
 
-def check_launch(learner: ModelDraft) -> None:
-    """Whether it can be trained as this process was launched, and with these arguments of transformers."""
-    told = (
-        "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each device, "
-    )
+@contextmanager
+def working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
+    """The folder of a training that can begin as this process was launched, or go on with what it finds there."""
     sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
-    require(not sharded, told + "so launch without that.")  # before transformers sees it, which keeps some of it
-    training_arguments(learner, Path(), learner.recipe.phases)
+    told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
+    require(not sharded, told + "device, so launch without that.")  # before transformers sees it, which keeps some
+    training_arguments(learner, Path(), learner.recipe.phases)  # or they are refused
+    with ExitStack() as stack:
+        where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(enough_room(where, learner.recipe.batch_size))
+        if processes().is_main_process:
+            digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
+            models = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first)}
+            prepare_folder(where, learner.recipe.to_dict() | models | {"prompts": digest})
+        processes().wait_for_everyone()
+        yield where
 
 
 def _train(
