@@ -9,7 +9,6 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import distill as cli_distill
 from hf_specx.training.result import Distilled
 
 
@@ -88,14 +87,3 @@ def test_refused_before_anything_is_written(folders, tmp_path, told: str):
     assert result.exit_code == 2
     assert told in result.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("out", ["../mine", ".", ""])
-def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch, out: str):
-    monkeypatch.setattr(cli_distill, "train", pytest.fail)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    monkeypatch.chdir(tmp_path / "mine")
-    result = specx(folders["target"], folders["draft"], "--out", out)
-    assert result.exit_code == 2
-    assert "is there already" in result.stderr

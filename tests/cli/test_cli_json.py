@@ -76,10 +76,6 @@ def test_one_document_and_progress_beside_it(folders, tmp_path, line):
         assert re.search(f"^{progress}.*, [0-9]+ s$", result.stderr, re.MULTILINE), result.stderr[-2000:]
 
 
-def test_what_is_done_soon_has_no_lines(folders, tmp_path):
-    assert written("publish PAIR --folder OUT", folders, tmp_path / "out").stderr == ""
-
-
 @pytest.mark.usefixtures("restless")
 def test_lines_end_with_the_work(monkeypatch):
     """Also where it fails; not before, where nobody reads them, which ends no work."""

@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import fields
-from types import SimpleNamespace
 
 import pytest
 from command import command, saved_models
@@ -11,7 +10,6 @@ from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.study import DraftTrial, weightless_draft
-from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
 from hf_specx.cli.console import Output
@@ -53,19 +51,6 @@ def test_tables_and_json(folders, tmp_path):
     assert "candidates: γ, the recommended number in each round" in shown
 
 
-def test_names_are_whole_at_80_columns(folders):
-    """They stand on lines of their own, however long they are, above figures in the same columns."""
-    names = [folders["draft"], folders["stranger"]]
-    result = command("tune", folders["target"], *names, *QUICK, input="\n".join(TEXTS), COLUMNS="80")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    for name in names:
-        assert lines.count(name) == 1
-        figures = [line.split() for line in lines[lines.index(name) + 1 :]]
-        assert [row[0] for row in figures if len(row) == 8 and row[0] in "12"][:2] == ["1", "2"]
-    assert "…" not in result.stdout
-
-
 def test_saved_pair_loads(folders, tmp_path):
     out = tmp_path / "pair"
     result = specx(folders["target"], folders["draft"], *QUICK, "--out", str(out), "--save-prompts")
@@ -83,15 +68,6 @@ def test_checks_alone_need_no_prompts(folders, tmp_path):
     assert "measured" not in result.stdout
     config = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
     assert (config.measurements, config.tokenizers.method) == ([], "content")
-
-
-@pytest.mark.parametrize(("inside", "places"), [(False, ("reference", "inside")), (True, ("inside", "inside"))])
-def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
-    saved = []
-    config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
-    pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
-    loading.save_best(DraftTrial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
-    assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
@@ -133,34 +109,6 @@ def test_options_reach_the_study(folders, monkeypatch):
     assert (study.dtype, study.hub) == ("auto", {})
     assert not study.trust_remote_code
     assert not study.keep_prompts
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["DRAFT", "--batch", "0"], "batches=[0]"),
-        (["DRAFT", "--verification", "nucleus"], "verification='nucleus' is unknown"),
-        (["DRAFT", "--greedy", "--top-k", "5"], "--greedy does not sample"),
-        (["DRAFT", "--draft-revision", "a", "--draft-revision", "b"], "2 revisions were given for 1 drafts"),
-        (["DRAFT", "DRAFT"], "each once"),
-        (["DRAFT", "E", "--no-measure", "--out", "x"], "--no-measure cannot tell"),
-        (["DRAFT", "--out", "USED"], "is there already; name another folder, or pass --overwrite"),
-        (["DRAFT", "--out", "USED/file/pair"], "(Not a directory); name another place"),
-        (["DRAFT", "--overwrite"], "--overwrite and --inside are for saving"),
-        (["DRAFT", "--file", "EMPTY"], "no prompts; give them with --file, on standard input, or use --no-measure."),
-        (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
-        (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
-    ],
-)
-def test_errors_are_one_line(folders, tmp_path, arguments, message):
-    (tmp_path / "file").touch(0o755)
-    (tmp_path / "empty").touch()
-    names = {"DRAFT": folders["draft"], "USED": str(tmp_path), "EMPTY": str(tmp_path / "empty")}
-    result = specx(folders["target"], *(names.get(a, a).replace("USED", str(tmp_path)) for a in arguments))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
@@ -211,10 +159,3 @@ def test_a_target_alone(folders, tmp_path):
     pair = DraftTargetPair.from_pretrained(out)
     assert isinstance(pair.draft, type(weightless_draft(best)))
     assert [m.batch for m in pair.config.measurements] == [1, 2]
-
-
-def test_which_of_several_exits_is_saved_must_be_measured(folders, tmp_path):
-    for drafts in (["exits"], []):
-        result = specx(folders["target"], *drafts, "--no-measure", "--out", str(tmp_path / "pair"))
-        assert result.exit_code == 2
-        assert "--no-measure cannot tell; give one draft, or measure" in result.stderr
