@@ -32,12 +32,17 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
 
 def test_tables_and_json(folders, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
-    told = []  # to people, and as JSON; prompts from a file, and from standard input
-    for more in (["--file", str(tmp_path / "prompts.txt")], ["--json"]):
+    out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
+    saved = ["--out", str(out), "--save-prompts"]
+    for more in (["--file", str(tmp_path / "prompts.txt"), *saved], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
         assert (result.exit_code, result.stderr) == (0, "")
         told.append(result.stdout)
     shown, found = told[0], json.loads(told[1])
+    assert f"saved in {out}: target inside, draft inside" in shown
+    pair = DraftTargetPair.from_pretrained(out)
+    assert pair.prompts == list(TEXTS)
+    assert [m.batch for m in pair.config.measurements] == [1, 2]
     assert found["target"] == folders["target"]
     by_name = {draft["draft"]: draft for draft in found["drafts"]}
     assert by_name.keys() == {folders["draft"], folders["stranger"]}
@@ -49,25 +54,6 @@ def test_tables_and_json(folders, tmp_path):
             assert finding["follows"][:30] in shown
     assert ", num_draft_tokens" in shown
     assert "candidates: γ, the recommended number in each round" in shown
-
-
-def test_saved_pair_loads(folders, tmp_path):
-    out = tmp_path / "pair"
-    result = specx(folders["target"], folders["draft"], *QUICK, "--out", str(out), "--save-prompts")
-    assert result.exit_code == 0, result.stderr
-    assert f"saved in {out}: target inside, draft inside" in result.stdout
-    pair = DraftTargetPair.from_pretrained(out)
-    assert pair.prompts == list(TEXTS)
-    assert [m.batch for m in pair.config.measurements] == [1, 2]
-
-
-def test_checks_alone_need_no_prompts(folders, tmp_path):
-    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair")]
-    result = specx(*arguments, input="")
-    assert result.exit_code == 0, result.stderr
-    assert "measured" not in result.stdout
-    config = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
-    assert (config.measurements, config.tokenizers.method) == ([], "content")
 
 
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
@@ -112,6 +98,7 @@ def test_options_reach_the_study(folders, monkeypatch):
 
 
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
+    """Checks alone need no prompts."""
     out = tmp_path / "pair"
     arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(out), "--json"]
     for more in ([], ["--overwrite"]):
@@ -120,6 +107,8 @@ def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
         assert json.loads(result.stdout)["target"] == folders["target"]
         assert result.stderr == f"saved in {out}: target inside, draft inside\n"
     assert specx(*arguments, input="").exit_code == 2
+    config = PairConfig.from_file(out / "specx_config.json")
+    assert (config.measurements, config.tokenizers.method) == ([], "content")
 
 
 def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):
