@@ -15,8 +15,12 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}
-
-
+LEGEND = Text.assemble(
+    *[("accepted", STYLES["accepted"]), ": a candidate that was kept; "],
+    *[("forced", STYLES["forced"]), ": the only token allowed; "],
+    *[("recovered", STYLES["recovered"]), ": the target's, in place of a rejected candidate; "],
+    *[("bonus", STYLES["bonus"]), ": the target's after all candidates, or without any"],
+)
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -45,9 +49,8 @@ class TokenDecoder:
 
     def rest(self) -> str:
         """The text of tokens that still wait; an unfinished character is shown as the replacement character."""
-        return self._decode(self.ids[self.shown_from :])[
-            len(self._decode(self.ids[self.shown_from : self.shown_to])) :
-        ]
+        shown = self._decode(self.ids[self.shown_from : self.shown_to])
+        return self._decode(self.ids[self.shown_from :])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -85,24 +88,12 @@ def round_origins(record: RoundRecord) -> list[str]:
 
 
 def coloured(tokens: list[int], history: Iterable[RoundRecord], decoder: TokenDecoder, last: bool = True) -> Text:
-    """The text of tokens, each in the style of its origin.
+    """The text of a row's tokens, each in the style of its origin; `last` says whether it ends here.
 
-    Args:
-        tokens: emitted by one row.
-        history: the rounds that emitted them.
-        decoder: has read the text before them.
-        last: whether the text ends here, True unless given.
+    The decoder has read the text before them.
     """
     text = Text()
     origins = itertools.chain.from_iterable(map(round_origins, history))
     for token, origin in zip(tokens, origins, strict=False):  # a stop string may cut a row within its last round
         text.append(written_out(decoder.push(token)), STYLES[origin])
     return text.append(written_out(decoder.rest())) if last else text
-
-
-def legend() -> Text:
-    """One line that explains the styles."""
-    accepted, recovered, bonus, forced = STYLES.items()
-    drafted = Text.assemble(accepted, ": a candidate that was kept; ", forced, ": the only token allowed; ")
-    of_target = Text.assemble(recovered, ": the target's, in place of a rejected candidate; ", bonus, ": the target's")
-    return drafted.append_text(of_target).append(" after all candidates, or without any")

@@ -23,9 +23,8 @@ from .tune import tune
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 export = typer.Typer(help="Serve a pair with another program, for more than one process can do.")
-
-for command in (generate, bench, tune, distill, check, card, publish):
-    app.command()(command)
+for each in (generate, bench, tune, distill, check, card, publish):
+    app.command()(each)
 export.command()(vllm)
 app.add_typer(export, name="export")
 

@@ -1,5 +1,6 @@
-"""What all commands print: figures, progress, and errors in one line; nothing that takes time is imported for it."""
+"""What all commands print: tables, progress, and errors in one line; nothing that takes time is imported for it."""
 
+import itertools
 import os
 import signal
 import sys
@@ -17,18 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 
-OPTIONS = {  # argument to option
-    "overwrite=True": "--overwrite",
-    "trust_remote_code=True": "--trust-remote-code",
-    "temperature=": "--temperature ",
-    "top_p=": "--top-p ",
-    "top_k=": "--top-k ",
-    "do_sample=False": "--greedy",
-    "batch_size=": "--batch-size ",
-    "lora=": "--lora ",
-    "max_new_tokens": "--max-new-tokens",
-}
-WRONG, INTERRUPTED, PIPE_CLOSED = 2, 130, 141  # exit codes; the last two are 128 and the number of the signal
+OPTIONS = "overwrite trust_remote_code temperature top_p top_k batch_size lora max_new_tokens".split()  # noqa: SIM905
+WRONG, PIPE_CLOSED = 2, 141  # exit codes; the second is 128 and the number of the signal
 SECONDS = 10.0  # between lines of progress
 
 
@@ -38,32 +29,34 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
+    def text(self, text: object, style: str = "") -> None:
+        """Print a text as it is: no markup, and wrapped by the terminal alone."""
+        self.print(text if isinstance(text, Text) else Text(str(text), style), soft_wrap=True)
+
+    def table(self, headings: Sequence[str], rows: Sequence[Sequence[str | Text]]) -> None:
+        """Print a table of sentences, which are wrapped."""
+        table = Table(show_edge=False)
+        for heading in headings:
+            table.add_column(heading, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        self.print(table)
+
+    def figures(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table of figures, of which none is cut: where a terminal is too narrow, lines are longer."""
+        table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False)
+        for heading in headings:
+            table.add_column(heading.replace(" ", "\n"), justify="right" if table.columns else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        table.width = self.measure(table, options=self.options.update(max_width=sys.maxsize)).maximum
+        self.print(table, crop=False)
+
 
 def figure(value: Any) -> str:
     """A number, or the median of a `spread`, with two decimals; "-" where it is not known."""
     value = value["median"] if isinstance(value, dict) else value
     return "-" if value is None else f"{value:.2f}"
-
-
-def print_figures(
-    console: Console, headings: Sequence[str], rows: Sequence[Sequence[str]], with_head: bool = True
-) -> None:
-    """Print a table of short texts, of which none is cut: where a terminal is too narrow for them, lines are longer.
-
-    Args:
-        console: where.
-        headings: of the columns; they may wrap between words.
-        rows: as many texts each. The first column is on the left, the others on the right.
-        with_head: whether the headings are shown.
-    """
-    widths = [max(map(len, (*heading.split(), *column))) for heading, *column in zip(headings, *rows, strict=True)]
-    table = Table(box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, show_header=with_head)
-    for heading, width in zip(headings, widths, strict=True):
-        table.add_column(heading, justify="right" if table.columns else "left", width=width)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    table.width = sum(widths) + len(widths) - 1
-    console.print(table, crop=False)
 
 
 @contextmanager
@@ -86,65 +79,64 @@ def imports() -> Iterator[None]:
 
 
 @contextmanager
-def progress(text: str, steps: int) -> Iterator[Callable[[], object]]:
-    """Progress on stderr: a bar on a terminal, else a line about every ten seconds.
+def progress(doing: str, total: int = 0) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress on stderr until the work ends: a bar on a terminal, else a line every ten seconds.
 
-    The bar is drawn between steps only, since a thread that draws would slow down what is timed.
-
-    Args:
-        text: what is being done.
-        steps: how many there are.
-
-    Returns:
-        A context with a function to be called after each step.
+    The function that it gives is told what is being done, how much is, and of how much: 0 for news, which are printed
+    at once. The bar is drawn in its calls alone, since a thread that draws would slow down what is timed.
     """
-    console = Output(stderr=True)
+    console, ended, started = Output(stderr=True), threading.Event(), time.monotonic()
+    bar = Progress(console=console, transient=True, auto_refresh=False, disable=not console.is_terminal)
+    task = bar.add_task(doing, total=total or None)
+
+    def tell(doing: str, done: int, total: int) -> None:
+        with suppress(OSError):  # nobody reads it
+            if total:
+                bar.update(task, description=doing, completed=done, total=total, refresh=True)
+            else:
+                console.text(doing)
+
+    def lines() -> None:
+        while not ended.wait(SECONDS):
+            now = bar.tasks[0]
+            counted = f": {now.completed:.0f} of {now.total:.0f}" if now.total else ""
+            with suppress(OSError):
+                console.text(f"{now.description}{counted}, {time.monotonic() - started:.0f} s")
+
+    thread = threading.Thread(target=lines, daemon=True)
     if not console.is_terminal:
-        done: list[None] = []
-        with lines_now_and_then(lambda: f"{text}: {len(done)} of {steps}"):
-            yield lambda: done.append(None)
-        return
-    with Progress(console=console, transient=True, auto_refresh=False) as bar:
-        task = bar.add_task(text, total=steps)
-        bar.refresh()
-        yield lambda: bar.update(task, advance=1, refresh=True)
+        thread.start()
+    try:
+        with bar:
+            bar.refresh()
+            yield tell
+    finally:
+        ended.set()
+        if thread.ident is not None:
+            thread.join()
 
 
 @contextmanager
-def lines_now_and_then(line: Callable[[], str]) -> Iterator[None]:
-    """Every ten seconds, until the work ends, print a line on stderr, and how long it has taken so far.
-
-    Args:
-        line: says what is being done.
-    """
-    started, ended = time.monotonic(), threading.Event()
-
-    def say() -> None:
-        while not ended.wait(SECONDS):
-            with suppress(OSError):  # nobody reads it
-                print(f"{line()}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def steps(doing: str, total: int) -> Iterator[Callable[[], None]]:
+    """As `progress`, for work that only says when a step is done."""
+    done = itertools.count(1)
+    with progress(doing, total) as tell:
+        yield lambda: tell(doing, next(done), total)
 
 
 def error_line(error: object) -> str:
     """The message of an error, with options of commands where it names arguments of functions."""
-    text = " ".join(str(error).split())
-    for argument, option in OPTIONS.items():
-        text = text.replace(argument, option)
-    return text
+    text = " ".join(str(error).split()).replace("do_sample=False", "--greedy")
+    for name in OPTIONS:
+        option = f"--{name.replace('_', '-')}"
+        text = text.replace(f"{name}=True", option).replace(f"{name}=", f"{option} ")
+    return text.replace("max_new_tokens", "--max-new-tokens")
 
 
 def say(message: str, style: str = "") -> None:
     """One line on stderr, if anybody reads it."""
     try:
-        Output(stderr=True).print(Text(message, style), soft_wrap=True)
+        Output(stderr=True).text(message, style)
     except BrokenPipeError:
         drop_output()
 
@@ -157,13 +149,10 @@ def drop_output() -> None:
 
 
 @contextmanager
-def errors_in_one_line(kept: Path | None = None) -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """For errors that a user can correct: print one red line on stderr, and exit with code 2.
 
-    Ctrl-C ends with code 130, and a reader of the output that has closed it with 141, as in other programs.
-
-    Args:
-        kept: what an interrupted command goes on with when it is typed again, if it can.
+    A reader of the output that has closed it ends with code 141, as in other programs; typer ends Ctrl-C with 130.
     """
     try:
         yield
@@ -173,6 +162,14 @@ def errors_in_one_line(kept: Path | None = None) -> Iterator[None]:
     except (ValueError, OSError) as error:
         say(f"error: {error_line(error)}", "red")
         raise typer.Exit(WRONG) from error
-    except KeyboardInterrupt as error:
-        say("interrupted" if kept is None else f"interrupted; the same command goes on with {kept}")
-        raise typer.Exit(INTERRUPTED) from error
+
+
+@contextmanager
+def going_on_with(file: Path | None) -> Iterator[None]:
+    """Say after Ctrl-C that the same command goes on with this file or folder, if there is one."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if file is not None:
+            say(f"interrupted; the same command goes on with {file}")
+        raise

@@ -2,18 +2,20 @@
 
 import importlib.util
 import json
+import secrets
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hf_specx.common.errors import require
+from hf_specx.engine.check_choices import check_choices
 from hf_specx.hub.folders import check_writable
 from hf_specx.pairs.results_file import check_results_path
 
-from . import options
-from .console import errors_in_one_line, imports
-from .prompts import check_messages, given_prompts
+from .console import going_on_with, imports
+from .options import LARGEST_SEED, AsJson, Chat, NamedByOptions, PromptFile, Sampling, command
+from .prompts import read_prompts
 
 
 TIMED_TURNS = 5
@@ -31,56 +33,63 @@ HELP_OUT = (
 )
 
 
+@command
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts, one batch.", show_default=False)] = None,
-    file: options.PromptFile = None,
-    chat: options.Chat = False,
+    file: PromptFile = None,
+    chat: Chat = False,
     demo: Annotated[bool, typer.Option("--demo", help="The pair's own prompts, at batch 1 and 8.")] = False,
-    pair: Annotated[str | None, typer.Option(help="Id or folder of a pair; else the one in the package.")] = None,
-    target: options.TargetName = None,
-    draft: options.DraftName = None,
-    revision: options.Revision = None,
-    token: options.Token = None,
-    trust_remote_code: options.Trust = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    greedy: options.Greedy = False,
     verification: Annotated[str | None, typer.Option(help="token, block or coupled; else the pair's.")] = None,
     num_draft_tokens: Annotated[str | None, typer.Option(help="A number or auto; else the pair's.")] = None,
-    seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=options.LARGEST_SEED)] = None,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
+    seed: Annotated[int | None, typer.Option(help=HELP_SEED, min=0, max=LARGEST_SEED)] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time it against plain generate, in turns.")] = False,
     repeats: Annotated[int | None, typer.Option(help=HELP_TIMED_TURNS)] = None,
     json_schema: Annotated[Path | None, typer.Option(help=HELP_SCHEMA, exists=True, dir_okay=False)] = None,
     out: Annotated[Path | None, typer.Option(help=HELP_OUT)] = None,
     batch_size: Annotated[int | None, typer.Option(help=HELP_BATCH_SIZE, min=1)] = None,
-    as_json: options.AsJson = False,
+    as_json: AsJson = False,
+    *,
+    sampling: Sampling,
+    named: NamedByOptions,
 ) -> None:
     """Generate with a draft, show where each token came from, and report what the draft was worth; or fill a file.
 
     Prompts come from the arguments, --file, --demo, or else standard input. Models: a pair, or --target and --draft.
     """
-    with errors_in_one_line(kept=out):
-        timed = checked_turns(repeats, compare or demo, out, batch_size)
-        temperature = DEMO_TEMPERATURE if demo and not greedy and temperature == 1 else temperature
-        call = options.sampling_options(greedy, temperature, top_p, top_k, max_new_tokens)
-        chosen = options.strategy_options(num_draft_tokens, verification)
-        hub = options.hub_options(revision, token, trust_remote_code)
-        named = options.Named(pair, target, draft, dtype, device, hub)
-        check_json_schema(json_schema)
-        check_messages(given := given_prompts(prompts or [], file, WAYS, demo), chat)
-        if demo and not as_json:
-            typer.echo(HELLO.format(named.name))
+    turns = checked_turns(repeats, compare or demo, out, batch_size)
+    strategy = strategy_options(num_draft_tokens, verification)
+    check_json_schema(json_schema)
+    ways = bool(prompts) + demo + (file is not None)
+    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
+    given = (prompts or []) if prompts or demo else read_prompts(file, chat, WAYS)
+    if demo and not as_json:
+        typer.echo(HELLO.format(named.name))
+    with going_on_with(out):
         with imports():
-            from .session import open_session
-        seed = 0 if seed is None and (demo or out) else seed
-        session = open_session(named, chosen, json_schema, seed, options=call, repeats=timed, quiet=as_json)
-        found = session.demonstrate() if demo else session.answer(given, chat, out, batch_size or BATCH_SIZE)
-        if as_json:
-            typer.echo(json.dumps(found))
+            from .session import open_session, show_demo, write_texts
+        call = sampling.call
+        if demo and call.get("temperature") == 1:
+            call["temperature"] = DEMO_TEMPERATURE
+        seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
+        session = open_session(named, strategy, json_schema, call, seed, turns, quiet=as_json)
+        if demo:
+            found = {"runs": show_demo(session)}
+        elif out is not None:
+            found = write_texts(session, given, chat, out, batch_size or BATCH_SIZE)
+        else:
+            found = {"runs": [session.answer(list(given), chat)]}
+    if as_json:
+        typer.echo(json.dumps(session.facts | found))
+
+
+def strategy_options(num_draft_tokens: str | None, verification: str | None) -> dict[str, int | str]:
+    """The options of the strategy that were given, checked."""
+    number: str | int = "auto" if num_draft_tokens is None else num_draft_tokens
+    if isinstance(number, str) and number.removeprefix("-").isdecimal():
+        number = int(number)
+    check_choices(number, verification)
+    given = {} if verification is None else {"verification": verification}
+    return given if num_draft_tokens is None else {"num_draft_tokens": number, **given}
 
 
 def check_json_schema(file: Path | None) -> None:
@@ -96,11 +105,7 @@ def check_json_schema(file: Path | None) -> None:
 
 
 def checked_turns(repeats: int | None, timed: bool, out: Path | None, batch_size: int | None) -> int:
-    """Timed runs of each contender, 0 if nothing is timed.
-
-    Raises:
-        ValueError: their number has no middle run, --out can be no such file, or two options exclude each other.
-    """
+    """Timed runs of each contender, 0 if nothing is timed; a ValueError for options that exclude each other."""
     require(batch_size is None or out is not None, "--batch-size is for --out; without it all prompts are one batch.")
     require(out is None or not timed, "--out shows and times nothing; leave --demo and --compare out.")
     if out is not None:

@@ -1,6 +1,7 @@
-"""Loading what a command names: a pair, or a target and a draft."""
+"""Loading and saving what a command names: a pair, or a target and a draft; once torch is imported."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,37 +9,28 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_specx.bench.checks import looking_for
-from hf_specx.bench.compatibility import ERROR, find_fit
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
-from hf_specx.bench.tune import LoadedDraft, describe, load
-from hf_specx.common.devices import last_device
+from hf_specx.bench.tune import tune
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.hub.fetch import SMALL_FILES, get_files
+from hf_specx.hub.cards import known_card, render
+from hf_specx.hub.fetch import SMALL_FILES, get_files, get_pair
+from hf_specx.hub.flatten import ENTRY
 from hf_specx.hub.folders import INSIDE, REFERENCE
-from hf_specx.hub.known_pairs import BY_NAME, is_embedded, is_known
-from hf_specx.hub.pair_config import ModelSource
-from hf_specx.pairs.loading import LoadedPair
+from hf_specx.hub.known_pairs import BY_NAME, embedded_folder, is_embedded, is_known
+from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.hub.publish import CODE
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .console import lines_now_and_then
-from .options import Messages, Named, check_name, is_kind
-from .prompts import check_messages
-
-
-def default_device_map() -> str | None:
-    """`"auto"` if there is an accelerator, else None."""
-    return "auto" if torch.cuda.is_available() else None
+from .console import progress
+from .options import Loading, Named, is_kind
+from .prompts import Messages
 
 
 def device_map(device: str | None) -> str | None:
-    """What --device says as a `device_map`.
-
-    Raises:
-        ValueError: there is no such device.
-    """
+    """What --device says as a `device_map`; without it, "auto" if there is an accelerator."""
     if device in (None, "auto"):
-        return default_device_map()
+        return "auto" if torch.cuda.is_available() else None
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the second where torch was built without it
@@ -48,64 +40,49 @@ def device_map(device: str | None) -> str | None:
     return device
 
 
-def load_named(named: Named) -> DraftTargetPair:
-    """Load what a command names.
+def study_of(loading: Loading, **how: Any) -> Study:
+    """A `Study` of models that are loaded in this way."""
+    hub = {} if loading.token is None else {"token": loading.token}
+    where, trust = device_map(loading.device), loading.trust_remote_code
+    return Study(dtype=loading.dtype, device_map=where, hub=hub, trust_remote_code=trust, **how)
 
-    Raises:
-        ValueError: there is no such pair or model, its files are wrong, or the draft does not fit the target.
-    """
-    with lines_now_and_then(lambda: f"loading {named.name}"):
-        return load_one(named) if named.target is None else load_two(named, named.target)
+
+def load_named(named: Named, needs_tokenizer: bool = False) -> DraftTargetPair:
+    """Load what a command names."""
+    with progress(f"loading {named.name}"):
+        pair = load_one(named) if named.target is None else load_two(named, named.target)
+    told = f"{named.name!r} has no tokenizer, so it cannot read text."
+    require(pair.tokenizer is not None or not needs_tokenizer, told)
+    return pair
 
 
 def load_one(named: Named) -> DraftTargetPair:
     """Load a pair by its name, with the draft that is named for it."""
-    hub, device = named.hub or {}, device_map(named.device)
     if named.draft is None or is_kind(named.draft):
-        return with_draft(load_given_pair(named.shown_pair, named.dtype, device, **hub), named.draft)
+        return with_draft(load_given_pair(named.shown_pair, named), named.draft)
     with looking_for(named.draft):  # what is not found is not the pair
-        get_files(named.draft, None, SMALL_FILES, **{name: hub[name] for name in ("token",) if name in hub})
-    return load_given_pair(named.shown_pair, named.dtype, device, draft=named.draft, **hub)
+        get_files(named.draft, None, SMALL_FILES, **{} if named.token is None else {"token": named.token})
+    return load_given_pair(named.shown_pair, named, draft=named.draft)
 
 
-def load_two(named: Named, name: str) -> DraftTargetPair:
+def load_two(named: Named, target: str) -> DraftTargetPair:
     """Load a target by its name, and the draft for it."""
-    hub = dict(named.hub or {})
-    revision, trust = hub.pop("revision", None), hub.pop("trust_remote_code", False)
-    study = Study(dtype=named.dtype, device_map=device_map(named.device), hub=hub, trust_remote_code=trust)
-    target = load(name, revision, study, study.device_map)
     assert named.draft is not None
-    weightless = weightless_draft(named.draft)
-    if weightless is not None:
-        return DraftTargetPair(target.model, weightless, target.tokenizer)
-    draft = load(named.draft, None, study, {"": last_device(target.model)})
-    findings = find_fit(target.model, draft.model, target.tokenizer, draft.tokenizer, [])
-    wrong = next((finding.follows for finding in findings if finding.verdict == ERROR), None)
-    require(wrong is None, f"the draft does not fit the target: {wrong}")
-    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
-    return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+    (trial,) = tune(target, [named.draft], study_of(named), named.revision)
+    require(trial.error is None, f"{named.draft} is no draft for {target}: {trial.error}")
+    assert trial.pair is not None
+    return trial.pair
 
 
-def load_given_pair(name: str, dtype: str, device: str | None, **options: Any) -> DraftTargetPair:
-    """Load a pair.
-
-    Args:
-        name: id, folder, or "embedded".
-        dtype: one of `DTYPES`.
-        device: its `device_map`.
-        **options: for `DraftTargetPair.from_pretrained`.
-
-    Raises:
-        ValueError: there is no such pair, or its files are wrong.
-    """
-    check_name(name)
+def load_given_pair(name: str, loading: Loading, **more: Any) -> DraftTargetPair:
+    """Load a pair of this name; `more` are arguments of `DraftTargetPair.from_pretrained`."""
     if is_known(name) and not is_embedded(name):
         ids = f"{BY_NAME[name].target} {BY_NAME[name].draft}"
         raise ValueError(f"{name!r} is not published as a pair; make one with specx tune {ids} --out FOLDER.")
-    placed = {"device_map": device} if device else {}
+    where = device_map(loading.device)
+    placed = {"device_map": where} if where else {}
     with looking_for(name):
-        return DraftTargetPair.from_pretrained(name, dtype=dtype, **placed, **options)
+        return DraftTargetPair.from_pretrained(name, dtype=loading.dtype, **placed, **more, **loading.hub)
 
 
 def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
@@ -129,14 +106,9 @@ def with_draft(pair: DraftTargetPair, draft: str | None) -> DraftTargetPair:
 
 
 def texts_of(
-    prompts: list[str | Messages], tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
+    prompts: Sequence[str | Messages], tokenizer: PreTrainedTokenizerBase | None, chat: bool, name: str
 ) -> list[str]:
-    """The prompts as texts; with --chat, and where they are messages, in the tokenizer's chat template.
-
-    Raises:
-        ValueError: prompts are messages without --chat, or there is no chat template.
-    """
-    check_messages(prompts, chat)
+    """The prompts as texts; with --chat, also those that are messages, in the tokenizer's chat template."""
     if not chat:
         return [prompt for prompt in prompts if isinstance(prompt, str)]
     template = None if tokenizer is None else tokenizer.chat_template
@@ -163,3 +135,22 @@ def save_best(best: DraftTrial, out: Path, inside: bool, overwrite: bool) -> str
     target, draft = (saved_as(source, inside) for source in (best.config.target, best.config.draft))
     best.pair.save_pretrained(out, target=target, draft=draft, overwrite=overwrite)
     return f"saved in {out}: target {target}, draft {draft if best.config.weightless_draft() is None else best.name}"
+
+
+def config_of(name: str, revision: str | None, **hub: Any) -> PairConfig:
+    """A pair's config, from a local folder of that name, else of a well-known pair, else from the Hub."""
+    if is_known(name) and not is_embedded(name):
+        return BY_NAME[name].config()
+    with looking_for(name):
+        return get_pair(embedded_folder() if is_embedded(name) else name, revision, **hub)[1]
+
+
+def card_of(name: str, title: str | None, revision: str | None, **hub: Any) -> str:
+    """The card of a pair, whose examples load it by its id; of a folder by `title` or else from there."""
+    if is_known(name):
+        return known_card(name)
+    config, folder = config_of(name, revision, **hub), Path(name)
+    code = get_files(name, revision, [f"{ENTRY}.py"], CODE, **hub).root / CODE / f"{ENTRY}.py"
+    if title is None and folder.is_dir():
+        return render(config, str(folder.absolute()), code.is_file(), folder.resolve().name)
+    return render(config, title or name, code.is_file())

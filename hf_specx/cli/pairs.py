@@ -7,12 +7,24 @@ from typing import Annotated, Any
 import typer
 
 from hf_specx.bench.checks import check_out
+from hf_specx.bench.ways import SUFFIX
 from hf_specx.common.errors import require
-from hf_specx.hub.folders import check_folder, check_repository, check_writable
+from hf_specx.hub.folders import INSIDE, REFERENCE, check_folder, check_repository, check_writable
 from hf_specx.hub.known_pairs import NAMES, is_known
 
-from .console import errors_in_one_line, imports, lines_now_and_then
-from .options import HELP_KINDS, AsJson, Overwrite, Revision, Token, Trust, check_name, check_saved_kind, hub_options
+from .console import imports, progress
+from .options import (
+    DRAFTS,
+    HELP_KINDS,
+    AsJson,
+    Loading,
+    Overwrite,
+    Source,
+    TrustedSource,
+    check_name,
+    command,
+    is_kind,
+)
 
 
 HELP_NAME = "Id or folder of a pair, or a well-known pair's name."
@@ -20,41 +32,39 @@ AS_IT_IS = "Its id, or its weights; else as it is."
 HELP_SAVED = f"{'; '.join(HELP_KINDS[:2])}; else the pair's own."
 
 
+@command
 def card(
+    source: Source,
     name: Annotated[str | None, typer.Argument(help=HELP_NAME)] = None,
     out: Annotated[Path | None, typer.Option(help="Write it to this file.", dir_okay=False)] = None,
     every: Annotated[Path | None, typer.Option("--all", help="Write all known cards to this folder.")] = None,
     title: Annotated[str | None, typer.Option(help="The id that a folder is to have on the Hub.")] = None,
-    revision: Revision = None,
-    token: Token = None,
 ) -> None:
     """Render a pair's model card from its config: facts that were checked, figures that were measured.
 
     Without a name, list the well-known pairs.
     """
-    with errors_in_one_line():
-        named_one = [given for given in (name, out, title, revision) if given is not None]
-        if every is not None:
-            told = "--all writes the cards of all well-known pairs; leave out the name, --out, --title and --revision."
-            require(not named_one, told)
-            check_writable(every.absolute(), every)
-            with imports():
-                from hf_specx.hub.cards import write_cards
-            typer.echo("\n".join(map(str, write_cards(every))))
-        elif name is None:
-            told = "without a name there is no card; name a pair, or leave out --out, --title and --revision."
-            require(not named_one, told)
-            typer.echo("\n".join(NAMES))
+    of_one = any(given is not None for given in (name, out, title, source.revision))
+    if every is not None:
+        require(not of_one, "--all writes all well-known cards; leave out the name, --out, --title and --revision.")
+        check_writable(every.absolute(), every)
+        with imports():
+            from hf_specx.hub.cards import write_cards
+        typer.echo("\n".join(map(str, write_cards(every))))
+    elif name is None:
+        told = "without a name there is no card; name a pair, or leave out --out, --title and --revision."
+        require(not of_one, told)
+        typer.echo("\n".join(NAMES))
+    else:
+        check_out(out)
+        check_known(name, title=title, revision=source.revision)
+        with imports():
+            from .loading import card_of
+        text = card_of(name, title, **{"revision": None, **source.hub})
+        if out is None:
+            typer.echo(text, nl=False)
         else:
-            check_out(out)
-            check_known(name, title=title, revision=revision)
-            with imports():
-                from .reading import card_of
-            text = card_of(name, title, revision, **hub_options(None, token))
-            if out is None:
-                typer.echo(text, nl=False)
-            else:
-                out.write_text(text, encoding="utf-8")
+            out.write_text(text, encoding="utf-8")
 
 
 def check_known(name: str, **given: str | None) -> None:
@@ -65,6 +75,7 @@ def check_known(name: str, **given: str | None) -> None:
         require(value is None, told)
 
 
+@command
 def publish(
     pair: Annotated[str, typer.Argument(help="Id or folder of a pair.")],
     repo_id: Annotated[str | None, typer.Argument(help="Repository, owner/name; made if need be.")] = None,
@@ -75,31 +86,38 @@ def publish(
     draft: Annotated[str | None, typer.Option(help=HELP_SAVED)] = None,
     reference_target: Annotated[bool | None, typer.Option("--reference-target/--inside-target", help=AS_IT_IS)] = None,
     reference_draft: Annotated[bool | None, typer.Option("--reference-draft/--inside-draft", help=AS_IT_IS)] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of PAIR on the Hub.")] = None,
-    token: Token = None,
-    trust_remote_code: Trust = False,
     as_json: AsJson = False,
+    *,
+    source: TrustedSource,
 ) -> None:
     """Publish a pair as a model repository that works without this package installed.
 
     It gets the models, or their ids and commits, the model card, and the code in custom_generate/. Of an earlier pair
     there nothing is left: weights, json, txt, py and the like at the root, in draft/ and custom_generate/ are deleted.
     """
-    with errors_in_one_line():
-        check_goal(repo_id, folder, private=private, branch=branch, overwrite=overwrite)
-        check_name(pair)
-        check_saved_kind(draft)
-        with imports():
-            from .loading import default_device_map, load_given_pair, with_draft
-            from .reading import publish_pair
-        with lines_now_and_then(lambda: f"publishing {pair}"):
-            hub = hub_options(revision, token, trust_remote_code)
-            given = with_draft(load_given_pair(pair, "auto", default_device_map(), **hub), draft)
-            asked = {"target": reference_target, "draft": reference_draft}
-            uploading = {"private": private or None, "token": token, "revision": branch}
-            options: dict[str, Any] = {"overwrite": overwrite} if repo_id is None else uploading
-            done, line = publish_pair(given, repo_id, folder, asked, **options)
-        typer.echo(json.dumps(done) if as_json else line)
+    check_goal(repo_id, folder, private=private, branch=branch, overwrite=overwrite)
+    check_name(pair)
+    told = f"--draft {draft} is no kind of draft to save; choose {SUFFIX}, exit:4 or the like."
+    require(draft is None or (is_kind(draft) and draft != DRAFTS[1]), told)
+    with imports():
+        from hf_specx.hub.publish import write_repository
+
+        from .loading import load_given_pair, saved_as, with_draft
+    with progress(f"publishing {pair}"):
+        given = with_draft(load_given_pair(pair, Loading(**source.hub)), draft)
+        where = {}
+        for role, named in (("target", reference_target), ("draft", reference_draft)):
+            as_it_is = saved_as(getattr(given.config, role), inside=False)
+            where[role] = as_it_is if named is None else REFERENCE if named else INSIDE
+        if folder is not None:
+            write_repository(given, folder, overwrite=overwrite, **where)
+            done, said = {"folder": str(folder)}, f"written to {folder}"
+        else:
+            made: Any = {"private": private or None, "token": source.token, "revision": branch, **where}
+            done = {"repository": str(repo_id), "commit": given.push_to_hub(str(repo_id), **made)}
+            said = f"published {repo_id} at {done['commit']}"
+    line = f"{said}: target {where['target']}, draft {where['draft']}"
+    typer.echo(json.dumps(done | where) if as_json else line)
 
 
 def check_goal(repo_id: str | None, folder: Path | None, **given: bool | str | None) -> None:
@@ -115,20 +133,20 @@ def check_goal(repo_id: str | None, folder: Path | None, **given: bool | str | N
         check_folder(folder, bool(given["overwrite"]))
 
 
+@command
 def vllm(
     pair: Annotated[str, typer.Argument(help=HELP_NAME)],
     num_draft_tokens: Annotated[int | None, typer.Option(help="Candidates per round; else the pair's.")] = None,
-    revision: Revision = None,
-    token: Token = None,
     as_json: AsJson = False,
+    *,
+    source: Source,
 ) -> None:
     """Print the vllm serve command of a pair with its --speculative-config, and what is different there."""
-    with errors_in_one_line():
-        check_known(pair, revision=revision)
-        with imports():
-            from hf_specx.hub.vllm import vllm as export_vllm
+    check_known(pair, revision=source.revision)
+    with imports():
+        from hf_specx.hub.vllm import vllm as export_vllm
 
-            from .reading import config_of
-        config = config_of(pair, revision, **hub_options(None, token))
-        found = export_vllm(config, pair, revision=revision, num_draft_tokens=num_draft_tokens)
-        typer.echo(json.dumps(found._asdict()) if as_json else str(found))
+        from .loading import config_of
+    config = config_of(pair, **{"revision": None, **source.hub})
+    found = export_vllm(config, pair, revision=source.revision, num_draft_tokens=num_draft_tokens)
+    typer.echo(json.dumps(found._asdict()) if as_json else str(found))

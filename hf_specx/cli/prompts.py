@@ -18,14 +18,9 @@ JSON_LINES = (".jsonl", ".ndjson")
 
 
 class FilePrompts:
-    """The prompts of a file, read anew each time; its length is the number of prompts.
+    """The prompts of a file, read anew each time, or of standard input, which can be read once.
 
-    Args:
-        path: one prompt per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space
-            are passed over. None is standard input, which can be read once.
-
-    Raises:
-        ValueError: for a line that is no prompt, when it is read.
+    One per line; in a .jsonl file each line is a text in quotes, or an object. Lines of white space are passed over.
     """
 
     def __init__(self, path: Path | None):
@@ -69,47 +64,21 @@ def prompt_of(line: str, where: str) -> str | Messages:
     return found
 
 
-def given_prompts(prompts: list[str], file: Path | None, others: str, demo: bool = False) -> "Prompts | FilePrompts":
-    """The prompts from the arguments, a file or standard input; [] for the demo, which has its own.
+def read_prompts(file: Path | None, chat: bool, others: str) -> Prompts | FilePrompts:
+    """The prompts of a file, one by one, or of a pipe, which can be read once: all of them.
 
-    Those of a file are read one by one; a pipe, which can be read once, is read whole.
-
-    Args:
-        prompts: the arguments.
-        file: see `FilePrompts`.
-        others: the ways to give prompts, for the error.
-        demo: whether the demo was asked for.
-
-    Raises:
-        ValueError: there are no prompts, they were given in several ways, or the file cannot be read.
+    Without --chat none is a list of messages; `others` says how to give prompts, where there are none.
     """
-    ways = bool(prompts) + demo + (file is not None)
-    require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
-    if prompts or demo:
-        return list(prompts)
-    found = FilePrompts(file)
+    found: Prompts | FilePrompts = FilePrompts(file)
     if file is None or not file.is_file():
-        whole = list(iter(found))  # `list(found)` would ask for the length first, and so read it all
-        require(bool(whole), f"no prompts; give them {others}.")
-        return whole
+        found = list(iter(found))  # `list(found)` would ask for the length first, and so read it all
     require(len(found) > 0, f"no prompts; give them {others}.")
+    told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
+    require(chat or all(isinstance(prompt, str) for prompt in found), told)
     return found
-
-
-def read_prompts(prompts: list[str], file: Path | None, others: str) -> Prompts:
-    """As `given_prompts`, all of them at once."""
-    return list(given_prompts(prompts, file, others))
 
 
 def prompts_of_file(file: Path | None, chat: bool) -> Prompts:
     """The prompts of --file, [] without one; --chat is for them alone."""
     require(file is not None or not chat, "--chat is for prompts of --file; give it, or leave --chat out.")
-    prompts = [] if file is None else read_prompts([], file, "with --file")
-    check_messages(prompts, chat)
-    return prompts
-
-
-def check_messages(prompts: Iterable[str | Messages], chat: bool) -> None:
-    """Raise a ValueError, before models are loaded, if prompts are messages and --chat was not given."""
-    told = "a prompt is a list of messages; add --chat, which puts them into the chat template."
-    require(chat or all(isinstance(prompt, str) for prompt in prompts), told)
+    return [] if file is None else list(read_prompts(file, chat, "with --file"))

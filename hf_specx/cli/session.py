@@ -1,7 +1,10 @@
-"""What `specx generate` does for each batch: text coloured by origin, a report, and the speed."""
+"""What `specx generate` does once torch is imported: texts on the terminal or into a file, and the demo."""
 
+import copy
 import importlib
-from collections.abc import Callable, Iterator
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,28 +14,39 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from hf_specx.bench.contenders import Contender
 from hf_specx.bench.inputs import Inputs, emitted, encode, prompt_width
 from hf_specx.bench.store import provenance
-from hf_specx.bench.timer import Comparison, compare
+from hf_specx.bench.timer import Timer, Timing, compare
+from hf_specx.bench.ways import PLAIN_NAME, STOCK_NAME
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.errors import require
+from hf_specx.common.tokenizers import same_tokens
+from hf_specx.hub.known_pairs import is_embedded
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .coloured import OriginStreamer, TokenDecoder, coloured, legend, written_out
-from .complete import write_texts
-from .console import Output, lines_now_and_then, progress
-from .demo import show_demo
+from .coloured import LEGEND, OriginStreamer, TokenDecoder, coloured, written_out
+from .console import Output, progress, steps
 from .loading import load_named, texts_of
-from .options import LARGEST_SEED, Named
-from .prompts import FilePrompts, Prompts
+from .options import Named
+from .prompts import FilePrompts, Messages
+
+
+DEMO_BATCHES = (1, 8)
+EMBEDDED_FIRST = 1  # of the prompts of the pair in the package: the one whose text is shown, which reads well
+SPECULATIVE = "speculative"
+WORDS = {
+    PLAIN_NAME: "plain generate",
+    STOCK_NAME: "transformers' assisted decoding",
+    SPECULATIVE: "speculative sampling",
+}
+NEXT = "Two models of your own: specx tune TARGET DRAFT --file PROMPTS, or specx generate --target T --draft D."
 
 
 class NewProcessor(list[Any]):
     """A list of one processor, made anew whenever it is read, since a processor of xgrammar serves one call.
 
-    Args:
-        make: makes it.
-        schema: that it keeps to, and is told from others by; a file of texts is of one alone.
+    It is told from others by its schema: a file of texts is of one alone.
     """
 
     def __init__(self, make: Callable[[], Any], schema: str):
@@ -44,11 +58,7 @@ class NewProcessor(list[Any]):
 
 
 def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
-    """The `logits_processor` argument of `generate` for a JSON schema.
-
-    Raises:
-        ValueError: xgrammar cannot read the schema.
-    """
+    """The `logits_processor` argument of `generate` for a JSON schema."""
     xgrammar = importlib.import_module("xgrammar")
     processor = importlib.import_module("xgrammar.contrib.hf").LogitsProcessor
     size = vocabulary(pair.target)
@@ -63,54 +73,30 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
 
 @dataclass
 class Session:
-    """What all batches of a command share.
+    """The models of a command, and how it generates with them.
 
-    Attributes:
-        name: what results and messages call the models.
-        pair: with a tokenizer.
-        options: for `generate`.
-        repeats: timed runs of each contender; 0 for none.
-        seed: of all random numbers.
-        grammar: that each text follows, if any.
-        quiet: whether nothing is printed.
+    Its `facts` are plain values for --json.
     """
 
-    name: str
-    pair: DraftTargetPair
-    options: dict[str, Any]
-    repeats: int
+    name: str  # what results and messages call the models
+    pair: DraftTargetPair  # with a tokenizer
+    options: dict[str, Any]  # arguments of `generate`, a grammar among them
     seed: int
-    grammar: NewProcessor | None = None
-    quiet: bool = False
+    repeats: int  # timed runs of each contender; 0 for none
+    console: Output
+    facts: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        self.console = Output(quiet=self.quiet)
-        self.arguments = self.options | ({} if self.grammar is None else {"logits_processor": self.grammar})
-
-    def answer(self, prompts: Prompts | FilePrompts, chat: bool, out: Path | None, batch_size: int) -> dict[str, Any]:
-        """Generate for prompts, one batch, or any number to a file; returns the document of --json.
-
-        Args:
-            prompts: what to continue.
-            chat: as in `texts_of`.
-            out, batch_size: the file, and how many rows it is filled by at a time.
-        """
-        if out is not None:
-            return write_texts(self, prompts, chat, out, batch_size)
-        self.console.print(legend(), soft_wrap=True)
-        run, inputs = self.run(texts_of(list(prompts), self.pair.tokenizer, chat, self.name))
-        if self.repeats:
-            run["comparison"] = self.compare(inputs).to_dict()
-        return self.document([run])
-
-    def demonstrate(self) -> dict[str, Any]:
-        """The demo; returns the document of --json."""
-        return self.document(show_demo(self))
-
-    def document(self, runs: list[dict[str, Any]]) -> dict[str, Any]:
-        """What was generated and by what, as plain values."""
-        source = {"pair": self.name, "seed": self.seed, "options": self.options, **provenance(self.pair.target)}
-        return source | {"runs": runs}
+    def answer(self, prompts: Sequence[str | Messages], chat: bool) -> dict[str, Any]:
+        """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
+        self.console.text(LEGEND)
+        run, inputs = self.run(texts_of(prompts, self.pair.tokenizer, chat, self.name))
+        if not self.repeats:
+            return run
+        with steps("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
+            how = self.options, self.repeats, self.seed, advance
+            comparison = compare(self.pair.target, self.pair.strategy, [inputs], *how)
+        self.console.text(f"\n{comparison}")
+        return run | {"comparison": comparison.to_dict()}
 
     def generate(self, prompts: list[str], **how: Any) -> tuple[Inputs, torch.Tensor]:
         """What `generate` is given for a batch, and what it makes of it from the seed; `how` are more arguments."""
@@ -118,63 +104,134 @@ class Session:
         assert tokenizer is not None
         inputs = encode(tokenizer, target, prompts, self.options["max_new_tokens"])
         torch.manual_seed(self.seed)
-        return inputs, target.generate(**inputs, **self.arguments, **how)  # type: ignore[operator]
+        return inputs, target.generate(**inputs, **self.options, **how)  # type: ignore[operator]
 
     def run(self, prompts: list[str], show: bool = True) -> tuple[dict[str, Any], Inputs]:
-        """Generate for a batch, and print text and report if they are to be shown.
-
-        Returns:
-            The same as plain values, and what `generate` was given.
-        """
+        """Generate for a batch and print text and report; returns the same as plain values, and what was given."""
         target, tokenizer, strategy = self.pair.target, self.pair.tokenizer, self.pair.strategy
         assert tokenizer is not None
-        console, alone = self.console if show else Output(quiet=True), len(prompts) == 1
-        if alone:
+        console = self.console if show else Output(quiet=True)
+        streams = len(prompts) == 1 and not console.quiet
+        if streams:
             console.print(Text(f"\n{written_out(prompts[0])}", "dim"), end="", soft_wrap=True)
             strategy.streamer, strategy.stream_by = OriginStreamer(strategy, tokenizer, console), "run"
-        seen = alone and not console.quiet
-        with nullcontext() if seen else lines_now_and_then(lambda: f"generating, batch {len(prompts)}"):
-            try:
+        try:
+            with nullcontext() if streams else progress(f"generating, batch {len(prompts)}"):
                 inputs, output = self.generate(prompts, custom_generate=strategy)
-            finally:
-                strategy.streamer, strategy.stream_by = None, "token"
+        finally:
+            strategy.streamer, strategy.stream_by = None, "token"
         report, new = strategy.report, emitted(target, inputs, output, self.options)
         assert report is not None
-        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if not alone else ():
+        for row, (prompt, tokens) in enumerate(zip(prompts, new, strict=True)) if not streams else ():
             read = output[row, : prompt_width(target, inputs)].tolist()
             body = coloured(tokens, report.history[row], TokenDecoder(tokenizer, read))
-            console.print(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body), soft_wrap=True)
-        console.print(Text(f"\n{report}"), soft_wrap=True)
+            console.text(Text.assemble((f"\n{row + 1}. {written_out(prompt)}", "dim"), body))
+        console.text(f"\n{report}")
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
         return values | {"comparison": None}, inputs
 
-    def compare(self, inputs: Inputs) -> Comparison:
-        """Time plain and speculative generation in turns, and print the comparison."""
-        with progress("plain and speculative in turns", 2 * (self.repeats + 1)) as advance:
-            comparison = compare(
-                self.pair.target, self.pair.strategy, [inputs], self.arguments, self.repeats, self.seed, advance
-            )
-        self.console.print(Text(f"\n{comparison}"), soft_wrap=True)
-        return comparison
 
-
-def open_session(named: Named, chosen: dict[str, Any], schema: Path | None, seed: int | None, **how: Any) -> Session:
-    """Load what a command names, for texts.
-
-    Args:
-        named: the models.
-        chosen: options of the strategy.
-        schema: a file with a JSON schema, if texts are to follow one.
-        seed: None for a new one.
-        **how: further attributes of `Session`.
-
-    Raises:
-        ValueError: the models cannot be loaded or cannot read text.
-    """
-    pair = load_named(named)
-    require(pair.tokenizer is not None, f"{named.name!r} has no tokenizer, so it cannot read text.")
-    for option, value in chosen.items():
+def open_session(
+    named: Named,
+    strategy: dict[str, Any],
+    schema: Path | None,
+    call: dict[str, Any],
+    seed: int,
+    repeats: int,
+    quiet: bool,
+) -> Session:
+    """Load what a command names, with options of the strategy and of the `call`, for texts that follow a schema."""
+    pair = load_named(named, needs_tokenizer=True)
+    for option, value in strategy.items():
         setattr(pair.strategy, option, value)
-    seed = torch.seed() % LARGEST_SEED if seed is None else seed
-    return Session(named.name, pair, seed=seed, grammar=None if schema is None else json_grammar(schema, pair), **how)
+    options = call if schema is None else call | {"logits_processor": json_grammar(schema, pair)}
+    facts = {"pair": named.name, "seed": seed, "options": call, **provenance(pair.target)}
+    return Session(named.name, pair, options, seed, repeats, Output(quiet=quiet), facts)
+
+
+class PromptTexts:
+    """Prompts of any number as texts, one by one; see `texts_of`."""
+
+    def __init__(self, prompts: Sequence[str | Messages] | FilePrompts, session: Session, chat: bool):
+        self.prompts, self.session, self.chat = prompts, session, chat
+
+    def __iter__(self) -> Iterator[str]:
+        for prompt in self.prompts:
+            yield from texts_of([prompt], self.session.pair.tokenizer, self.chat, self.session.name)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def write_texts(
+    session: Session, prompts: Sequence[str | Messages] | FilePrompts, chat: bool, out: Path, batch_size: int
+) -> dict[str, Any]:
+    """Complete prompts to a file, and say so; the same command goes on with one that was interrupted."""
+    texts = PromptTexts(prompts, session, chat)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", UserWarning)
+        session.pair.complete(texts, out=out, batch_size=batch_size, seed=session.seed, **session.options)
+    for warning in said:
+        Output(stderr=True).text(f"warning: {warning.message}", "yellow")
+    session.console.text(f"{len(texts)} texts are in {out}")
+    return {"out": str(out), "prompts": len(texts)}
+
+
+def show_demo(session: Session) -> list[dict[str, Any]]:
+    """Generate for one prompt and show that plain generate gives the same, then time all ways at batch 1 and 8."""
+    console, own = session.console, session.pair.prompts
+    require(bool(own), f"--demo: {session.name!r} has no prompts of its own; give some as arguments.")
+    first = EMBEDDED_FIRST if is_embedded(session.name) else 0
+    console.text(LEGEND)
+    runs, timings = [], []
+    for size in DEMO_BATCHES:
+        batch = list(itertools.islice(itertools.cycle(own), first, first + size))
+        run, inputs = session.run(batch, show=size == 1)
+        if size == 1:
+            console.text(f"\n{same_text(session, batch)}\n")
+        timings.append(time_ways(session, inputs))
+        runs.append(run | {"comparison": {way: timing.to_dict() for way, timing in timings[-1].items()}})
+    rows = [(words, *(speed_of(timing, way) for timing in timings)) for way, words in WORDS.items()]
+    console.table(("", *(f"batch {size}" for size in DEMO_BATCHES)), rows)
+    gains = [timing[SPECULATIVE].times(timing[PLAIN_NAME]) for timing in timings]
+    said = " and ".join(f"{gain:.2f} times at batch {size}" for gain, size in zip(gains, DEMO_BATCHES, strict=True))
+    medians = f"(medians of {session.repeats} turns), with the same distribution of texts"
+    console.text(f"\nHere speculative sampling was {said} as fast as plain generate {medians}.", "bold")
+    console.text(NEXT)
+    return runs
+
+
+def same_text(session: Session, prompts: list[str]) -> str:
+    """A sentence that says whether plain generate and ours gave one text: greedily, or from one seed."""
+    coupled = copy.copy(session.pair.strategy)
+    coupled.verification = "coupled"
+    plain, ours = (session.generate(prompts, **how)[1] for how in ({}, {"custom_generate": coupled}))
+    sampled = session.options["do_sample"]
+    how = f'From seed {session.seed}, verification="coupled"' if sampled else "Greedy speculative decoding"
+    same = plain.tolist() == ours.tolist()
+    verdict = "the same text, token by token" if same else "different texts (which rounding can do in half precision)"
+    return f"{how} and plain generate gave {verdict}."
+
+
+def time_ways(session: Session, inputs: Inputs) -> dict[str, Timing]:
+    """The runs of all ways that take a batch of this size."""
+    pair, rows = session.pair, len(inputs["input_ids"])
+    target, draft = pair.target, next(iter(pair.models[1:]), None)
+    ways = {
+        PLAIN_NAME: Contender(PLAIN_NAME, target),
+        SPECULATIVE: Contender(SPECULATIVE, target, strategy=pair.strategy),
+    }
+    if rows == 1 and draft is not None and same_tokens(pair.tokenizer, pair.draft_tokenizer):
+        ways[STOCK_NAME] = Contender(STOCK_NAME, target, draft)
+    with steps(f"batch {rows}, all ways in turns", len(ways) * (1 + session.repeats)) as advance:
+        seeds = range(session.seed, session.seed + session.repeats)
+        return Timer(ways.__getitem__, [inputs], session.options, seeds, advance).time(tuple(ways))
+
+
+def speed_of(timings: dict[str, Timing], way: str) -> str:
+    """Tokens per second, and the speed compared with plain `generate`."""
+    if way not in timings:
+        return "does not take it"
+    times = timings[way].times(timings[PLAIN_NAME])
+    return f"{timings[way].tokens_per_second:.0f} tokens/s, {times:.2f} times"

@@ -16,7 +16,6 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.hub.facts import model_facts
@@ -27,7 +26,7 @@ from hf_specx.pairs.shares import processes
 from .draft import ModelDraft, draft_to_train
 from .folder import TEXTS, enough_room, last_checkpoint, prepare_folder
 from .held_out import alpha, estimate, measure_alpha
-from .prompts import HELD_OUT_SHARE, GivenPrompts, Split, split_prompts
+from .prompts import HELD_OUT_SHARE, GivenPrompts, Reader, Split, split_prompts
 from .recipe import TrainingRecipe
 from .result import Distilled, card_notes
 from .texts import Writer, fingerprint_of
@@ -81,29 +80,27 @@ def distill(
     recipe, target = TrainingRecipe.of(with_plain_arguments(options)), unwrapped(target)
     with random_state_kept(), ExitStack() as stack:
         learner = draft_to_train(target, draft, recipe, (tokenizer, draft_tokenizer))
-        split = split_prompts(prompts, held_out, tokenizer, (target, learner.first), recipe.max_new_tokens)
-        where = stack.enter_context(_working(target, learner, split, folder))
+        split = split_prompts(prompts, held_out, Reader(tokenizer, (target, learner.first), recipe.max_new_tokens))
+        where = stack.enter_context(working(target, learner, split, folder))
         result = _train(target, learner, split, where, progress or stack.enter_context(closing(Bar())), callbacks)
     result.pair.config.notes = card_notes(result, learner.in_words, command)
     return result
 
 
 @contextmanager
-def _working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
-    """The folder of a training that can begin, or go on with what it finds there."""
+def working(target: PreTrainedModel, learner: ModelDraft, split: Split, folder: str | Path | None) -> Iterator[Path]:
+    """The folder of a training that can begin as this process was launched, or go on with what it finds there."""
     sharded = any(map(parse_flag_from_env, SHARDED_BY_LAUNCH))
     told = "accelerate launch was told to shard models, by FSDP or DeepSpeed; a draft is trained whole on each "
     require(not sharded, told + "device, so launch without that.")  # before transformers sees it, which keeps some
-    training_arguments(learner.recipe, Path(), learner.rate, 1, execution_device(learner.first))  # or it is refused
-    told = "several processes need folder=, one that all of them can read."
-    require(folder is not None or processes().num_processes == 1, told)
+    training_arguments(learner, Path(), learner.recipe.phases)  # or they are refused
     with ExitStack() as stack:
         where = Path(folder or stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(enough_room(where, learner.recipe.batch_size))
         if processes().is_main_process:
-            prompts = hashlib.sha256(json.dumps(split).encode()).hexdigest()
-            parts = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first), "prompts": prompts}
-            prepare_folder(where, learner.recipe.to_dict() | parts)
+            digest = hashlib.sha256(json.dumps(split).encode()).hexdigest()
+            models = {"target": fingerprint_of(target), "draft": fingerprint_of(learner.first)}
+            prepare_folder(where, learner.recipe.to_dict() | models | {"prompts": digest})
         processes().wait_for_everyone()
         yield where
 
@@ -118,20 +115,16 @@ def _train(
 ) -> Distilled:
     """Write the held-out texts, train from the last checkpoint on, and measure."""
     tell: Tell = progress if processes().is_main_process else lambda *_: None
-    recipe, first = learner.recipe, learner.first
-    writer = Writer(target, learner.trained, recipe, folder / TEXTS, learner.tokenizers)
-    texts = {
-        name: writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
+    recipe, first, writer = learner.recipe, learner.first, Writer(target, learner, folder / TEXTS)
+    validation, test = (
+        writer.write(name, getattr(split, name), lambda *done: tell("writing held-out texts", *done))
         for name in ("validation", "test")
-    }
-
-    def judged(draft: Any, name: str) -> torch.Tensor:
-        return measure_alpha(target, draft, texts[name], recipe, recipe.batch_size, learner.logits)
+    )
 
     def judge(draft: Any) -> float:
-        return alpha(judged(draft, "validation"))
+        return alpha(measure_alpha(target, draft, validation, recipe))
 
-    before, start = judged(first, "test"), judge(first)
+    before, start = measure_alpha(target, first, test, recipe), judge(first)
     checkpoint, phases = last_checkpoint(folder), recipe.phases
     if checkpoint is None:
         tell(f"before training, α {start:.3f}", 0, 0)
@@ -141,15 +134,13 @@ def _train(
         tell(f"phase {len(known)} of {phases}, α {known[-1]:.3f}", 0, 0)
         if state.stateful_callbacks["TrainerControl"]["args"]["should_training_stop"]:
             phases = len(known)
-    args = training_arguments(recipe, folder, learner.rate, phases, execution_device(first))
+    args = training_arguments(learner, folder, phases)
     trainer = DistillationTrainer(learner, args, writer, split.training, judge, start, tell, callbacks)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
     alphas, steps = [start, *alphas_of(trainer.state)], trainer.state.best_global_step
-    made, after = first, before
-    if steps is not None:
-        made = learner.finished(trainer.model)
-        after = judged(made, "test")
+    made = first if steps is None else learner.finished(trainer.model)
+    after = before if steps is None else measure_alpha(target, made, test, recipe)
     config = PairConfig(model_facts(target), replace(model_facts(made), name=None, subfolder="draft"))
     pair = DraftTargetPair(target, made, learner.tokenizers[0], config, learner.tokenizers[1])
     figures = estimate(before), estimate(after), estimate(after, before)

@@ -4,38 +4,25 @@ import copy
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.errors import brief, require
 from hf_specx.common.wrappers import unwrapped
 from hf_specx.drafting.early_exit import EarlyExitDraft, check_exit_layer
 from hf_specx.engine.check_models import check_pair, check_target
 
-from .losses import losses_of
-from .reading import logits_where_written
 from .recipe import LAYERS_PREFIX, TrainingRecipe, first_layers_wanted
-from .texts import Tokenizers
 
 
+Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
 PROBE = 8  # tokens on which a copy of the first layers is compared with the layers themselves
 LORA_ALPHA = 2  # times the rank
 
 
 class ModelDraft:
-    """A draft model, and how it is trained.
+    """A draft model, `first`, which stays as it is, and `trained`: a float32 copy, or one with adapters for LoRA.
 
-    Another kind of draft is another class with these attributes and methods, which `draft_to_train` returns.
-
-    Args:
-        first: as it was before; it stays so.
-        recipe: how it is trained.
-        tokenizers: of the target and of the draft, None where they are not known.
-        layers: as how many of the target's first layers it starts; None for a model that was given.
-
-    Attributes:
-        trained: a float32 copy whose weights change, those of adapters alone with LoRA.
-        in_words: what it was, for the card of the pair.
-        rate: the largest learning rate.
+    `layers` says as how many of the target's first layers it starts; None is for a model that was given.
     """
 
     def __init__(
@@ -52,20 +39,6 @@ class ModelDraft:
         self.rate = recipe.rate(int(width), from_layers=layers is not None)
         self.trained = trainable_copy(first, recipe.lora, recipe.seed)
 
-    def logits(self, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The draft's logits [N, V] in float32 for each of the N labels of a batch.
-
-        Args:
-            model: `first`, `trained`, or that with what the Trainer has put around it.
-            batch: of `collate`.
-        """
-        return logits_where_written(model, batch)
-
-    def losses(self, model: Any, batch: dict[str, torch.Tensor], target_logits: torch.Tensor) -> torch.Tensor:
-        """The loss [N] for each label of a batch, with the target's logits [N, V] for it."""
-        of_draft = self.logits(model, batch)
-        return losses_of(self.recipe, target_logits.to(of_draft.device), of_draft)
-
     def finished(self, trained: Any) -> PreTrainedModel:
         """The trained draft as a plain model, where the first one is and in its precision.
 
@@ -78,11 +51,7 @@ class ModelDraft:
 
 
 def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, tokenizers: Tokenizers) -> ModelDraft:
-    """What is trained, by what the user has named.
-
-    Raises:
-        ValueError: that is no model, cannot be used for this target, or has other tokens; or the target is no decoder.
-    """
+    """What is trained, by what the user has named; a ValueError for what cannot be."""
     check_target(target, 0)
     told = f"{type(target).__name__} is an encoder-decoder; drafts are trained for decoder-only targets."
     require(not target.config.is_encoder_decoder, told)
@@ -97,21 +66,15 @@ def draft_to_train(target: PreTrainedModel, draft: Any, recipe: TrainingRecipe, 
 
 @torch.no_grad()
 def draft_of_first_layers(target: PreTrainedModel, count: int) -> PreTrainedModel:
-    """A model of its own with copies of the target's first layers, its embedding, final norm and head.
-
-    Raises:
-        ValueError: the target has no list of layers, not enough of them, or a config that cannot say so.
-    """
+    """A model of its own with copies of the target's first layers, its embedding, final norm and head."""
     check_exit_layer(LAYERS_PREFIX.rstrip(":"), count, target)
     given = f"'{LAYERS_PREFIX}{count}'"
     told = f"{given}: the target has weights that are offloaded to memory or disk, which cannot be copied; "
     require(not any(weight.is_meta for weight in target.parameters()), told + "name a draft model instead.")
-    layers = EarlyExitDraft(count).first_layers(target)
-    config = copy.deepcopy(target.config)
+    layers, config = EarlyExitDraft(count).first_layers(target), copy.deepcopy(target.config)
     text = config.get_text_config(decoder=True)
-    all_layers = text.num_hidden_layers
     for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == all_layers:
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
             setattr(text, name, value[:count])  # such as layer_types
     text.num_hidden_layers = count
     told = f"{given}: a {type(target).__name__} with as many layers of its own does not give what the target's first "

@@ -23,10 +23,6 @@ DISK_FULL = ("No space left on device", "PytorchStreamWriter failed")
 def prepare_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Note the settings of a training in its folder, which is made; as long as it has no checkpoint, they may change.
 
-    Args:
-        folder: of this training alone; checkpoints in it that were not written to their end are deleted.
-        settings: what it is made of.
-
     Raises:
         ValueError: the folder has a checkpoint of another training, or files but no training. Nothing is changed then.
     """
@@ -66,11 +62,7 @@ def write_whole(file: Path, content: str) -> None:
 
 @contextmanager
 def enough_room(folder: Path, batch_size: int) -> Iterator[None]:
-    """Say what to do where memory or the disk is full.
-
-    Raises:
-        ValueError: in place of the error that torch, safetensors or the system raised.
-    """
+    """Say what to do where memory or the disk is full, in place of what torch, safetensors or the system says."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
 """How well a draft agrees with the target on texts that were not trained on, and how sure that is."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,28 +27,13 @@ class Estimate(NamedTuple):
 
 
 @torch.no_grad()
-def measure_alpha(
-    target: PreTrainedModel,
-    draft: Any,
-    texts: Sequence[Text],
-    recipe: TrainingRecipe,
-    rows: int,
-    logits: Callable[[Any, dict[str, torch.Tensor]], torch.Tensor] = logits_where_written,
-) -> torch.Tensor:
-    """α of each text: [T, 2] float64, the sum of Σₓ min(p, q) over its new tokens, and their number.
-
-    Args:
-        target, draft: in evaluation mode.
-        texts: written by the target.
-        recipe: how text is sampled.
-        rows: texts in a forward.
-        logits: of the draft [N, V], for each label of a batch of `collate`.
-    """
+def measure_alpha(target: PreTrainedModel, draft: Any, texts: Sequence[Text], recipe: TrainingRecipe) -> torch.Tensor:
+    """Of each text of the target's the sum of Σₓ min(p, q) over its new tokens, and their number: [T, 2] float64."""
     found = []
-    for start in range(0, len(texts), rows):
-        part = texts[start : start + rows]
+    for start in range(0, len(texts), recipe.batch_size):
+        part = texts[start : start + recipe.batch_size]
         batch = collate(part)
-        of_draft = logits(draft, batch)
+        of_draft = logits_where_written(draft, batch)
         of_target = logits_where_written(target, batch).to(of_draft.device)
         shares = overlap(recipe, of_target, of_draft).double().cpu()
         found += [(float(each.sum()), len(each)) for each in shares.split([len(text.new) for text in part])]
@@ -63,9 +48,7 @@ def alpha(sums: torch.Tensor) -> float:
 def estimate(sums: torch.Tensor, before: torch.Tensor | None = None) -> Estimate:
     """α with its percentile bootstrap interval over prompts, whose tokens are not independent (Efron 1979).
 
-    Args:
-        sums: [T, 2], of `measure_alpha`.
-        before: the same of another draft on the same texts; α is then the gain over it, text by text.
+    With the sums `before` of another draft on the same texts, the gain over it, text by text.
     """
     generator = torch.Generator().manual_seed(0)
     picked = torch.randint(len(sums), (RESAMPLES, len(sums)), generator=generator)

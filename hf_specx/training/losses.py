@@ -32,10 +32,8 @@ def total_variation(p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
     return 1 - acceptance_of(p, log_q.exp())
 
 
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "jsd": jsd,
-    "total_variation": total_variation,
-}
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]
+LOSSES = {"jsd": jsd, "total_variation": total_variation}
 
 
 def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -43,11 +41,19 @@ def acceptance_of(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
+def warpers_of(recipe: TrainingRecipe) -> list[LogitsProcessor]:
+    """Those of `generate`, in its order."""
+    temperature = [TemperatureLogitsWarper(float(recipe.temperature))] if recipe.temperature != 1 else []
+    top_k = [TopKLogitsWarper(recipe.top_k)] if recipe.top_k else []
+    top_p = [TopPLogitsWarper(recipe.top_p)] if recipe.top_p < 1 else []
+    return [*temperature, *top_k, *top_p]
+
+
 def token_probs(recipe: TrainingRecipe, logits: torch.Tensor) -> torch.Tensor:
     """The distribution [N, V] that a token is drawn from, of logits [N, V]; one-hot if text is greedy."""
     if not recipe.do_sample:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    return warp(in_runs(_warpers(recipe)), logits).softmax(-1)
+    return warp(in_runs(warpers_of(recipe)), logits).softmax(-1)
 
 
 def losses_of(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
@@ -66,15 +72,3 @@ def overlap(recipe: TrainingRecipe, target_logits: torch.Tensor, draft_logits: t
     width = min(target_logits.shape[-1], draft_logits.shape[-1])
     p, q = (token_probs(recipe, logits)[:, :width] for logits in (target_logits, draft_logits))
     return acceptance_of(p, q)
-
-
-def _warpers(recipe: TrainingRecipe) -> list[LogitsProcessor]:
-    """Those of `generate`, in its order."""
-    warpers: list[LogitsProcessor] = []
-    if recipe.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(float(recipe.temperature)))
-    if recipe.top_k:
-        warpers.append(TopKLogitsWarper(recipe.top_k))
-    if recipe.top_p < 1:
-        warpers.append(TopPLogitsWarper(recipe.top_p))
-    return warpers

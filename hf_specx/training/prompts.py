@@ -22,85 +22,53 @@ class Split(NamedTuple):
     test: list[list[int]]
 
 
-def encode_prompts(
-    prompts: GivenPrompts,
-    tokenizer: PreTrainedTokenizerBase | None,
-    models: Sequence[PreTrainedModel],
-    max_new_tokens: int,
-    name: str = "prompts",
-) -> list[list[int]]:
-    """Token ids of texts, or of what are token ids already.
+class Reader(NamedTuple):
+    """What reads prompts: the target's tokenizer, and the models, each of which has to read what is written too."""
 
-    Args:
-        prompts: as the user gave them.
-        tokenizer: needed for texts.
-        models: each of which has to read a prompt and what is written after it.
-        max_new_tokens: the most of that.
-        name: of the argument, for messages.
+    tokenizer: PreTrainedTokenizerBase | None
+    models: Sequence[PreTrainedModel]
+    max_new_tokens: int
 
-    Raises:
-        ValueError: something is neither, empty, a text without a tokenizer to read it, or too long for a model.
-    """
-    told = f"{name}={brief(prompts)} is no list of prompts; give a list of strings, or of lists of token ids."
-    require(isinstance(prompts, Sequence) and not isinstance(prompts, str), told)
-    require(bool(prompts), f"{name} has no prompts; give some, the more the better.")
-    found = []
-    for number, prompt in enumerate(prompts, 1):
+    def read(self, prompts: GivenPrompts, name: str) -> list[list[int]]:
+        """Token ids of texts, or of what are token ids already; `name` is that of the argument."""
+        told = f"{name}={brief(prompts)} is no list of prompts; give a list of strings, or of lists of token ids."
+        require(isinstance(prompts, Sequence) and not isinstance(prompts, str), told)
+        require(bool(prompts), f"{name} has no prompts; give some, the more the better.")
+        return [self._ids(prompt, f"prompt {number} of {name}") for number, prompt in enumerate(prompts, 1)]
+
+    def _ids(self, prompt: Any, which: str) -> list[int]:
         if isinstance(prompt, str):
             told = "prompts are texts and there is no tokenizer to read them; pass tokenizer=, or give token ids."
-            require(tokenizer is not None, told)
-            ids: Any = tokenizer(prompt)["input_ids"]  # type: ignore[misc]
+            require(self.tokenizer is not None, told)
+            ids: Any = self.tokenizer(prompt)["input_ids"]  # type: ignore[misc]
         else:
-            ids = list(prompt)
-            told = f"prompt {number} of {name} is {brief(prompt)}; give a string, or ints of 0 or more."
+            ids, told = list(prompt), f"{which} is {brief(prompt)}; give a string, or ints of 0 or more."
             require(all(is_int(i) and i >= 0 for i in ids), told)
-        require(bool(ids), f"prompt {number} of {name} is empty; leave it out.")
-        for model in models:
-            _check_prompt(ids, model, max_new_tokens, f"prompt {number} of {name}")
-        found.append([int(i) for i in ids])
-    return found
+        require(bool(ids), f"{which} is empty; leave it out.")
+        for model in self.models:
+            limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+            told = f"{which} has {len(ids)} tokens, and with {self.max_new_tokens} new ones it is beyond the {limit} "
+            told += f"positions of {type(model).__name__}; shorten it, or lower max_new_tokens."
+            require(limit is None or len(ids) + self.max_new_tokens <= limit, told)
+            told = f"{which} has the id {max(ids)}, and {type(model).__name__} has {vocabulary(model)} tokens; "
+            require(max(ids) < vocabulary(model), f"{told}it is of another tokenizer.")
+        return [int(i) for i in ids]
 
 
-def _check_prompt(ids: list[int], model: PreTrainedModel, max_new_tokens: int, which: str) -> None:
-    """Whether a model can read a prompt and what is written after it."""
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    told = f"{which} has {len(ids)} tokens, and with {max_new_tokens} new ones it is beyond the {limit} positions of "
-    told += f"{type(model).__name__}; shorten it, or lower max_new_tokens."
-    require(limit is None or len(ids) + max_new_tokens <= limit, told)
-    told = f"{which} has the id {max(ids)}, and {type(model).__name__} has {vocabulary(model)} tokens; "
-    require(max(ids) < vocabulary(model), f"{told}it is of another tokenizer.")
-
-
-def split_prompts(
-    prompts: GivenPrompts,
-    held_out: float | GivenPrompts,
-    tokenizer: PreTrainedTokenizerBase | None,
-    models: Sequence[PreTrainedModel],
-    max_new_tokens: int,
-) -> Split:
-    """Read the prompts and hold some out; none of these is among those that are trained on.
-
-    Args:
-        prompts, tokenizer, models, max_new_tokens: as in `encode_prompts`.
-        held_out: a share of the prompts, of which `MOST_HELD_OUT` at most are taken, evenly spaced; or other prompts.
-
-    Raises:
-        ValueError: a prompt cannot be used, or too few are left on either side.
-    """
-    every = encode_prompts(prompts, tokenizer, models, max_new_tokens)
+def split_prompts(prompts: GivenPrompts, held_out: float | GivenPrompts, reader: Reader) -> Split:
+    """Hold out other prompts, or a share of these, evenly spaced and `MOST_HELD_OUT` at most; none is trained on."""
+    every = reader.read(prompts, "prompts")
     if isinstance(held_out, float | int):
         told = f"held_out={held_out} is no share between 0 and 1; give one like {HELD_OUT_SHARE}, or some prompts."
         require(0 < held_out < 1, told)
         count = min(round(held_out * len(every)), MOST_HELD_OUT)
         apart = [every[number * len(every) // count] for number in range(count)]
     else:
-        apart = encode_prompts(held_out, tokenizer, models, max_new_tokens, "held_out")
+        apart = reader.read(held_out, "held_out")
     unseen = list(dict.fromkeys(map(tuple, apart)))
     held = set(unseen)
     training = [ids for ids in every if tuple(ids) not in held]
-    told = (
-        f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
-        "train on; give more, so that at least 4 are held out, half of them to stop by and half to report on."
-    )
+    told = f"there are too few prompts: {len(unseen)} to hold out (the same one counts once) and {len(training)} to "
+    told += "train on; give more, so that at least 4 are held out, half of them to stop by and half to report on."
     require(len(unseen) >= 4 and bool(training), told)
     return Split(training, list(map(list, unseen[::2])), list(map(list, unseen[1::2])))

@@ -35,10 +35,7 @@ def logits_where_written(model: torch.nn.Module, batch: dict[str, torch.Tensor])
 
 
 def last_logits(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [B, K, V] after the first token that has a label next, and where [B, K] there is one.
-
-    A head that can is not asked for more: for long prompts that would be most of a step's memory.
-    """
+    """Logits [B, K, V] from the first token on that has a label next, and where [B, K] there is one."""
     wanted = batch["labels"][:, 1:] != -100
     wanted = wanted[:, int(wanted.any(0).int().argmax()) :]
     kept = wanted.shape[1] + 1  # the last of them has no next token

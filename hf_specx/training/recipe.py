@@ -10,6 +10,7 @@ from hf_specx.common.errors import brief, is_int, require, similar
 
 LOSS_NAMES = ("jsd", "total_variation")  # see `losses`
 LAYERS_PREFIX = "layers:"
+COUNTS = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
 RATES = {"draft": 0.05, "layers": 0.4, "lora": 0.4}  # largest learning rates, times the hidden size of the draft
 SET_BY_DISTILL = """
     output_dir num_train_epochs max_steps per_device_train_batch_size learning_rate seed eval_strategy eval_on_start
@@ -81,8 +82,7 @@ class TrainingRecipe:
         check_sampling(self.temperature, self.top_p, self.top_k)
         drawn = (self.temperature, self.top_p, self.top_k) != (1, 1, 0)
         require(self.do_sample or not drawn, "do_sample=False draws nothing; leave temperature, top_p and top_k out.")
-        counts = ("max_new_tokens", "phases", "texts_per_phase", "passes", "patience", "batch_size")
-        for name in counts:
+        for name in COUNTS:
             value = getattr(self, name)
             require(is_int(value) and value >= 1, f"{name}={brief(value)} is not an int of 1 or more; give one.")
         told = f"learn_from_prompts={brief(self.learn_from_prompts)} is neither True nor False."
@@ -94,9 +94,6 @@ class TrainingRecipe:
         rate = self.learning_rate
         possible = rate is None or (isinstance(rate, int | float) and 0 < rate < math.inf)
         require(possible, f"learning_rate={brief(rate)} is no number above 0.")
-        self._check_training()
-
-    def _check_training(self) -> None:
         told = f"training={brief(self.training)} is neither a TrainingArguments nor a dict of its arguments."
         require(isinstance(self.training, dict), told)
         for name in self.training:

@@ -25,16 +25,13 @@ class Remembered:
         target: in evaluation mode.
         rows: texts in a forward.
         room: bytes, which one forward may exceed; 0 remembers nothing.
-
-    Attributes:
-        states: of each text so far [N, H], None where it is read each time.
     """
 
     def __init__(self, target: PreTrainedModel, rows: int, room: int = REMEMBERED_BYTES):
         self.target, self.rows = target, rows
         self.head: Any = target.get_output_embeddings()
         self.room = 0 if self.head is None else room
-        self.states: list[torch.Tensor | None] = []
+        self.states: list[torch.Tensor | None] = []  # of each text so far [N, H], None where it is read each time
 
     @torch.no_grad()
     def add(self, texts: Sequence[Text]) -> None:

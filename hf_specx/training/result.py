@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_specx.bench.checks import check_runs
 from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import Loaded, LoadedDraft, measure_draft
@@ -69,7 +68,6 @@ class Distilled:
         Raises:
             ValueError: for sizes below 1, or one given twice.
         """
-        check_runs(batches)
         options = self.recipe.generate_options
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
         own, trained = self.pair.models
@@ -98,13 +96,7 @@ class Distilled:
 
 
 def card_notes(result: Distilled, start: str, command: str) -> str:
-    """Markdown for the model card: how the draft was made.
-
-    Args:
-        result: of the training.
-        start: what the draft was before, in words.
-        command: what was typed.
-    """
+    """Markdown for the model card: how the draft was made, from `start` in words, by the command that was typed."""
     split, alphas = result.split, ", ".join(f"{value:.3f}" for value in result.alphas)
     best = f"The weights are those after {result.steps:,} steps" if result.steps else "No phase was better than that"
     return f"""## How the draft was made

@@ -4,23 +4,21 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_specx.engine.requests import Request
 from hf_specx.engine.strategy import SpeculativeDecoding
+from hf_specx.pairs.fingerprint import digest_of, plain_value
 from hf_specx.pairs.shares import gathered, processes
 
+from .draft import ModelDraft
 from .folder import write_whole
 from .reading import Text
-from .recipe import TrainingRecipe
 
 
 ROWS = 16  # texts that are written at once
-Tokenizers = tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None]  # of the target and of the draft
-SAMPLED = 1024  # numbers of each tensor that a fingerprint reads
 
 
 class Writer:
@@ -28,55 +26,37 @@ class Writer:
 
     Verification is "coupled": up to rounding a text follows from the target, the prompt and its seed alone. So texts
     do not depend on how far the draft has come, on the number of processes, or on whether a run was interrupted.
-
-    Args:
-        target: in evaluation mode.
-        draft: of the moment; the same object while it is trained, left in evaluation mode.
-        recipe: how text is sampled.
-        folder: texts are kept there, so that an interrupted run does not write them again, nor another one with the
-            same target, prompts, sampling and seed.
-        tokenizers: of both, needed where one has more pads behind the same tokens.
+    They are kept in a folder and taken from there for the same target, prompts, sampling and seed.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        draft: Any,
-        recipe: TrainingRecipe,
-        folder: Path,
-        tokenizers: Tokenizers = (None, None),
-    ):
-        self.target, self.draft, self.recipe, self.folder = target, draft, recipe, folder
-        self.of_target = fingerprint_of(target)
-        how: dict[str, Any] = {"tokenizer": tokenizers[0], "draft_tokenizer": tokenizers[1]}
-        self.strategy = SpeculativeDecoding(draft, verification="coupled" if recipe.do_sample else None, **how)
+    def __init__(self, target: PreTrainedModel, learner: ModelDraft, folder: Path):
+        self.target, self.draft, self.recipe, self.folder = target, learner.trained, learner.recipe, folder
+        self.of_target, (tokenizer, draft_tokenizer) = fingerprint_of(target), learner.tokenizers
+        verification = "coupled" if self.recipe.do_sample else None
+        self.strategy = SpeculativeDecoding(
+            self.draft, verification=verification, tokenizer=tokenizer, draft_tokenizer=draft_tokenizer
+        )
 
     def write(
         self, name: str, prompts: Sequence[list[int]], advance: Callable[[int, int], object] = lambda done, total: None
     ) -> list[Text]:
-        """One text after each prompt, in order.
+        """One text after each prompt, in order, from seeds that follow from the name; its file is called so too.
 
-        Args:
-            name: of this set of texts: their seeds follow from it, their file is called so.
-            prompts: token ids.
-            advance: called after each text of this process with how many are written, and how many will be.
+        `advance` is called after each text of this process with how many are written, and how many will be.
         """
         options, file = self.recipe.generate_options, self.folder / f"{name}.json"
-        made_of = hashlib.sha256(json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()).hexdigest()
+        made_of = digest_of([json.dumps([self.of_target, prompts, options, self.recipe.seed]).encode()])
         if file.exists() and (known := json.loads(file.read_text()))["made_of"] == made_of:
             return [Text(*each) for each in known["texts"]]
-        seeds = [seed_of(self.recipe.seed, name, number) for number in range(len(prompts))]
-        numbered = [(number, Request(prompts[number], seed=seed)) for number, seed in enumerate(seeds)]
 
         def share() -> list[tuple[int, list[int]]]:
-            state = processes()
-            mine = numbered[state.process_index :: state.num_processes]
-            found = []
-            each = self.strategy.generate_many(self.target, [r for _, r in mine], batch_size=ROWS, **options)
-            for done in each:
+            state, found = processes(), []
+            mine = range(len(prompts))[state.process_index :: state.num_processes]
+            asked = [Request(prompts[number], seed=seed_of(self.recipe.seed, name, number)) for number in mine]
+            for done in self.strategy.generate_many(self.target, asked, batch_size=ROWS, **options):
                 if done.tokens is None:
                     raise ValueError(done.error)
-                found.append((mine[done.index][0], done.tokens))
+                found.append((mine[done.index], done.tokens))
                 advance(len(found), len(mine))
             return found
 
@@ -91,14 +71,7 @@ class Writer:
 class Phases(torch.utils.data.Dataset[int]):
     """The texts of one phase, by their numbers: the new ones once, and others drawn from all so far.
 
-    Args:
-        writer: writes the new ones.
-        prompts: token ids; each is used once before any is used again.
-        written: called with the new texts of each phase, in order.
-
-    Attributes:
-        texts: all so far, as they are learned from; their places are their numbers.
-        order: numbers of the texts of this phase.
+    Each prompt is used once before any is used again; `written` is called with the new texts of each phase, in order.
     """
 
     def __init__(
@@ -108,8 +81,8 @@ class Phases(torch.utils.data.Dataset[int]):
         written: Callable[[list[Text]], object] = lambda texts: None,
     ):
         self.writer, self.prompts, self.recipe, self.written = writer, prompts, writer.recipe, written
-        self.texts: list[Text] = []
-        self.order: list[int] = []
+        self.texts: list[Text] = []  # all so far, as they are learned from; their places are their numbers
+        self.order: list[int] = []  # numbers of the texts of this phase
 
     def __len__(self) -> int:
         return self.recipe.texts_per_phase * self.recipe.passes
@@ -122,7 +95,8 @@ class Phases(torch.utils.data.Dataset[int]):
         new = self.recipe.texts_per_phase
         while len(self.texts) < new * (phase + 1):
             number = len(self.texts) // new
-            texts = self.writer.write(f"phase-{number:03d}", self._prompts(number), advance)
+            prompts = [self._prompt(place) for place in range(number * new, (number + 1) * new)]
+            texts = self.writer.write(f"phase-{number:03d}", prompts, advance)
             if self.recipe.learn_from_prompts:  # as if the target had written all but the first token
                 texts = [Text(prompt[:1], prompt[1:] + more) for prompt, more in texts]
             self.texts += texts
@@ -132,32 +106,20 @@ class Phases(torch.utils.data.Dataset[int]):
         numbers = [*range(new * phase, new * (phase + 1)), *drawn]
         self.order = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
 
-    def _prompts(self, phase: int) -> list[list[int]]:
-        count = self.recipe.texts_per_phase
-        found = []
-        for place in range(phase * count, (phase + 1) * count):
-            again, number = divmod(place, len(self.prompts))
-            generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
-            found.append(self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])])
-        return found
+    def _prompt(self, place: int) -> list[int]:
+        again, number = divmod(place, len(self.prompts))
+        generator = torch.Generator().manual_seed(seed_of(self.recipe.seed, "prompts", again))
+        return self.prompts[int(torch.randperm(len(self.prompts), generator=generator)[number])]
 
 
 def fingerprint_of(model: PreTrainedModel) -> str:
-    """A hash of some numbers of each weight, and of how the model generates unless it is told.
+    """Tells a model from others: by its weights, its precision, and how it generates unless it is told.
 
-    Weights that are offloaded count by their names, shapes and types, and by where the model came from.
+    One whose weights are offloaded is told by where it came from.
     """
-    total = hashlib.sha256(model.generation_config.to_json_string(ignore_metadata=True).encode())
-    weights = model.state_dict()
-    if any(tensor.is_meta for tensor in weights.values()):
-        total.update(f"{model.name_or_path} {getattr(model.config, '_commit_hash', None)}".encode())
-    for name, tensor in weights.items():
-        total.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-        if not tensor.is_meta:
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // SAMPLED)].float().cpu()
-            total.update(some.contiguous().numpy().tobytes())
-    return total.hexdigest()
+    offloaded = any(weight.is_meta for weight in model.parameters())
+    told = [model, model.generation_config, str(model.dtype), model.name_or_path if offloaded else ""]
+    return digest_of([json.dumps(plain_value(told)).encode()])
 
 
 def seed_of(seed: int, name: str, number: int) -> int:

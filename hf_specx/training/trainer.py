@@ -18,12 +18,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import brief
 
 from .draft import ModelDraft
 from .folder import CHECKPOINTS, COMPLETE, write_whole
-from .reading import collate
-from .recipe import TrainingRecipe
+from .losses import losses_of
+from .reading import collate, logits_where_written
 from .remembered import REMEMBERED_BYTES, Remembered
 from .texts import Phases, Writer
 
@@ -37,47 +38,36 @@ class Bar:
     """Shows on stderr how far a training is: a bar for what is being done, a line for each of the news."""
 
     def __init__(self) -> None:
-        self.bar: Any = None
-        self.doing = ""
+        self.bar = tqdm(disable=True)
 
     def __call__(self, doing: str, done: int, total: int) -> None:
         """Show what is being done, or news where `total` is 0."""
-        if self.bar is None or self.doing != doing:
-            self.close()
         if not total:
+            self.close()
             print(doing, file=sys.stderr)
-            return
-        if self.bar is None:
-            self.doing = doing
+        elif self.bar.disable or self.bar.desc != f"{doing}: ":
+            self.close()
             self.bar = tqdm(total=total, desc=doing, leave=False, disable=None)  # on a terminal alone
         self.bar.update(done - self.bar.n)
 
     def close(self) -> None:
         """Remove the bar."""
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
+        self.bar.close()
+        self.bar = tqdm(disable=True)
 
 
-def training_arguments(
-    recipe: TrainingRecipe, folder: Path, learning_rate: float, phases: int, device: torch.device
-) -> TrainingArguments:
+def training_arguments(learner: ModelDraft, folder: Path, phases: int) -> TrainingArguments:
     """The recipe as transformers knows it: a phase is an epoch, which ends with an evaluation and a checkpoint.
 
-    Args:
-        recipe, folder, learning_rate: of the training.
-        phases: as many as the recipe has; of a training that has stopped those that it had, so that none is added.
-        device: where the draft is: on a CPU it is trained there, also where there is an accelerator.
-
-    Raises:
-        ValueError: transformers does not know the recipe's further arguments, or cannot do what they ask for.
+    A draft on the CPU is trained there, also where there is an accelerator.
     """
+    recipe, device = learner.recipe, execution_device(learner.first)
     accelerated = device.type == "cuda"
     own: dict[str, Any] = {
         "output_dir": str(folder / CHECKPOINTS),
         "num_train_epochs": phases,
         "per_device_train_batch_size": recipe.batch_size,
-        "learning_rate": learning_rate,
+        "learning_rate": learner.rate,
         "seed": recipe.seed,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
@@ -120,21 +110,12 @@ class DistillationTrainer(Trainer):
     """Trains a draft on what a target says of its own texts.
 
     The target is not a part of the trained model: it is neither moved, saved nor given to an optimizer.
-
-    Args:
-        draft: what is trained.
-        args: of `training_arguments`.
-        writer: of the texts.
-        prompts: to write after, as token ids.
-        judge: returns α of a model on the held-out prompts by which training stops.
-        start: α before training.
-        tell: is told how far the training is.
-        callbacks: further ones.
+    `judge` returns α of a model on the held-out prompts by which training stops; `start` is that α before it.
     """
 
     def __init__(
         self,
-        draft: ModelDraft,
+        learner: ModelDraft,
         args: TrainingArguments,
         writer: Writer,
         prompts: Sequence[list[int]],
@@ -143,17 +124,17 @@ class DistillationTrainer(Trainer):
         tell: Tell,
         callbacks: Sequence[TrainerCallback],
     ):
-        self.draft, self.judge, self.start, self.tell = draft, judge, start, tell
-        pays = args.world_size < writer.recipe.passes  # else each process would read more texts, not fewer
+        self.recipe, self.judge, self.start, self.tell = learner.recipe, judge, start, tell
+        pays = args.world_size < self.recipe.passes  # else each process would read more texts, not fewer
         self.remembered = Remembered(writer.target, args.per_device_train_batch_size, REMEMBERED_BYTES * pays)
         self.phases = Phases(writer, prompts, self.remembered.add)
         super().__init__(
-            draft.trained,
+            learner.trained,
             args,
             data_collator=self.collate,
             train_dataset=self.phases,
             eval_dataset=self.phases,  # of which nothing is read
-            callbacks=[_EachPhase(self), EarlyStoppingCallback(writer.recipe.patience), *callbacks],
+            callbacks=[_EachPhase(self), EarlyStoppingCallback(self.recipe.patience), *callbacks],
         )
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True  # see `compute_loss`
@@ -172,17 +153,17 @@ class DistillationTrainer(Trainer):
         """The mean loss over all tokens of a step, those of other processes and of accumulated batches included."""
         numbers = inputs.pop("numbers").tolist()
         of_target = self.remembered.logits([self.phases.texts[number] for number in numbers], numbers)
-        losses = self.draft.losses(model, inputs, of_target)
-        count = len(losses) if num_items_in_batch is None else num_items_in_batch
-        loss = losses.sum() / count
+        of_draft = logits_where_written(model, inputs)
+        losses = losses_of(self.recipe, of_target.to(of_draft.device), of_draft)
+        loss = losses.sum() / (len(losses) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """α on held-out prompts, 0 if the weights have become infinite; every process takes all of them."""
-        self.draft.trained.eval()
-        found = self.judge(self.draft.trained)
+        assert self.model is not None
+        found = self.judge(self.model.eval())
         metrics = {ALPHA: 0.0 if math.isnan(found) else found}
         losses = [f", loss {entry['loss']:.3f}" for entry in self.state.log_history if "loss" in entry]
         phase = f"phase {round(self.state.epoch or 0)} of {self.args.num_train_epochs}"

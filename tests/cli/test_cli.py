@@ -14,7 +14,7 @@ from hf_specx import DraftTargetPair
 from hf_specx.bench.inputs import encode
 from hf_specx.cli import coloured, loading
 from hf_specx.cli.coloured import written_out
-from hf_specx.hub import fetch
+from hf_specx.cli.options import Loading
 from hf_specx.hub.pair_config import ModelSource, PairConfig
 
 
@@ -76,12 +76,6 @@ def test_prompts_from_everywhere(pair, tmp_path, source):
     assert run["report"]["rounds"] > 0
 
 
-def test_demo_runs_at_batch_1_and_8(pair):
-    runs = document(specx("--demo", "--pair", "org/pair", *FAST, "--json"))["runs"]
-    assert [run["batch"] for run in runs] == [1, 8]
-    assert runs[1]["prompts"] == (PROMPTS * 3)[:8]
-
-
 def test_what_the_demo_says(pair):
     """What it will do, a text, that a seed gives one text, all ways side by side, and a closing summary."""
     result = specx("--demo", "--max-new-tokens", "6")
@@ -102,55 +96,6 @@ def test_coupled_is_stock_sampling(pair):
     run = document(specx(*PROMPTS, *FAST, *options, "--num-draft-tokens", "3", "--json"))["runs"][0]
     assert run["texts"] == reference(pair, PROMPTS, do_sample=True, temperature=0.8, top_k=20, top_p=0.9)
     assert (run["report"]["verification"], run["report"]["num_draft_tokens"]) == ("coupled", 3)
-
-
-def test_comparison(pair):
-    found = document(specx("the cat", "--max-new-tokens", "6", "--compare", "--repeats", "3", "--json"))
-    comparison = found["runs"][0]["comparison"]
-    speeds = {}
-    for side in ("plain", "ours"):
-        speeds[side] = [n / s for n, s in zip(comparison[side]["tokens"], comparison[side]["seconds"], strict=True)]
-        assert comparison[side]["tokens_per_second"] == sorted(speeds[side])[1]
-    ratio = sorted(ours / plain for ours, plain in zip(speeds["ours"], speeds["plain"], strict=True))[1]
-    assert comparison["measured_speedup"] == ratio  # of the same turn
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "no prompts; give them as arguments"),
-        (["a", "--demo"], "more than one way"),
-        (["a", "--verification", "nucleus"], "verification='nucleus' is unknown; choose one of token, block, coupled"),
-        (["a", "--num-draft-tokens", "-2"], "num_draft_tokens=-2 is below 1"),
-        (["a", "--num-draft-tokens", "many"], "num_draft_tokens='many' is not a number"),
-        (["a", "--repeats", "5"], "--repeats is for --compare"),
-        (["a", "--compare", "--repeats", "4"], "--repeats 4 has no middle run"),
-        (["a", "--dtype", "int8"], "--dtype int8 is unknown"),
-        (["a", "--temperature", "nan"], "--temperature nan is not above 0"),
-        (["a", "--top-p", "1.1"], "--top-p 1.1 is not in (0, 1]"),
-        (["a", "--top-k", "-1"], "--top-k -1 is negative"),
-        (["a", "--greedy", "--top-k", "5"], "--greedy does not sample"),
-        (["a", "--max-new-tokens", "0"], "--max-new-tokens 0 generates nothing"),
-    ],
-)
-def test_errors_are_one_line_and_nothing_is_loaded(loaded, arguments, message):
-    result = specx(*arguments, input="")
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert loaded[1] == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["a", "--max-new-tokens", "999"], "999 new ones are more than the 128 positions"),
-        (["a", ""], "prompt 2 is empty"),
-    ],
-)
-def test_prompts_that_the_model_cannot_take(pair, arguments, message):
-    result = specx(*arguments)
-    assert (result.exit_code, message in result.stderr) == (2, True)
 
 
 @pytest.mark.usefixtures("draft_pays")
@@ -174,28 +119,9 @@ def test_loading_is_told_what_was_given_and_where_there_is_an_accelerator(loaded
     assert specx("the cat", *FAST).exit_code == 0
     assert specx("the cat", *FAST, "--revision", "v1", "--token", "t", "--trust-remote-code").exit_code == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    loading.load_given_pair("embedded", "auto", loading.default_device_map())
+    loading.load_given_pair("embedded", Loading())
     given = {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
     assert loaded[1] == [{"dtype": "auto"}, given, {"dtype": "auto", "device_map": "auto"}]
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("embeded", "did you mean 'embedded'"),
-        ("gpt2-xl-with-gpt2", "make one with specx tune openai-community/gpt2-xl openai-community/gpt2 --out FOLDER"),
-    ],
-)
-def test_names_without_an_owner_are_not_looked_for(monkeypatch, name, says):
-    monkeypatch.setattr(fetch, "snapshot_download", None)
-    assert says in specx("a", "--pair", name).stderr
-
-
-def test_demo_without_prompts(pair):
-    pair.config.prompts = []
-    result = specx("--demo")
-    assert result.exit_code == 2
-    assert "has no prompts of its own" in result.stderr
 
 
 def test_json_schema(tmp_path):
@@ -212,15 +138,6 @@ def test_json_schema(tmp_path):
     result = specx(*arguments, "--json-schema", str(tmp_path / "schema.json"))
     assert result.exit_code == 2
     assert "is no JSON schema that xgrammar can read" in result.stderr
-
-
-@pytest.mark.parametrize(("found", "says"), [(True, "schema.json is no JSON ("), (None, "pip install xgrammar")])
-def test_a_schema_is_read_before_models(monkeypatch, tmp_path, found, says):
-    (tmp_path / "schema.json").write_text("{")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
-    result = specx("a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
-    assert result.exit_code == 2
-    assert says in result.stderr
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[1:2], PROMPTS])
@@ -245,12 +162,3 @@ def test_stream_has_the_colours_of_the_report(pair, monkeypatch):
         assert {span.style for span in text.spans} <= {coloured.STYLES[o] for o in coloured.round_origins(record)}
     assert "\x1b[32m" in result.stdout
     assert pair.strategy.streamer is None
-
-
-@pytest.mark.parametrize("name", ["generate", "check", "bench"])
-def test_messages_without_a_template_are_refused_before_models(name: str, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}')
-    pair = ["--pair", "no/pair"] if name == "generate" else ["no/pair"]
-    result = command(name, *pair, "--file", tmp_path / "prompts.jsonl")
-    assert result.exit_code == 2
-    assert "a prompt is a list of messages; add --chat" in " ".join(result.stderr.split())

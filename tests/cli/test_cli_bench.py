@@ -10,7 +10,6 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.ways import in_words
-from hf_specx.cli.bench import COLUMNS, rows_of
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -68,50 +67,3 @@ def test_options_reach_the_cells_and_other_cells_stay_in_the_file(folder, texts,
     assert own["provenance"]["dtype"] == "bfloat16"
     assert other["cell"]["pair"] == f"{folder} with {tmp_path / 'draft'}"
     assert other["pair"]["draft_parameters"] < own["pair"]["draft_parameters"]
-
-
-def test_no_word_is_cut_at_80_columns(folder, texts):
-    result = specx(folder, *QUICK, "--batch", "1", "--file", texts, "--contender", "coupled-5", columns="80")
-    assert "…" not in result.stdout
-    for heading in COLUMNS:
-        assert all(word in result.stdout for word in heading.split())
-    rows = rows_of({"coupled-5-compiled": {"tokens_per_second": {"median": 123456.0}}})
-    assert rows[0][:2] == ("coupled-5-compiled", "123456")
-    assert set(rows[0][2:]) == {"-"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch", "0"], "batches=[0]"),
-        (["--batch", "2", "--batch", "2"], "each once"),
-        (["--repeats", "0"], "repeats=0"),
-        (["--new-tokens", "1"], "leave no round to time"),
-        (["--prompt-tokens", "0"], "leave no round to time"),
-        (["--temperature", "-1"], "--temperature -1.0 is not above 0"),
-        (["--top-p", "0"], "--top-p 0.0 is not in (0, 1]"),
-        (["--dtype", "int8"], "--dtype int8 is unknown"),
-        (["--contender", "fast"], "contender 'fast' is unknown"),
-        (["--chat"], "--chat is for prompts of --file; give it, or leave --chat out"),
-        (["no-such-pair"], "no-such-pair"),
-        (["--out", "no/such/folder.json"], "there is no folder"),
-        (["--out", "FILE"], "has no results of this version"),
-    ],
-)
-def test_errors_are_one_line(tmp_path, arguments, message):
-    file = tmp_path / "notes.txt"
-    file.write_text("notes")
-    result = specx(*(str(file) if argument == "FILE" else argument for argument in arguments))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
-    assert file.read_text() == "notes"
-
-
-def test_a_pair_that_cannot_read_prompts_is_refused(tmp_path):
-    target = tiny(**SIZES)
-    DraftTargetPair(target, near(target, 0.1)).save_pretrained(tmp_path / "pair")
-    result = specx(str(tmp_path / "pair"), *QUICK)
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "has no tokenizer, so it cannot read prompts" in result.stderr

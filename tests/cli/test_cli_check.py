@@ -36,10 +36,14 @@ def specx(*arguments: str):
 
 
 def test_a_check_that_passes(folder, texts, tmp_path):
-    out = tmp_path / "result.json"
-    result = specx(folder, *SMALL, "--file", texts, "--out", str(out))
+    """And writes its figures and a page."""
+    out, report = tmp_path / "result.json", tmp_path / "report.html"
+    result = specx(folder, *SMALL, "--file", texts, "--out", str(out), "--report", str(report))
     assert result.exit_code == 0, result.stdout + result.stderr
-    found = json.loads(out.read_text())
+    page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
+    assert found["speed"]["times_plain"] > 0
+    assert found["command"] in html.unescape(page)
+    assert found["pair"] in page
     assert found["passed"] is True
     assert found["prompts"] == PROMPTS
     assert "_timestamp" in found
@@ -77,77 +81,8 @@ def test_options_reach_the_check(monkeypatch, folder, texts, tmp_path):
     more = f"--samples 6 --num-draft-tokens 2 --level 0.01 --seed 4 --dtype bfloat16 --resume {tmp_path}/known.json"
     specx(folder, *options.split(), *more.split(), "--file", texts)
     (settings, prompts, dtype, path), *_ = seen
-    assert settings.to_dict() == {
-        "batch_sizes": [2, 3],
-        "new_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 7,
-        "verifications": ["token"],
-        "samples": 6,
-        "num_draft_tokens": 2,
-        "seed": 4,
-        "level": 0.01,
-        "options": {},
-    }
+    assert settings == Settings((2, 3), 9, 0.5, 0.9, 7, ("token",), 6, 2, 4, 0.01)
     assert (prompts, str(dtype), path) == (PROMPTS, "torch.bfloat16", tmp_path / "known.json")
     specx()
     settings, prompts, dtype, path = seen[1]
     assert (settings, len(prompts), path) == (Settings(), 16, None)  # the embedded pair has 16
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch", "0"], "batch_sizes=[0]"),
-        (["--new-tokens", "1"], "new_tokens=1 and samples=None leave nothing to compare"),
-        (["--temperature", "0"], "--temperature 0.0 is not above 0"),
-        (["--verification", "magic"], "give some of greedy, coupled, token, block"),
-        (["--level", "2"], "level=2.0 is no chance of a false alarm"),
-        (["--dtype", "int8"], "--dtype int8 is unknown"),
-        (["--out", "no/such/folder.json"], "there is no folder"),
-        (["--resume", "no/such/folder.json"], "there is no folder"),
-        (["--report", "no/such/report.html"], "there is no folder"),
-        (["--report", "FOLDER"], "is a folder; name a file in it"),
-        ([], "give a list of texts; the pair has none of its own"),
-        (["--file", "FILE", "--new-tokens", "1000"], "more than the 128 positions"),
-    ],
-)
-def test_errors_are_one_line(folder, texts, tmp_path, arguments, message):
-    (tmp_path / "folder.html").mkdir()
-    names = {"FILE": texts, "FOLDER": tmp_path / "folder.html"}
-    given = [] if not arguments or "--file" in arguments else ["--file", texts]
-    result = specx(folder, *given, *(names.get(argument, argument) for argument in arguments))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
-
-
-def test_a_report(folder, texts, tmp_path):
-    out, report = tmp_path / "result.json", tmp_path / "report.html"
-    small = [*SMALL, "--file", texts, "--verification", "greedy", "--out", str(out)]
-    result = specx(folder, *small, "--report", str(report))
-    assert result.exit_code == 0, result.stderr
-    assert f"wrote {report}" in result.stdout
-    page, found = report.read_text(encoding="utf-8"), json.loads(out.read_text())
-    for line in found["lines"]:
-        assert line["what"] in page
-    assert found["speed"]["times_plain"] > 0
-    assert found["command"] in html.unescape(page)
-    assert found["pair"] in page
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--chat"], "--chat is for prompts of --file"),
-        (["--report", "report.pdf"], "does not end in .html"),
-        (["org/pair", "--resume", "FILE"], "is no interrupted check of this version"),
-    ],
-)
-def test_refused_before_anything_is_loaded(monkeypatch, texts, arguments, message):
-    monkeypatch.setattr("hf_specx.cli.loading.load_named", None)
-    result = specx(*(texts if argument == "FILE" else argument for argument in arguments))
-    assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (2, "", 1)
-    assert message in result.stderr

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +14,9 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli.complete import write_texts
 from hf_specx.cli.console import Output
-from hf_specx.cli.options import read_prompts
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.cli.session import NewProcessor
+from hf_specx.cli.session import NewProcessor, Session, write_texts
 from hf_specx.pairs.results_file import ResultsFile
 
 
@@ -65,25 +62,22 @@ def test_a_file_to_a_file(pair: DraftTargetPair, file: Path, tmp_path: Path):
     assert said["options"] == options
 
 
-def test_lines_of_text_and_of_standard_input(pair: DraftTargetPair, tmp_path: Path):
+def test_prompts_from_everywhere(pair: DraftTargetPair, tmp_path: Path):
+    """Arguments, lines of a file, a pipe, which can be read once, and standard input."""
     (tmp_path / "prompts.txt").write_text("\n\n".join(TEXTS) + "\n")
-    found = []
-    for number, arguments in enumerate(([*TEXTS], ["--file", tmp_path / "prompts.txt"], [])):
-        out = tmp_path / f"{number}.jsonl"
-        result = specx(*arguments, "--out", out, "--greedy", "--batch-size", "2", input="\n".join(TEXTS))
-        assert result.exit_code == 0, result.stderr
-        found.append(texts_of(out))
-    assert found == [pair.complete(TEXTS, max_new_tokens=128, do_sample=False)] * 3
-
-
-def test_a_pipe_is_read_once(pair: DraftTargetPair, tmp_path: Path):
-    out, (read, write) = tmp_path / "done.jsonl", os.pipe()
+    found, (read, write) = [], os.pipe()
     os.write(write, "\n".join(TEXTS).encode())
     os.close(write)
-    result = specx("--file", f"/dev/fd/{read}", "--out", out, "--greedy", "--max-new-tokens", "8")
+    ways = [*TEXTS], ["--file", tmp_path / "prompts.txt"], ["--file", f"/dev/fd/{read}"], []
+    for number, arguments in enumerate(ways):
+        out = tmp_path / f"{number}.jsonl"
+        result = specx(
+            *arguments, "--out", out, "--greedy", "--batch-size", 2, "--max-new-tokens", 16, input="\n".join(TEXTS)
+        )
+        assert result.exit_code == 0, result.stderr
+        found.append(texts_of(out))
     os.close(read)
-    assert result.exit_code == 0, result.stderr
-    assert texts_of(out) == pair.complete(TEXTS, max_new_tokens=8, do_sample=False)
+    assert found == [pair.complete(TEXTS, max_new_tokens=16, do_sample=False)] * 4
 
 
 def test_an_interrupted_file_is_gone_on_with(
@@ -113,16 +107,9 @@ def test_an_interrupted_file_is_gone_on_with(
 
 def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path):
     def write(schema: str) -> None:
-        grammar, options = NewProcessor(lambda: TopKLogitsWarper(5), schema), {"max_new_tokens": 8, "do_sample": True}
-        session = SimpleNamespace(
-            name="a pair",
-            pair=pair,
-            seed=0,
-            options=options,
-            arguments=options | {"logits_processor": grammar},
-            grammar=grammar,
-            console=Output(quiet=True),
-        )
+        options = {"max_new_tokens": 8, "do_sample": True}
+        options["logits_processor"] = NewProcessor(lambda: TopKLogitsWarper(5), schema)
+        session = Session("a pair", pair, options, 0, 0, Output(quiet=True), {})
         write_texts(session, TEXTS, False, tmp_path / "done.jsonl", 2)
 
     for _ in range(2):
@@ -137,24 +124,6 @@ def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: P
     result = specx("--file", file, "--out", out)
     assert result.exit_code == 0
     assert "warning: prompts that were refused: 1; their lines in" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--batch-size", "4"], "--batch-size is for --out"),
-        (["--out", "{}/done.jsonl", "--compare"], "--out shows and times nothing"),
-        (["--out", "{}/prompts.txt"], "is there already, and there is no prompts.txt.arguments"),
-    ],
-)
-def test_options_are_checked_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
-):
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
-    (tmp_path / "prompts.txt").write_text("a\n")
-    result = specx("--file", tmp_path / "prompts.txt", *(each.format(tmp_path) for each in arguments))
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -189,7 +158,7 @@ def test_messages_are_put_into_the_chat_template(pair: DraftTargetPair, tmp_path
 def test_prompts_of_a_file_are_those_of_read_prompts(tmp_path: Path, ending: str):
     file = tmp_path / "prompts.txt"
     file.write_bytes("\ufeff a \u2028b".encode() + ending.encode() * 2 + b"\x0cc ")
-    assert list(FilePrompts(file)) == read_prompts([], file, "")
+    assert list(FilePrompts(file)) == [" a \u2028b", "\x0cc "]
     assert len(FilePrompts(file)) == 2
     file.write_bytes(b"a\n\xff\n")
     with pytest.raises(ValueError, match="is not text in UTF-8"):

@@ -9,7 +9,6 @@ from command import command, saved_models
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import distill as cli_distill
 from hf_specx.training.result import Distilled
 
 
@@ -69,15 +68,6 @@ def test_the_pair_is_saved_where_it_cannot_be_timed(folders, tmp_path, monkeypat
     assert DraftTargetPair.from_pretrained(tmp_path / "pair").config.measurements == []
 
 
-def test_a_reader_that_has_gone_ends_no_training(monkeypatch):
-    def closed(*given: object, **options: object) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr("builtins.print", closed)
-    with cli_distill.shown_progress() as tell:
-        tell("before training", 0, 0)
-
-
 WRONG = {
     "'nowhere' cannot be got from the Hub, and there is no folder": ["nowhere", "draft"],
     "'layers:no' names no layers": ["target", "layers:no"],
@@ -97,14 +87,3 @@ def test_refused_before_anything_is_written(folders, tmp_path, told: str):
     assert result.exit_code == 2
     assert told in result.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("out", ["../mine", ".", ""])
-def test_a_folder_that_is_in_use(folders, tmp_path, monkeypatch, out: str):
-    monkeypatch.setattr(cli_distill, "train", pytest.fail)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").touch()
-    monkeypatch.chdir(tmp_path / "mine")
-    result = specx(folders["target"], folders["draft"], "--out", out)
-    assert result.exit_code == 2
-    assert "is there already" in result.stderr

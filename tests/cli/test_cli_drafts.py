@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from command import command, saved_models
+from command import command
 from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.cli import loading
-from hf_specx.cli.options import Named
-from hf_specx.common.devices import last_device
 from hf_specx.hub.pair_config import CONFIG_NAME, ModelSource, PairConfig
 
 
@@ -67,26 +65,3 @@ def test_where_the_target_is_stays_known(pair: DraftTargetPair, kind: str):
     assert made.sources["target"] == early.sources["target"]
     if kind == "both":
         assert [type(draft) for draft in made.draft] == [SuffixDraft, EarlyExitDraft]
-
-
-def test_a_named_draft_goes_where_its_target_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is not spread over devices, as the target may be."""
-    names, maps, load = saved_models(tmp_path, {"vocab_size": 280, "pad_token_id": 1}, 0.1), [], loading.load
-    monkeypatch.setattr(loading, "load", lambda *given: maps.append(given[-1]) or load(*given))
-    monkeypatch.setattr(loading, "device_map", lambda device: "auto")
-    pair = loading.load_named(Named(target=names["target"], draft=names["draft"]))
-    assert maps == ["auto", {"": last_device(pair.target)}]
-
-
-@pytest.mark.parametrize("kind", ["ngram", "both"])
-def test_kinds_that_a_pair_is_not_saved_with(monkeypatch: pytest.MonkeyPatch, kind: str):
-    monkeypatch.setattr(loading, "load_given_pair", None)
-    result = command("publish", "org/pair", "org/name", "--draft", kind)
-    assert result.exit_code == 2
-    assert f"--draft {kind} is no kind of draft to save; choose suffix, exit:4 or the like." in result.stderr
-
-
-def test_a_draft_that_is_not_there_is_named(pair: DraftTargetPair):
-    result = command("generate", TEXTS[0], "--draft", "org/ngram")
-    assert result.exit_code == 2
-    assert "'org/ngram' cannot be got from the Hub, and there is no folder of that name here" in result.stderr

@@ -76,23 +76,20 @@ def test_one_document_and_progress_beside_it(folders, tmp_path, line):
         assert re.search(f"^{progress}.*, [0-9]+ s$", result.stderr, re.MULTILINE), result.stderr[-2000:]
 
 
-def test_what_is_done_soon_has_no_lines(folders, tmp_path):
-    assert written("publish PAIR --folder OUT", folders, tmp_path / "out").stderr == ""
-
-
 @pytest.mark.usefixtures("restless")
 def test_lines_end_with_the_work(monkeypatch):
-    """Also where it fails; not before, where nobody reads them."""
+    """Also where it fails; not before, where nobody reads them, which ends no work."""
     threads, printed = threading.active_count(), threading.Event()
 
     def closed(*given: object, **options: object) -> None:
         printed.set()
         raise BrokenPipeError
 
-    monkeypatch.setattr("builtins.print", closed)
-    with suppress(RuntimeError), console.lines_now_and_then(lambda: "working"):
+    monkeypatch.setattr(console.Output, "text", closed)
+    with suppress(RuntimeError), console.progress("working") as tell:
         for _ in range(2):
             assert printed.wait(60)
             printed.clear()
+        tell("news", 0, 0)
         raise RuntimeError
     assert threading.active_count() == threads

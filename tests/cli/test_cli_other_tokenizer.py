@@ -1,6 +1,5 @@
 """The commands with a pair whose draft has another tokenizer, and with its models by name."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -45,27 +44,6 @@ def output(*arguments: object) -> str:
     result = command(*arguments, COLUMNS="200")
     assert result.exit_code == 0, result.stdout + result.stderr
     return result.stdout
-
-
-def test_generate(folder: str):
-    given = ["The cat sat", "--greedy", "--max-new-tokens", "12", "--num-draft-tokens", "3", "--json"]
-    told = json.loads(output("generate", "--pair", folder, *given))
-    target, tokenizer = target_of(KIND), tokenizer_of(KIND)
-    inputs = tokenizer("The cat sat", return_tensors="pt")
-    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)[0, inputs["input_ids"].shape[1] :]
-    (run,) = told["runs"]
-    assert run["texts"] == [tokenizer.decode(plain, skip_special_tokens=True)]
-    assert run["report"]["tokenizer_match"]["match"] == "tokens"
-    assert run["report"]["accepted"] > 0
-
-
-def test_generate_compares(folder: str, models: dict[str, str], prompts: str):
-    few = ["--max-new-tokens", "6", "--repeats", "1"]
-    assert "measured speed-up" in output("generate", "--pair", folder, "--compare", "--file", prompts, *few)
-    told = output("generate", "--demo", "--pair", folder, *few)
-    assert "does not take it" in told  # transformers' own
-    named = ["--target", models["target"], "--draft", models["other"]]
-    assert "another tokenizer, matched by tokens" in output("generate", *named, "a cat", "--max-new-tokens", "6")
 
 
 def test_tune_saves_both_tokenizers(models: dict[str, str], prompts: str, tmp_path: Path):

@@ -8,7 +8,7 @@ from tiny import near, tiny
 from tiny_tokenizer import tiny_tokenizer
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli import reading
+from hf_specx.cli import loading
 from hf_specx.hub.cards import known_card, render
 from hf_specx.hub.fetch import Files
 from hf_specx.hub.known_pairs import BY_NAME
@@ -65,8 +65,8 @@ def test_all_cards(tmp_path):
 def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
     seen, code = [], []
     config = PairConfig(ModelSource("org/t", "c1"), ModelSource("org/d", "c2"))
-    monkeypatch.setattr(reading, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
-    monkeypatch.setattr(reading, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
+    monkeypatch.setattr(loading, "get_pair", lambda *a, **hub: seen.append((*a, hub)) or (None, config))
+    monkeypatch.setattr(loading, "get_files", lambda *a, **hub: code.append((*a, hub)) or Files("", None, tmp_path))
     assert output("card", "org/pair", "--revision", "v1", "--token", "t") == render(config, "org/pair")
     assert code == [("org/pair", "v1", ["generate.py"], "custom_generate", {"token": "t"})]
     output("export", "vllm", "org/pair", "--revision", "v1")
@@ -74,50 +74,23 @@ def test_the_hub_is_asked_for_what_was_said(monkeypatch, tmp_path):
     assert seen == [("org/pair", "v1", {"token": "t"}), ("org/pair", "v1", {}), ("org/pair", None, {})]
 
 
-@pytest.fixture
-def pushed(folder, monkeypatch):
-    """What was asked to be published, and by what the pair was loaded."""
-    seen = {}
-    plain = DraftTargetPair.from_pretrained
-
-    def load(name, **options):
-        seen["load"] = options
-        return plain(folder, dtype="auto")
-
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", load)
-    monkeypatch.setattr(
-        DraftTargetPair, "push_to_hub", lambda pair, repo_id, **o: seen.update(o, id=repo_id) or "c0ffee"
-    )
-    return seen
-
-
-def test_publish(folder, pushed):
-    result = output("publish", folder, "org/name", "--json")
-    inside = {"target": "inside", "draft": "inside"}
-    assert (
-        pushed
-        == {"load": {"dtype": "auto"}, "id": "org/name", "private": None, "token": None, "revision": None} | inside
-    )
-    assert json.loads(result) == {"repository": "org/name", "commit": "c0ffee"} | inside
-    assert "published org/name at c0ffee" in output("publish", folder, "org/name")
-
-
-def test_publish_with_every_option(folder, pushed):
-    options = ["--private", "--branch", "next", "--revision", "v1", "--token", "t", "--trust-remote-code"]
-    output("publish", "org/pair", "org/name", *options, "--reference-target", "--inside-draft")
-    assert pushed["load"] == {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
-    assert (pushed["private"], pushed["revision"], pushed["token"]) == (True, "next", "t")
-    assert (pushed["target"], pushed["draft"]) == ("reference", "inside")
-
-
-def test_publish_keeps_references(folder, pushed, monkeypatch):
-    pair = DraftTargetPair.embedded()
+def test_publish(monkeypatch):
+    """References are kept unless something else is asked for, and every option arrives."""
+    asked, pair = {}, DraftTargetPair.embedded()
     pair.config.target = ModelSource("org/target", "v1")
-    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **options: pair)
-    output("publish", "org/pair", "org/name")
-    assert (pushed["target"], pushed["draft"]) == ("reference", "inside")
-    output("publish", "org/pair", "org/name", "--inside-target")
-    assert (pushed["target"], pushed["draft"]) == ("inside", "inside")
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", lambda name, **given: asked.update(load=given) or pair)
+    monkeypatch.setattr(DraftTargetPair, "push_to_hub", lambda pair, name, **o: asked.update(o, id=name) or "c0ffee")
+    told = json.loads(output("publish", "org/pair", "org/name", "--json"))
+    assert told == {"repository": "org/name", "commit": "c0ffee", "target": "reference", "draft": "inside"}
+    assert asked.pop("load") == {"dtype": "auto"}
+    assert asked == {"private": None, "token": None, "revision": None, "id": "org/name"} | {
+        role: told[role] for role in ("target", "draft")
+    }
+    options = ["--private", "--branch", "next", "--revision", "v1", "--token", "t", "--trust-remote-code"]
+    told = output("publish", "org/pair", "org/name", *options, "--inside-target", "--reference-draft")
+    assert told == "published org/name at c0ffee: target inside, draft reference\n"
+    assert asked["load"] == {"dtype": "auto", "revision": "v1", "token": "t", "trust_remote_code": True}
+    assert (asked["private"], asked["revision"], asked["token"]) == (True, "next", "t")
 
 
 def test_publish_into_a_folder(folder, tmp_path):
@@ -141,40 +114,3 @@ def test_export(folder):
     assert found == vllm(config, str(folder), num_draft_tokens=7)._asdict()
     assert found["speculative_config"]["num_speculative_tokens"] == 7
     assert all("vllm serve" in output("export", "vllm", name) for name in ("embedded", KNOWN))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["card", "FOLDER", "--all", "x"], "leave out the name, --out, --title and --revision"),
-        (["card", "--title", "a/b"], "without a name there is no card"),
-        (["card", KNOWN, "--title", "a/b"], f"--title a/b is for pairs of your own, and '{KNOWN}'"),
-        (["export", "vllm", "embedded", "--revision", "v1"], "--revision v1 is for pairs of your own, and 'embedded'"),
-        (["card", KNOWN[:-1]], f"did you mean '{KNOWN}'"),
-        (["publish", "embeded", "org/name"], "did you mean 'embedded'"),
-        (["publish", "FOLDER", "--folder", "x", "--private"], "--private goes with a repository"),
-        (["publish", "FOLDER", "--folder", "x", "--branch", "b"], "--branch goes with a repository"),
-        (["publish", "FOLDER", "org/name", "--overwrite"], "--overwrite goes with --folder"),
-        (["publish", "FOLDER", "org/name", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
-        (["publish", "org/none", "--folder", "FOLDER"], "is there already; name another folder, or pass --overwrite"),
-        (["publish", "org/none", "--folder", "FULL", "--overwrite"], "is no pair, as it has no specx_config.json"),
-        (["tune", "org/none", "org/d", "--out", "FULL", "--overwrite"], "is no pair, as it has no specx_config.json"),
-        (["publish", "FOLDER"], "give the repository's name, or --folder"),
-        (["publish", "FOLDER", "org/name", "--folder", "x"], "give the repository's name, or --folder"),
-        (["publish", "FOLDER", "a/b/c"], "is no name of a repository"),
-        (["publish", "FOLDER", "--folder", "EMPTY", "--reference-target"], "no repository on the Hub"),
-        (["publish", "EMPTY", "org/name"], "no specx_config.json"),
-        (["export", "vllm", "FOLDER", "--num-draft-tokens", "0"], "num_draft_tokens=0 is below 1"),
-    ],
-)
-def test_errors_are_one_line(folder, tmp_path, arguments, message):
-    full, empty = tmp_path / "full", tmp_path / "empty"
-    full.mkdir()
-    empty.mkdir()
-    (full / "thesis.txt").write_text("years of it")
-    names = {"FOLDER": folder, "EMPTY": empty, "FULL": full}
-    result = command(*(names.get(a, a) for a in arguments))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert (full / "thesis.txt").exists()

@@ -9,14 +9,12 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import indent
 
 import pytest
 from command import command
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from hf_specx.cli import console
-from hf_specx.cli.commands import app, export
 from hf_specx.hub import fetch
 
 
@@ -60,31 +58,22 @@ def ends(result, code: int) -> str:
     return line
 
 
-def test_all_commands_are_in_the_table():
-    names = [command.name or command.callback.__name__ for command in app.registered_commands]
-    names += [f"export {command.name or command.callback.__name__}" for command in export.registered_commands]
-    assert {row.partition(" --")[0] for row in COMMANDS} == set(names)
-
-
 @pytest.mark.parametrize("name", COMMANDS)
-def test_no_network(monkeypatch, tmp_path: Path, name):
+@pytest.mark.parametrize("found", ["nothing", "a broken pair"])
+def test_what_cannot_be_loaded(monkeypatch, tmp_path: Path, name, found):
+    """A pair that is not on this machine, without a network, and one whose config is no JSON."""
+
     def without_network(*args: object, **options: object) -> None:
         raise LocalEntryNotFoundError("Cannot find an appropriate cached snapshot folder")
 
     monkeypatch.setattr(fetch, "snapshot_download", without_network)
-    line = ends(command(*words(name, "org/pair", tmp_path), input=""), 2)
-    assert line.startswith("error: 'org/pair' cannot be got from the Hub, and there is no folder of that name here")
-    assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_broken_pair(tmp_path: Path, name):
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    (broken / "specx_config.json").write_text("{")
-    line = ends(command(*words(name, str(broken), tmp_path), input=""), 2)
+    pair = "org/pair" if found == "nothing" else str(tmp_path / "broken")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "specx_config.json").write_text("{")
+    line = ends(command(*words(name, pair, tmp_path), input=""), 2)
     assert line.startswith("error: ")
-    assert str(broken) in line or "config.json" in line
+    assert pair in line or "config.json" in line
+    assert found != "nothing" or "cannot be got from the Hub, and there is no folder of that name here" in line
     assert not list((tmp_path / "out").iterdir())
 
 
@@ -120,8 +109,8 @@ def test_whatever_ends_the_work(monkeypatch, tmp_path: Path, name, error, code):
     monkeypatch.setattr(f"hf_specx.cli.{module}.imports", work)
     result = command(*words(name, "embedded", tmp_path), input="")
     assert len(dropped) == (code == 141)
-    goes_on = f"; the same command goes on with {tmp_path / 'out' / KEPT[name]}" if name in KEPT else ""
-    told = {130: f"interrupted{goes_on}\n", 2: "error: no\n", 141: ""}
+    goes_on = f"interrupted; the same command goes on with {tmp_path / 'out' / KEPT[name]}\n" if name in KEPT else ""
+    told = {130: goes_on, 2: "error: no\n", 141: ""}
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", told[code])
 
 
@@ -162,14 +151,3 @@ def test_a_reader_that_has_gone(kind):
     os.close(write)
     assert process.communicate()[1] == ""
     assert process.returncode == 141
-
-
-def test_nobody_reads_what_is_said_of_an_error():
-    """The exit code still says it."""
-    code = "from hf_specx.cli.console import errors_in_one_line\nwith errors_in_one_line():\n    raise ValueError\n"
-    code = f"import sys, typer\ntry:\n{indent(code, '    ')}except typer.Exit as end:\n    sys.exit(end.exit_code)"
-    read, write = os.pipe()
-    os.close(read)
-    process = subprocess.run([sys.executable, "-c", code], stderr=write)
-    os.close(write)
-    assert process.returncode == 2

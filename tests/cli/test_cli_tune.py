@@ -2,19 +2,18 @@
 
 import json
 import sys
-from types import SimpleNamespace
+from dataclasses import fields
 
 import pytest
 from command import command, saved_models
-from rich.console import Console
 from tiny_tokenizer import TEXTS
 
 from hf_specx import DraftTargetPair
 from hf_specx.bench.study import DraftTrial, weightless_draft
-from hf_specx.cli import loading
 from hf_specx.cli import options as cli_options
 from hf_specx.cli import tune as cli_tune
-from hf_specx.hub.pair_config import ModelSource, PairConfig
+from hf_specx.cli.console import Output
+from hf_specx.hub.pair_config import Measurement, ModelSource, PairConfig
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -33,12 +32,17 @@ def specx(*arguments: str, input: str = "\n".join(TEXTS)):
 
 def test_tables_and_json(folders, tmp_path):
     (tmp_path / "prompts.txt").write_text("\n".join(TEXTS))
-    told = []  # to people, and as JSON; prompts from a file, and from standard input
-    for more in (["--file", str(tmp_path / "prompts.txt")], ["--json"]):
+    out, told = tmp_path / "pair", []  # to people, and as JSON; prompts from a file, and from standard input
+    saved = ["--out", str(out), "--save-prompts"]
+    for more in (["--file", str(tmp_path / "prompts.txt"), *saved], ["--json"]):
         result = specx(folders["target"], folders["draft"], folders["stranger"], *QUICK, *more)
         assert (result.exit_code, result.stderr) == (0, "")
         told.append(result.stdout)
     shown, found = told[0], json.loads(told[1])
+    assert f"saved in {out}: target inside, draft inside" in shown
+    pair = DraftTargetPair.from_pretrained(out)
+    assert pair.prompts == list(TEXTS)
+    assert [m.batch for m in pair.config.measurements] == [1, 2]
     assert found["target"] == folders["target"]
     by_name = {draft["draft"]: draft for draft in found["drafts"]}
     assert by_name.keys() == {folders["draft"], folders["stranger"]}
@@ -52,52 +56,12 @@ def test_tables_and_json(folders, tmp_path):
     assert "candidates: γ, the recommended number in each round" in shown
 
 
-def test_names_are_whole_at_80_columns(folders):
-    """They stand on lines of their own, however long they are, above figures in the same columns."""
-    names = [folders["draft"], folders["stranger"]]
-    result = command("tune", folders["target"], *names, *QUICK, input="\n".join(TEXTS), COLUMNS="80")
-    assert result.exit_code == 0, result.stderr
-    lines = result.stdout.splitlines()
-    for name in names:
-        assert lines.count(name) == 1
-        figures = [line.split() for line in lines[lines.index(name) + 1 :]]
-        assert [row[0] for row in figures if len(row) == 8 and row[0] in "12"][:2] == ["1", "2"]
-    assert "…" not in result.stdout
-
-
-def test_saved_pair_loads(folders, tmp_path):
-    out = tmp_path / "pair"
-    result = specx(folders["target"], folders["draft"], *QUICK, "--out", str(out), "--save-prompts")
-    assert result.exit_code == 0, result.stderr
-    assert f"saved in {out}: target inside, draft inside" in result.stdout
-    pair = DraftTargetPair.from_pretrained(out)
-    assert pair.prompts == list(TEXTS)
-    assert [m.batch for m in pair.config.measurements] == [1, 2]
-
-
-def test_checks_alone_need_no_prompts(folders, tmp_path):
-    arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(tmp_path / "pair")]
-    result = specx(*arguments, input="")
-    assert result.exit_code == 0, result.stderr
-    assert "measured" not in result.stdout
-    config = PairConfig.from_file(tmp_path / "pair" / "specx_config.json")
-    assert (config.measurements, config.tokenizers.method) == ([], "content")
-
-
-@pytest.mark.parametrize(("inside", "places"), [(False, ("reference", "inside")), (True, ("inside", "inside"))])
-def test_models_from_the_hub_are_saved_by_reference(tmp_path, inside, places):
-    saved = []
-    config = PairConfig(ModelSource("org/target", "main"), ModelSource(subfolder="draft"))
-    pair = SimpleNamespace(save_pretrained=lambda folder, **where: saved.append((folder, where)))
-    loading.save_best(DraftTrial("draft", config=config, pair=pair), tmp_path, inside, overwrite=True)
-    assert saved == [(tmp_path, {"overwrite": True} | dict(zip(("target", "draft"), places, strict=True)))]
-
-
 @pytest.mark.parametrize(("speed", "says"), [(2.0, "best: d, "), (0.5, "none is faster than plain generate here")])
 def test_a_slow_draft_is_called_slow(monkeypatch, capsys, speed, says):
-    monkeypatch.setattr(DraftTrial, "speedup", speed)
-    cli_tune.recommend(DraftTrial("d", config=PairConfig(ModelSource(), ModelSource())), Console())
-    assert capsys.readouterr().out.startswith(says)
+    figures = dict.fromkeys(field.name for field in fields(Measurement)) | {"measured_speedup": speed}
+    config = PairConfig(ModelSource(), ModelSource(), measurements=[Measurement(**figures)])
+    cli_tune.show_drafts("t", [DraftTrial("d", config=config)], Output())
+    assert says in capsys.readouterr().out
 
 
 def test_options_reach_the_study(folders, monkeypatch):
@@ -126,43 +90,15 @@ def test_options_reach_the_study(folders, monkeypatch):
     )
     assert study.command == f"specx tune T {measuring} {loading} --save-prompts".replace("--token t ", "")
     target, drafts, study, *revisions = seen[1]
-    assert (revisions, study.batches, study.verification) == ([None, []], (1, 8), None)
+    assert (revisions, study.batches, study.verification) == ([None, []], [1, 8], None)
     assert study.options == {"do_sample": True, "temperature": 1, "top_p": 1, "top_k": 0, "max_new_tokens": 128}
     assert (study.dtype, study.hub) == ("auto", {})
     assert not study.trust_remote_code
     assert not study.keep_prompts
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["DRAFT", "--batch", "0"], "batches=[0]"),
-        (["DRAFT", "--verification", "nucleus"], "verification='nucleus' is unknown"),
-        (["DRAFT", "--greedy", "--top-k", "5"], "--greedy does not sample"),
-        (["DRAFT", "--draft-revision", "a", "--draft-revision", "b"], "2 revisions were given for 1 drafts"),
-        (["DRAFT", "DRAFT"], "each once"),
-        (["DRAFT", "E", "--no-measure", "--out", "x"], "--no-measure cannot tell"),
-        (["DRAFT", "--out", "USED"], "is there already; name another folder, or pass --overwrite"),
-        (["DRAFT", "--out", "USED/file/pair"], "(Not a directory); name another place"),
-        (["DRAFT", "--overwrite"], "--overwrite is for saving"),
-        (["DRAFT", "--file", "EMPTY"], "no prompts; give them with --file, on standard input, or use --no-measure."),
-        (["DRAFT", "--inside"], "--inside is for saving"),
-        (["DRAFT", "--revision", "v1"], "revision='v1' is for repositories on the Hub"),
-        (["DRAFT", "--max-new-tokens", "999"], "more than the 128 positions"),
-    ],
-)
-def test_errors_are_one_line(folders, tmp_path, arguments, message):
-    (tmp_path / "file").touch(0o755)
-    (tmp_path / "empty").touch()
-    names = {"DRAFT": folders["draft"], "USED": str(tmp_path), "EMPTY": str(tmp_path / "empty")}
-    result = specx(folders["target"], *(names.get(a, a).replace("USED", str(tmp_path)) for a in arguments))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
-    assert result.stdout == ""
-
-
 def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
+    """Checks alone need no prompts."""
     out = tmp_path / "pair"
     arguments = [folders["target"], folders["draft"], "--no-measure", "--out", str(out), "--json"]
     for more in ([], ["--overwrite"]):
@@ -171,6 +107,8 @@ def test_a_pair_is_replaced_if_that_is_asked_for(folders, tmp_path):
         assert json.loads(result.stdout)["target"] == folders["target"]
         assert result.stderr == f"saved in {out}: target inside, draft inside\n"
     assert specx(*arguments, input="").exit_code == 2
+    config = PairConfig.from_file(out / "specx_config.json")
+    assert (config.measurements, config.tokenizers.method) == ([], "content")
 
 
 def test_what_was_measured_is_told_before_it_is_saved(folders, monkeypatch, tmp_path):
@@ -210,10 +148,3 @@ def test_a_target_alone(folders, tmp_path):
     pair = DraftTargetPair.from_pretrained(out)
     assert isinstance(pair.draft, type(weightless_draft(best)))
     assert [m.batch for m in pair.config.measurements] == [1, 2]
-
-
-def test_which_of_several_exits_is_saved_must_be_measured(folders, tmp_path):
-    for drafts in (["exits"], []):
-        result = specx(folders["target"], *drafts, "--no-measure", "--out", str(tmp_path / "pair"))
-        assert result.exit_code == 2
-        assert "--no-measure cannot tell; give one draft, or measure" in result.stderr

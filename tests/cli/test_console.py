@@ -17,12 +17,16 @@ def tokenizer():
     return tiny_tokenizer()
 
 
-@pytest.mark.parametrize("error", [ValueError("pass overwrite=True,\nor trust_remote_code=True"), OSError("no disk")])
-def test_errors_are_in_the_words_of_commands(capsys, error):
+def test_errors_are_in_the_words_of_commands(capsys):
     with pytest.raises(typer.Exit), console.errors_in_one_line():
-        raise error
-    says = {ValueError: "pass --overwrite, or --trust-remote-code", OSError: "no disk"}[type(error)]
-    assert capsys.readouterr().err == f"error: {says}\n"
+        raise ValueError("pass overwrite=True,\nor top_p=0.9")
+    assert capsys.readouterr().err == "error: pass --overwrite, or --top-p 0.9\n"
+
+
+def test_figures_are_never_cut(capsys):
+    console.Output(width=20).figures(["contender", "times plain"], [["coupled-5-compiled", "123456.00"]])
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in ("contender", "times", "plain", "coupled-5-compiled", "123456.00"))
 
 
 @pytest.mark.parametrize(

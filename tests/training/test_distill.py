@@ -3,7 +3,6 @@
 import copy
 import json
 import random
-import re
 
 import numpy
 import pytest
@@ -108,7 +107,8 @@ def test_accumulated_batches_are_one_batch():
 
 
 def test_a_pair_with_its_card_and_speed(tmp_path):
-    target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=280, seed=1)))
+    """In half precision; the draft has more pads behind the same tokens, as those of Qwen."""
+    target, draft = (model.to(torch.bfloat16) for model in (tiny(vocab_size=280), tiny(vocab_size=288, seed=1)))
     tokenizer = tiny_tokenizer()
     texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
     result = trained(
@@ -123,7 +123,7 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     result.measure((1, 2), "specx distill a b")
     assert [m.batch for m in result.pair.config.measurements] == [1, 2]
     assert result.pair.config.measurements[0].command == "specx distill a b"
-    assert result.pair.draft.dtype == torch.bfloat16
+    assert (result.pair.draft.dtype, result.pair.draft.config.vocab_size) == (torch.bfloat16, 288)
     result.pair.save_pretrained(tmp_path / "pair")
     loaded = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert same(weights(loaded.draft), weights(result.pair.draft))
@@ -133,17 +133,6 @@ def test_a_pair_with_its_card_and_speed(tmp_path):
     for shown in ("How the draft was made", *figures, '"loss": "jsd"', "24 prompts"):
         assert shown in card
     assert json.loads(json.dumps(result.to_dict()))["alphas"] == result.alphas
-
-
-def test_vocabularies_of_other_sizes():
-    """As those of Qwen: the same tokens, and more or fewer pads behind them."""
-    target, draft = tiny(vocab_size=280, initializer_range=0.2), tiny(vocab_size=288, initializer_range=0.2, seed=1)
-    tokenizers = {"tokenizer": tiny_tokenizer(), "draft_tokenizer": tiny_tokenizer()}
-    texts = [f"{text} {number}" for text in TEXTS for number in range(10)]
-    result = trained(target=target, draft=draft, prompts=texts, phases=1, **tokenizers)
-    result.measure((1,))
-    assert result.gain.low > 0
-    assert result.pair.draft.config.vocab_size == 288
 
 
 WRONG = {
@@ -205,18 +194,3 @@ def test_an_offloaded_target():
     assert result.alphas == pytest.approx(plain.alphas, abs=1e-4)
     with pytest.raises(ValueError, match="'layers:1': the target has weights that are offloaded"):
         trained(target=target, draft="layers:1")
-
-
-def test_progress():
-    seen = []
-    trained(progress=lambda *now: seen.append(now))
-    held_out = [("writing held-out texts", number, 4) for number in (1, 2, 3, 4)] * 2
-    phases = []
-    for phase in (1, 2, 3):
-        phases += [(f"phase {phase}, writing", text, 16) for text in range(1, 17)]
-        phases += [(f"phase {phase}, training", step, 4) for step in (1, 2, 3, 4)]
-    assert [now for now in seen if now[2]] == held_out + phases
-    lines = [what for what, _, total in seen if not total]
-    assert re.fullmatch(r"before training, α 0\.\d{3}", lines[0])
-    for phase, line in enumerate(lines[1:], 1):
-        assert re.fullmatch(rf"phase {phase} of 3, α 0\.\d{{3}}, loss 0\.\d{{3}}", line)

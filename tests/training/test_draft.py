@@ -14,7 +14,7 @@ from hf_specx.training.draft import ModelDraft, draft_of_first_layers
 from hf_specx.training.recipe import TrainingRecipe
 
 
-TYPES = ("llama", "gpt2", "qwen2", "gemma2", "gpt_neox", "smollm3")
+TYPES = ("llama", "gpt2", "gemma2", "smollm3")
 IDS = torch.tensor([[3, 9, 27, 1, 8, 5]])
 
 

@@ -12,7 +12,7 @@ from hf_specx.training.recipe import TrainingRecipe
 def test_alpha_is_the_mean_overlap_where_the_target_wrote():
     target, draft = models()
     texts = [Text(prompt, list(range(1, 3 + number))) for number, prompt in enumerate(some_prompts(5))]
-    found = measure_alpha(target, draft, texts, TrainingRecipe(), rows=2)
+    found = measure_alpha(target, draft, texts, TrainingRecipe(batch_size=2))
     for (total, count), text in zip(found.tolist(), texts, strict=True):
         with torch.no_grad():
             ids = torch.tensor([text.prompt + text.new])

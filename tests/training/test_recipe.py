@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from tiny import tiny
 from transformers import TrainingArguments
 
+from hf_specx.training.draft import ModelDraft
 from hf_specx.training.recipe import TrainingRecipe, first_layers_wanted
 from hf_specx.training.trainer import training_arguments, with_plain_arguments
 
@@ -13,7 +15,7 @@ def test_a_draft_on_the_cpu_is_trained_there(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    args = training_arguments(TrainingRecipe(), tmp_path, 1e-3, 1, torch.device("cpu"))
+    args = training_arguments(ModelDraft(tiny(), TrainingRecipe()), tmp_path, 1)
     assert (args.device.type, args.bf16) == ("cpu", False)
 
 

@@ -1,0 +1,158 @@
+"""What commands refuse: one line on stderr that names the option or the value, code 2, nothing printed or written."""
+
+from pathlib import Path
+
+import pytest
+from command import command
+from tiny import near, tiny
+from tiny_tokenizer import TEXTS, tiny_tokenizer
+
+from hf_specx import DraftTargetPair
+from hf_specx.hub import fetch
+from hf_specx.hub.known_pairs import KNOWN_PAIRS
+
+
+SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
+KNOWN = KNOWN_PAIRS[0].name
+NO_PROMPTS = "no prompts; give them with --file, on standard input, or use --no-measure."
+BEFORE_LOADING = {  # what is said, with the command that says it
+    "no prompts; give them as arguments": "generate",
+    "more than one way": "generate a --demo",
+    "verification='nucleus' is unknown; choose one of token, block, coupled": "generate a --verification nucleus",
+    "num_draft_tokens=-2 is below 1": "generate a --num-draft-tokens -2",
+    "num_draft_tokens='many' is not a number": "generate a --num-draft-tokens many",
+    "--repeats is for --compare": "generate a --repeats 5",
+    "--repeats 4 has no middle run": "generate a --compare --repeats 4",
+    "--dtype int8 is unknown": "generate a --dtype int8",
+    "--temperature nan is not above 0": "generate a --temperature nan",
+    "--top-p 1.1 is not in (0, 1]": "generate a --top-p 1.1",
+    "--top-k -1 is negative": "generate a --top-k -1",
+    "--greedy does not sample": "generate a --greedy --top-k 5",
+    "--max-new-tokens 0 generates nothing": "generate a --max-new-tokens 0",
+    "did you mean 'embedded'": "generate a --pair embeded",
+    "make one with specx tune openai-community/gpt2-xl": "generate a --pair gpt2-xl-with-gpt2",
+    "--batch-size is for --out": "generate a --batch-size 4",
+    "--out shows and times nothing": "generate a --out x --compare",
+    "is there already, and there is no notes.txt.arguments": "generate a --out NOTES",
+    "a prompt is a list of messages; add --chat": "generate --pair no/pair --file MESSAGES",
+    "a prompt is a list of messages; add --chat, ": "check no/pair --file MESSAGES",
+    "batches=[0]": "bench --batch 0",
+    "each once": "bench --batch 2 --batch 2",
+    "repeats=0": "bench --repeats 0",
+    "leave no round to time": "bench --new-tokens 1",
+    "contender 'fast' is unknown": "bench --contender fast",
+    "--chat is for prompts of --file; give it, or leave --chat out": "bench --chat",
+    "there is no folder": "bench --out no/such/folder.json",
+    "has no results of this version": "bench --out NOTES",
+    "batch_sizes=[0]": "check --batch 0",
+    "new_tokens=1 and samples=None leave nothing to compare": "check --new-tokens 1",
+    "--temperature 0.0 is not above 0": "check --temperature 0",
+    "give some of greedy, coupled, token, block": "check --verification magic",
+    "level=2.0 is no chance of a false alarm": "check --level 2",
+    "report.pdf does not end in .html": "check --report report.pdf",
+    "is no interrupted check of this version": "check no/pair --resume NOTES",
+    "--no-measure cannot tell": "tune T D E --no-measure --out x",
+    "--no-measure cannot tell; give one draft, or measure": "tune T --no-measure --out x",
+    "is there already; name another folder, or pass --overwrite": "tune T D --out FULL",
+    "is no pair, as it has no specx_config.json": "tune T D --out FULL --overwrite",
+    "(Not a directory); name another place": "tune T D --out NOTES/pair",
+    "--overwrite and --inside are for saving": "tune T D --overwrite",
+    NO_PROMPTS: "tune T D",
+    "specx tune takes texts": "tune T D --file MESSAGES",
+    "leave out the name, --out, --title and --revision": "card x/y --all x",
+    "without a name there is no card": "card --title a/b",
+    f"--title a/b is for pairs of your own, and '{KNOWN}'": f"card {KNOWN} --title a/b",
+    f"did you mean '{KNOWN}'": f"card {KNOWN[:-1]}",
+    "--revision v1 is for pairs of your own, and 'embedded'": "export vllm embedded --revision v1",
+    "--private goes with a repository": "publish x/y --folder x --private",
+    "--overwrite goes with --folder": "publish x/y org/name --overwrite",
+    "give the repository's name, or --folder": "publish x/y",
+    "is no name of a repository": "publish x/y a/b/c",
+    "is no pair, as it has no specx_config.json, so": "publish x/y --folder FULL --overwrite",
+    "--draft ngram is no kind of draft to save; choose suffix, exit:4 or the like.": "publish x/y a/b --draft ngram",
+    "--draft both is no kind of draft to save": "publish x/y a/b --draft both",
+}
+OF_MODELS = {
+    "999 new ones are more than the 128 positions": "generate a --pair PAIR --max-new-tokens 999",
+    "prompt 2 is empty": "generate --pair PAIR --file EMPTY",
+    "has no prompts of its own": "generate --demo --pair PAIR",
+    "has no tokenizer, so it cannot read text": "bench UNREAD",
+    "give a list of texts; the pair has none of its own": "check PAIR",
+    "more than the 128 positions": "check PAIR --file NOTES --new-tokens 1000",
+    "2 revisions were given for 1 drafts": "tune PAIR D --file NOTES --draft-revision a --draft-revision b",
+    "drafts=['D', 'D']: give at least one, and each once": "tune PAIR D D --file NOTES",
+    "revision='v1' is for repositories on the Hub": "tune PAIR D --file NOTES --revision v1",
+    "revision='v1' is for repositories on the Hub, ": "publish PAIR org/name --revision v1",
+    "no repository on the Hub": "publish PAIR --folder x --reference-target",
+    "num_draft_tokens=0 is below 1": "export vllm PAIR --num-draft-tokens 0",
+}
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory) -> dict[str, str]:
+    """What words in capitals mean."""
+    root, target = tmp_path_factory.mktemp("refused"), tiny(**SIZES)
+    files = {
+        "notes.txt": "notes",
+        "messages.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
+        "empty.jsonl": '"a"\n""',
+        "full/thesis.txt": "years of it",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    DraftTargetPair(target, near(target, 0.1), tiny_tokenizer()).save_pretrained(root / "pair")
+    DraftTargetPair(target, near(target, 0.1)).save_pretrained(root / "unread")
+    places = {"NOTES": "notes.txt", "MESSAGES": "messages.jsonl", "EMPTY": "empty.jsonl", "FULL": "full"}
+    places |= {"PAIR": "pair", "UNREAD": "unread"}
+    return {word: str(root / name) for word, name in places.items()}
+
+
+def refused(line: str, told: str, names: dict[str, str]) -> str:
+    """What was printed by the command, which is refused with these words."""
+    words = [names.get(word, word.replace("NOTES/", f"{names['NOTES']}/")) for word in line.split()]
+    result = command(*words, input="")
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1), result.output
+    assert told.removesuffix(", ") in result.stderr
+    assert Path(names["NOTES"]).read_text() == "notes"
+    assert (Path(names["FULL"]) / "thesis.txt").exists()
+    return result.stdout
+
+
+@pytest.mark.parametrize("told", BEFORE_LOADING)
+def test_refused_before_anything_is_loaded(names, monkeypatch, tmp_path, told: str):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fetch, "snapshot_download", None)
+    monkeypatch.setattr(DraftTargetPair, "from_pretrained", None)
+    assert refused(BEFORE_LOADING[told], told, names) == ""
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("told", OF_MODELS)
+def test_refused_for_these_models(names, monkeypatch, tmp_path, told: str):
+    monkeypatch.chdir(tmp_path)
+    refused(OF_MODELS[told], told, names)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("found", "says"), [(True, "schema.json is no JSON ("), (None, "pip install xgrammar")])
+def test_a_schema_is_read_before_models(monkeypatch, tmp_path, found, says):
+    (tmp_path / "schema.json").write_text("{")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    result = command("generate", "a", "--pair", "no/pair", "--json-schema", str(tmp_path / "schema.json"))
+    assert (result.exit_code, says in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("out", ["../mine", ".", ""])
+def test_a_training_does_not_go_into_a_folder_in_use(tmp_path, monkeypatch, out: str):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    monkeypatch.chdir(tmp_path / "mine")
+    result = command("distill", "org/target", "layers:1", "--out", out, input="\n".join(TEXTS))
+    assert (result.exit_code, "is there already" in result.stderr) == (2, True)
+
+
+def test_a_draft_that_is_not_there_is_named():
+    result = command("generate", "a", "--draft", "org/ngram")
+    assert result.exit_code == 2
+    assert "'org/ngram' cannot be got from the Hub, and there is no folder of that name here" in result.stderr
