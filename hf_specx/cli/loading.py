@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_specx.bench.checks import looking_for
 from hf_specx.bench.compatibility import ERROR, find_fit
 from hf_specx.bench.study import DraftTrial, Study, weightless_draft
-from hf_specx.bench.tune import LoadedDraft, describe, load
+from hf_specx.bench.tune import describe, load
 from hf_specx.common.devices import last_device
 from hf_specx.common.errors import require
 from hf_specx.drafting.suffix import SuffixDraft
@@ -83,7 +83,7 @@ def load_two(named: Named, name: str) -> DraftTargetPair:
     wrong = next((finding.follows for finding in findings if finding.verdict == ERROR), None)
     require(wrong is None, f"the draft does not fit the target: {wrong}")
     sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, LoadedDraft(*draft), study)
+    tokenizers, config = (target.tokenizer, draft.tokenizer), describe(target, draft, study)
     return DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
 
 

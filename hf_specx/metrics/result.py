@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import NormalDist
@@ -25,21 +26,13 @@ CHECK_LEGEND = (
 
 
 class CheckLine(NamedTuple):
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        what: in words.
-        verdict: "passed", "failed", or "not told" where too little was generated.
-        figure: how far off, larger is worse: units of rounding, or -log10 of a p-value; None where there is none.
-        threshold: a figure above it fails.
-        note: what was seen, and what would have been.
-    """
-
-    what: str
-    verdict: str
-    figure: float | None
-    threshold: float
-    note: str
+    what: str  # in words
+    verdict: str  # "passed", "failed", or "not told" where too little was generated
+    figure: float | None  # how far off, larger is worse: units of rounding, or -log10 of a p-value
+    threshold: float  # a figure above it fails
+    note: str  # what was seen, and what would have been
 
 
 @dataclass
@@ -49,18 +42,15 @@ class CheckResult:
     Attributes:
         passed: whether no line has failed.
         lines: what was looked at, in words.
-        level: chance that a check of correct code fails, at most, over all tests of this check together.
-        comparisons: how many share it; each has level / comparisons.
-        settings: of the check, as plain values.
-        provenance: versions, device, precision, code.
-        prompts: as given.
+        level: chance that a check of correct code fails, at most, over all its tests together.
+        comparisons: how many tests share it; each has level / comparisons.
+        settings, provenance, prompts: of the check, as plain values.
         cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
             alone "quality", None where there were too few texts.
         texts: by way to generate a few texts, as strings, each with the index of its prompt.
         trace: how one text came about; see `hf_specx.bench.trace.trace`.
-        speed: as `hf_specx.metrics.speed.measure_speed` has it; {} where no report was asked for.
-        pair: what the pair is called; "" if that is not known.
-        command: the command that made the check; "" in Python.
+        speed: beside plain `generate`; {} where no report was asked for.
+        pair, command: what the pair is called, and what made the check; "" if that is not known.
     """
 
     lines: list[CheckLine]
@@ -122,15 +112,12 @@ def summary(result: CheckResult) -> str:
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
     """A line for each thing that was looked at."""
-    found = []
-    for name, cell in cells.items():
-        if "equality" in cell:
-            found.append(equality_line(name, cell["equality"]))
-        if "law" in cell:
-            found.append(distribution_line(name, cell["law"]))
-        if "quality" in cell:
-            found.append(quality_line(name, cell["quality"], settings.share))
-    return found
+    makes = {
+        "equality": equality_line,
+        "law": distribution_line,
+        "quality": partial(quality_line, share=settings.share),
+    }
+    return [makes[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in makes]
 
 
 def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
@@ -143,16 +130,18 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
         widest = max(differences, key=lambda difference: difference["units"])
-        told = f"logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
-        note = f"{note}, all by rounding: {told}"
+        note += (
+            f", all by rounding: logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
+        )
         return CheckLine(what, PASSED, widest["units"], UNITS, note)
-    first, known = wrong[0], [difference["units"] for difference in wrong]
-    gap = "no gap that could explain it"
+    first, gap = wrong[0], "no gap that could explain it"
     if first["gap"] is not None:
         gap = f"a logit gap of {first['gap']:.2g} where {first['limit']:.2g} may be rounding"
-    seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
-    figure = None if None in known else max(known)
-    return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
+    note += (
+        f", {len(wrong)} not by rounding; row {first['row']} at token {first['position']}: {first['plain']} became "
+    )
+    units = [difference["units"] for difference in wrong]
+    return CheckLine(what, FAILED, None if None in units else max(units), UNITS, f"{note}{first['ours']}, {gap}")
 
 
 def least_share(tokens: int) -> float:
@@ -175,9 +164,9 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
     if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
-    sees = ", ".join(seen_deviations(cell))
+    if sees := ", ".join(seen_deviations(cell)):
+        note += f"; sees {sees}"
     verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
-    note = f"{note}; sees {sees}" if sees else note
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 

@@ -1,5 +1,7 @@
 """The report: the verdict, each line and each number are on it, text stays text, and it loads nothing."""
 
+import base64
+import hashlib
 import re
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from page_cases import HOSTILE, LINES, TOLD, WRONG, Page, made
 
 from hf_specx import CheckResult
 from hf_specx.metrics import check as checking
-from hf_specx.metrics.page import check_can_write, digest, number, visible, write_report
+from hf_specx.metrics.page import check_can_write, number, visible, write_report
 from hf_specx.metrics.settings import Settings
 
 
@@ -57,8 +59,8 @@ def test_what_is_told(page):
 
 
 def test_each_token_of_the_trace(page):
-    tokens = [each for each in page.all("span") if each.get("role") == "button"]
-    assert [each["title"] for each in tokens] == TOLD
+    tokens = [each for each in page.all("span") if each.get("role") == "note"]
+    assert [each["aria-label"] for each in tokens] == TOLD
     origins = ["bonus", "accepted", "recovered", "accepted", "bonus"]
     assert [each["class"] for each in tokens] == [f"token {origin}" for origin in origins]
     for told in TOLD:
@@ -68,24 +70,22 @@ def test_each_token_of_the_trace(page):
 
 def test_text_stays_text(page, source):
     assert HOSTILE not in source
-    assert len(page.all("script")) == 1
-    assert page.all("img") == []
+    assert page.all("script") == page.all("img") == []
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.text.count(HOSTILE) >= 9  # pair, command, prompt, model, texts, trace and its list
 
 
-def test_nothing_is_loaded_and_only_its_own_script_and_style_may_run(page, source):
+def test_nothing_is_loaded_and_nothing_but_its_own_style_may_run(page, source):
     links = [x for _, each in page.elements for name, x in each.items() if name in ("src", "href", "srcset", "action")]
     assert all(link.startswith("data:") for link in links)
     assert not re.search(r"https?://|//cdn|@import|url\(", source)
     (policy,) = (each["content"] for each in page.all("meta") if "http-equiv" in each)
-    script = re.search(r"<script>(.*)</script>", source, re.DOTALL).group(1)
     style = re.search(r"<style>(.*)</style>", source, re.DOTALL).group(1)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     assert dict(rule.split(maxsplit=1) for rule in policy.split("; ")) == {
         "default-src": "'none'",
         "img-src": "data:",
-        "style-src": f"'{digest(style)}'",
-        "script-src": f"'{digest(script)}'",
+        "style-src": f"'sha256-{digest}'",
         "base-uri": "'none'",
         "form-action": "'none'",
     }
@@ -106,7 +106,7 @@ def test_a_check_writes_its_report(monkeypatch, tmp_path, fault):
         assert f"{line.verdict} {line.what} {line.note} {number(line.figure)} {number(line.threshold)}" in page.text
         assert line.figure is None or (line.figure > line.threshold) == (line.verdict == "failed")
     tokens = [token for each in result.trace["rounds"] for token in each["tokens"]]
-    assert len([each for each in page.all("span") if each.get("role") == "button"]) == len(tokens) == 8
+    assert len([each for each in page.all("span") if each.get("role") == "note"]) == len(tokens) == 8
     assert "LlamaForCausalLM" in page.text
 
 
