@@ -30,10 +30,6 @@ class Contender:
         tokenizers: the target's and the draft's, where these are not the same.
         early_exit: the pair's own, which may have a head; taken for its number of layers.
 
-    Attributes:
-        strategy: ours, which remembers what it learned from call to call; None for the others.
-        compiled: whether forwards are compiled.
-
     Raises:
         ValueError: for a name that means nothing, or that needs a draft model where there is none.
     """
@@ -52,6 +48,7 @@ class Contender:
         self.compiled = self.way.compiled
         needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
         require(draft is not None or not needs, f"{name} needs a draft model, and this pair has none.")
+        # ours remembers what it learned from call to call
         self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
 
     def _own_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:

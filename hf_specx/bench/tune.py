@@ -75,18 +75,16 @@ def tune(
 
     Args:
         target: an id on the Hub or a folder.
-        drafts: the same, or "suffix" or "exit:4" for a draft without weights; `drafts_to_try` knows what may help.
+        drafts: the same, or "suffix" or "exit:4" for a draft without weights; see `drafts_to_try`.
         study: how they are tried.
-        revision: commit, branch or tag of the target on the Hub.
-        draft_revisions: the same for each draft that is a model, in order; None is the main one.
+        revision, draft_revisions: commit, branch or tag on the Hub, of the target and of each draft that is a model.
         advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
 
     Returns:
-        The drafts that can be used by their measured speed-up, then the others; the first one has its `pair`.
+        The drafts that can be used by their measured speed-up, then the others, each with its `error`.
 
     Raises:
-        ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts; what
-            is wrong with a draft is its `error`.
+        ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
     """
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
@@ -222,11 +220,7 @@ def measure_draft(
 def _learn(
     target: PreTrainedModel, strategy: SpeculativeDecoding, batches: list[Inputs], study: Study, advance: Advance
 ) -> str:
-    """Put the acceptance on the prompts into the costs, not weighed against what is assumed of any draft.
-
-    Returns:
-        The verification, as reports call it.
-    """
+    """Put the acceptance on the prompts into the costs, as it was seen; returns the verification of the reports."""
     contender, kept, tried = Contender("ours", target, strategy=strategy), 0.0, 0.0
     for run, inputs in enumerate(batches):
         report: Any = time_call(contender, inputs, study.options, study.seed + run).report

@@ -37,43 +37,34 @@ class CheckLine(NamedTuple):
 
 @dataclass
 class CheckResult:
-    """The outcome of `check`.
+    """The outcome of `check`; its attributes are plain values but for the lines."""
 
-    Attributes:
-        passed: whether no line has failed.
-        lines: what was looked at, in words.
-        level: chance that a check of correct code fails, at most, over all its tests together.
-        comparisons: how many tests share it; each has level / comparisons.
-        settings, provenance, prompts: of the check, as plain values.
-        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
-            alone "quality", None where there were too few texts.
-        texts: by way to generate a few texts, as strings, each with the index of its prompt.
-        trace: how one text came about; see `hf_specx.bench.trace.trace`.
-        speed: beside plain `generate`; {} where no report was asked for.
-        pair, command: what the pair is called, and what made the check; "" if that is not known.
-    """
-
-    lines: list[CheckLine]
+    lines: list[CheckLine]  # what was looked at, in words
     settings: dict[str, Any]
     provenance: dict[str, Any]
     prompts: list[str]
+    # by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification alone
+    # "quality", None where there were too few texts
     cells: dict[str, dict[str, Any]]
-    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    trace: dict[str, Any] = field(default_factory=dict)
-    speed: dict[str, Any] = field(default_factory=dict)
-    pair: str = ""
-    command: str = ""
+    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few of each way, with indices of prompts
+    trace: dict[str, Any] = field(default_factory=dict)  # how one text came about; see `hf_specx.bench.trace.trace`
+    speed: dict[str, Any] = field(default_factory=dict)  # beside plain `generate`; {} where no report was asked for
+    pair: str = ""  # its name
+    command: str = ""  # that made the check
 
     @property
     def passed(self) -> bool:
+        """Whether no line has failed."""
         return all(line.verdict != FAILED for line in self.lines)
 
     @property
     def level(self) -> float:
+        """Chance that a check of correct code fails, at most, over all its tests together."""
         return float(self.settings["level"])
 
     @property
     def comparisons(self) -> int:
+        """How many tests share the level equally."""
         return Settings(**self.settings).comparisons
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,11 +73,7 @@ class CheckResult:
         return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
-        """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
-
-        Args:
-            path: of a file, or of a folder that is there, in which the file is named by the time.
-        """
+        """Write JSON in the form of `evaluate.save`; in a folder that is there the file is named by the time."""
         now, path = datetime.now(), Path(path)
         file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -3,15 +3,14 @@
 import base64
 import hashlib
 import re
-from pathlib import Path
 
 import pytest
 from check_cases import inject, quick
 from page_cases import HOSTILE, LINES, TOLD, WRONG, Page, made
 
-from hf_specx import CheckResult
 from hf_specx.metrics import check as checking
-from hf_specx.metrics.page import check_can_write, number, visible, write_report
+from hf_specx.metrics.page import check_can_write, number, visible
+from hf_specx.metrics.page import page as rendered
 from hf_specx.metrics.settings import Settings
 
 
@@ -19,8 +18,8 @@ QUICK = {"batch_sizes": (8,), "new_tokens": 8, "samples": 16, "verifications": (
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory) -> str:
-    return write_report(made(), tmp_path_factory.mktemp("report") / "report.html").read_text(encoding="utf-8")
+def source() -> str:
+    return rendered(made())
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +27,13 @@ def page(source) -> Page:
     return Page(source)
 
 
-def shown(result: CheckResult, folder: Path) -> Page:
-    return Page(write_report(result, folder / "report.html").read_text(encoding="utf-8"))
-
-
-def test_what_decides_comes_first(page, tmp_path):
+def test_what_decides_comes_first(page):
     top, _, _ = page.text.partition("What was looked at")
     assert f"passed: specx check of my-pair {HOSTILE}" in top
     assert "✓ passed No difference to plain generate was found; a correct one fails in at most 0.001" in top
     assert "1.40 times as fast as plain generate , with 5 candidates a round, block verification and 1 row at" in top
     assert f"Made by specx check my-pair --batch 1 --file {HOSTILE}" in top
-    failed = shown(made(passed=False, trace={}, speed={}, cells={}, texts={}, pair="", command=""), tmp_path)
+    failed = Page(rendered(made(passed=False, trace={}, speed={}, cells={}, texts={}, pair="", command="")))
     assert f"✗ failed What does not hold: {WRONG.what}; a correct one" in failed.text
     assert f"✗ failed {WRONG.what} {WRONG.note} - 16" in failed.text
     for told in ("times as fast", "How a text came about", "What the draft was worth", "Made by"):
@@ -63,8 +58,7 @@ def test_each_token_of_the_trace(page):
     assert [each["aria-label"] for each in tokens] == TOLD
     origins = ["bonus", "accepted", "recovered", "accepted", "bonus"]
     assert [each["class"] for each in tokens] == [f"token {origin}" for origin in origins]
-    for told in TOLD:
-        assert told in page.text  # the list
+    assert all(told in page.text for told in TOLD)  # the list
     assert "recovered 1: the target's own" in page.text
 
 
@@ -118,16 +112,6 @@ def test_refused_before_any_work(monkeypatch, tmp_path):
     check_can_write(None)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (" a b ", "␣a b␣"),
-        ("   ", "␣␣␣"),
-        ("", ""),
-        ("\n    x", "↵    x"),
-        ("\t\r\x00", "⇥\\u000d\\u0000"),
-        ("\u202eζ", "\\u202eζ"),
-    ],
-)
-def test_text_in_one_line(text, expected):
-    assert visible(text) == expected
+def test_text_in_one_line():
+    texts = {" a b ": "␣a b␣", "   ": "␣␣␣", "": "", "\n    x": "↵    x", "\t\x00\u202eζ": "⇥\\u0000\\u202eζ"}
+    assert [visible(text) for text in texts] == list(texts.values())
