@@ -54,16 +54,17 @@ def find_fit(
         texts: to encode with both, besides `PROBE_TEXTS`.
     """
     both: Any = target, draft, tokenizer, draft_tokenizer
-    types = [_text_config(model).model_type for model in both[:2]]
+    types = _text_config(target).model_type, _text_config(draft).model_type
     found = [
         _compared("model type", *types, "families may differ"),
         _or_error("layout", _layouts, target, draft),
         _or_error("tokens", _tokens, *both),
     ]
-    known = None not in (tokenizer, draft_tokenizer)
-    other_tokens = known and not same_tokens(*both[2:])
+    known = tokenizer is not None and draft_tokenizer is not None
+    other_tokens = known and not same_tokens(tokenizer, draft_tokenizer)
     if known and not other_tokens:
-        found += [_encodings(*both[2:], [*PROBE_TEXTS, *texts]), _special_tokens(*both[2:])]
+        found.append(_encodings(tokenizer, draft_tokenizer, [*PROBE_TEXTS, *texts]))
+        found.append(_special_tokens(tokenizer, draft_tokenizer))
     if not other_tokens:
         found.append(_logit_rows(target, draft, tokenizer))
     found.append(_compared("end tokens", _end_ids(target), _end_ids(draft), "a text ends at the target's"))
@@ -110,8 +111,7 @@ def _tokens(
     target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None, draft_tokenizer: Tokenizer | None
 ) -> Finding:
     """How the draft's tokens become the target's."""
-    both = tokenizer, draft_tokenizer
-    sizes = ["no tokenizer" if each is None else str(len(each.get_vocab())) for each in both]
+    sizes = _size(tokenizer), _size(draft_tokenizer)
     if tokenizer is None or draft_tokenizer is None:
         vocabularies_of_other_sizes(target, draft)
         told = "not checked: the models only score equally many; be sure that ids agree"
@@ -122,10 +122,14 @@ def _tokens(
     return Finding("tokens", *sizes, NOTE, f"another tokenizer, matched by {found.match} ({found.reason})")
 
 
-def _encodings(tokenizer: Tokenizer, draft_tokenizer: Tokenizer, texts: list[str]) -> Finding:
+def _size(tokenizer: Tokenizer | None) -> str:
+    return "no tokenizer" if tokenizer is None else str(len(tokenizer.get_vocab()))
+
+
+def _encodings(tokenizer: Any, draft_tokenizer: Any, texts: list[str]) -> Finding:
     """Merges and normalisation, which decide how a text is split."""
 
-    def split(by: Tokenizer, text: str) -> list[int]:
+    def split(by: Any, text: str) -> list[int]:
         return by(text, add_special_tokens=False)["input_ids"]
 
     apart = [text for text in texts if split(tokenizer, text) != split(draft_tokenizer, text)]
@@ -135,16 +139,16 @@ def _encodings(tokenizer: Tokenizer, draft_tokenizer: Tokenizer, texts: list[str
     return Finding("encoding", f"{len(texts)} texts", f"{len(texts) - len(apart)} of them alike", NOTE, follows)
 
 
-def _special_tokens(tokenizer: Tokenizer, draft_tokenizer: Tokenizer) -> Finding:
+def _special_tokens(tokenizer: Any, draft_tokenizer: Any) -> Finding:
     differ = [role for role in ROLES if getattr(tokenizer, role) != getattr(draft_tokenizer, role)]
     if not differ:
         named = sum(getattr(tokenizer, role) is not None for role in ROLES)
         return Finding("special tokens", f"{named} of {len(ROLES)} set", "the same")
-    shown = [
+    target, draft = (
         ", ".join(f"{role.removesuffix('_token')} {getattr(each, role)}" for role in differ)
         for each in (tokenizer, draft_tokenizer)
-    ]
-    return Finding("special tokens", *shown, NOTE, "the target's count")
+    )
+    return Finding("special tokens", target, draft, NOTE, "the target's count")
 
 
 def _logit_rows(target: PreTrainedModel, draft: PreTrainedModel, tokenizer: Tokenizer | None) -> Finding:

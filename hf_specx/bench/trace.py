@@ -26,8 +26,7 @@ class Recorder:
         q = None if done.draft.probs is None else done.draft.probs[0]
 
         def chances(position: int, token: int) -> dict[str, Any]:
-            asked = q is not None and position < len(proposed)
-            known = float(q[position, token]) if asked else None
+            known = None if q is None or position >= len(proposed) else float(q[position, token])
             return {"token": token, "p": float(p[position, token]), "q": known}
 
         candidates = []

@@ -118,8 +118,9 @@ def load(name: str, revision: str | None, study: Study, device_map: Any) -> Load
         files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
     on_hub = files.revision is not None
-    known = {"revision": files.revision, "fingerprint": fingerprint(files.root)}
-    facts = replace(model_facts(model), name=files.name if on_hub else None, **known)
+    facts = model_facts(model)
+    facts.name, facts.revision = files.name if on_hub else None, files.revision
+    facts.fingerprint = fingerprint(files.root)
     if study.dtype != "auto" and on_hub:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
     return Loaded(model, get_tokenizer(files, "", None, trust), facts)

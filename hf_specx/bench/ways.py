@@ -59,7 +59,8 @@ def in_words(name: str) -> str:
         "several": "ours with the better of that and the draft model",
         EXIT_NAME: f"ours with {layers}",
     }.get(kind, f"ours with {kind} verification")
-    numbers = {None: "by its defaults", "auto": "chosen as it goes"}.get(number, f"{number} in each round")
+    named = {"None": "by its defaults", "auto": "chosen as it goes"}
+    numbers = named.get(str(number), f"{number} in each round")
     said += "" if kind == PLAIN_NAME else f", candidates: {numbers}"
     return f"{said}; forwards compiled" if compiled else said
 

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -99,11 +99,8 @@ def summary(result: CheckResult) -> str:
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
     """A line for each thing that was looked at."""
-    makes = {
-        "equality": equality_line,
-        "law": distribution_line,
-        "quality": partial(quality_line, share=settings.share),
-    }
+    makes: dict[str, Callable[..., CheckLine]] = {"equality": equality_line, "law": distribution_line}
+    makes["quality"] = partial(quality_line, share=settings.share)
     return [makes[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in makes]
 
 

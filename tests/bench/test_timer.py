@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import Forwards, near, tiny
+from tiny import near, tiny
 from tiny_tokenizer import TEXTS, tiny_tokenizer
 from tune_cases import tiny_t5
 
@@ -78,23 +78,6 @@ def test_contenders_take_turns_in_an_order_that_rotates(monkeypatch):
     assert [x for x in calls if isinstance(x, tuple) or x in seeds] == expected
     assert len(steps) == len(names) * 4
     assert [timing.to_dict()["tokens"] for timing in found.values()] == [[2, 2, 2]] * 3
-
-
-def test_runs_take_batches_in_turns():
-    target, steps = tiny(), []
-    with Forwards(target) as forwards:
-        found = compare(
-            target,
-            strategy(near(target, 0.05), 2),
-            [batch(2, 6), batch(2, 7)],
-            OPTIONS,
-            repeats=3,
-            advance=lambda: steps.append(1),
-        )
-    assert [width for width in forwards.lengths if width >= 6] == [6, 6, 6, 6, 7, 7, 6, 6]  # the first two warm up
-    assert len(steps) == 2 * (3 + 1)
-    assert [found.to_dict()[name]["tokens"] for name in ("plain", "ours")] == [[4, 4, 4]] * 2
-    assert len(found.ours.reports) == 3
 
 
 def test_a_run_that_compiled_something_is_made_again():

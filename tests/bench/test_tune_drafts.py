@@ -144,20 +144,18 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
         assert trial.config is trial.pair is None
 
 
-def test_folders_have_no_revisions(folders):
-    with pytest.raises(ValueError, match="revision='v1' is for repositories on the Hub"):
-        tune.tune(folders["target"], [folders["near"]], Study(), "v1")
-    (first, second) = tune.tune(folders["target"], ["suffix", folders["near"]], Study(), None, ["v2"])
-    assert (first.name, first.error) == ("suffix", None)
-    assert "revision='v2' is for repositories on the Hub" in second.error
-    with pytest.raises(ValueError, match="1 revisions were given for 0 drafts"):
-        tune.tune(folders["target"], ["suffix"], Study(), None, ["v2"])
-
-
-def test_targets_that_cannot_be_read(folders, tmp_path):
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        tune.tune(folders["bare"], [folders["near"]], QUICK)
-    with pytest.raises(ValueError, match="more than the 128 positions"):
-        tune.tune(folders["target"], [folders["near"]], replace(QUICK, options={"max_new_tokens": 200}))
-    with pytest.raises((ValueError, OSError), match="nowhere"):
-        tune.tune(str(tmp_path / "nowhere"), [folders["near"]], QUICK)
+def test_what_is_refused(folders, tmp_path):
+    """Revisions of folders, and targets that cannot be read."""
+    target, drafts, nowhere = folders["target"], [folders["near"]], str(tmp_path / "nowhere")
+    refused = {
+        "revision='v1' is for repositories on the Hub": (target, drafts, Study(), "v1"),
+        "1 revisions were given for 0 drafts": (target, ["suffix"], Study(), None, ["v2"]),
+        "has no tokenizer": (folders["bare"], drafts, QUICK),
+        "more than the 128 positions": (target, drafts, replace(QUICK, options={"max_new_tokens": 200})),
+        "nowhere": (nowhere, drafts, QUICK),
+    }
+    for message, arguments in refused.items():
+        with pytest.raises((ValueError, OSError), match=message):
+            tune.tune(*arguments)
+    (trial,) = tune.tune(target, drafts, Study(), None, ["v2"])
+    assert "revision='v2' is for repositories on the Hub" in trial.error

@@ -124,33 +124,27 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
-def changed(what: str) -> tuple[DraftTargetPair, dict]:
-    """A pair and arguments of a check, one of which is not as in `GREEDY`."""
-    pair, own = tiny_pair(), tiny_pair().tokenizer
-    pairs = {
-        "model": lambda: DraftTargetPair(near(pair.target, 0.1), pair.draft, own),
-        "tokenizer": lambda: DraftTargetPair(pair.target, pair.draft, tiny_tokenizer(fewer_merges=8)),
-        "draft tokenizer": lambda: DraftTargetPair(
-            pair.target, pair.draft, own, draft_tokenizer=tiny_tokenizer(["other words"])
-        ),
-        "draft": lambda: DraftTargetPair(pair.target, SuffixDraft(1), own),
-        "another draft": lambda: DraftTargetPair(pair.target, SuffixDraft(2), own),
-    }
-    arguments = {"prompts": PROMPTS} | GREEDY | {"num_draft_tokens": 1, "advance": lambda: None}
-    arguments |= {"seed": {"seed": 5}, "prompts": {"prompts": PROMPTS[:3]}}.get(what, {})
-    return pairs.get(what, lambda: pair)(), arguments
-
-
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
-    path = tmp_path / "check.json"
-    names = ("nothing", "seed", "prompts", "model", "tokenizer", "draft tokenizer", "draft", "another draft", "code")
-    for number, what in enumerate(names, 1):
-        if what == "code":
+    """Where one of seed, prompts, models, tokenizers, drafts or code is another."""
+    target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
+    changes = [
+        (tiny_pair(), {}),
+        (tiny_pair(), {"seed": 5}),
+        (tiny_pair(), {"prompts": PROMPTS[:3]}),
+        (DraftTargetPair(near(target, 0.1), draft, own), {}),
+        (DraftTargetPair(target, draft, tiny_tokenizer(fewer_merges=8)), {}),
+        (DraftTargetPair(target, draft, own, draft_tokenizer=tiny_tokenizer(["other words"])), {}),
+        (DraftTargetPair(target, SuffixDraft(1), own), {}),
+        (DraftTargetPair(target, SuffixDraft(2), own), {}),
+        (tiny_pair(), {"code": "another"}),
+    ]
+    always = {"prompts": PROMPTS} | GREEDY | {"num_draft_tokens": 1, "advance": lambda: None}
+    for number, (pair, change) in enumerate(changes, 1):
+        if change.pop("code", None):
             monkeypatch.setattr(checking, "PACKAGE", tmp_path / "another")
-        pair, arguments = changed(what)
         for _ in range(2):
-            hf_specx.check(pair, **arguments, path=path)
-        assert len(generated) == 4 * number, what
+            hf_specx.check(pair, **always | change, path=tmp_path / "check.json")
+        assert len(generated) == 4 * number
 
 
 def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):

@@ -105,8 +105,10 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_right_samples_pass(settings: str):
+def test_right_samples_pass_and_plain_ones_do_not_under_other_settings(settings: str):
+    """As if a processor was skipped, or the temperature was another."""
     options = PLAIN | SETTINGS[settings]
+    assert settings == "plain" or rejected(judge(sampled(), generation_config=GenerationConfig(**options)))
     found = judge(sampled(**options), generation_config=GenerationConfig(**options, max_new_tokens=NEW_TOKENS))
     assert found["passed"], found
     assert found["impossible"] == 0
@@ -119,13 +121,6 @@ def test_right_samples_pass(settings: str):
     for statistic in found["statistics"].values():
         off = statistic["observed"] - statistic["expected"]
         assert off == pytest.approx(statistic["z"] * statistic["standard_error"])
-
-
-@pytest.mark.parametrize("settings", list(SETTINGS)[1:])
-def test_settings_that_are_not_those_of_the_text_are_seen(settings: str):
-    """The text was sampled plainly: a processor was skipped, or the temperature is another."""
-    options = PLAIN | SETTINGS[settings]
-    assert rejected(judge(sampled(), generation_config=GenerationConfig(**options)))
 
 
 @pytest.mark.parametrize("verification", ["token", "block", "coupled"])
@@ -162,20 +157,15 @@ def test_processors_see_exact_prefixes_and_each_row_has_its_own():
     assert [(i + 1, prompt + text[:i]) for text, prompt in texts for i in range(len(text))] == SHOWN
 
 
-def test_the_model_and_the_generator_are_left_as_they_were():
-    model, config, rows = target(), GenerationConfig(**PLAIN), sampled(8)
-    before = model.generation_config.to_dict(), config.to_dict(), torch.get_rng_state()
-    judge(rows, model=model, generation_config=config)
-    assert (model.generation_config.to_dict(), config.to_dict()) == before[:2]
-    assert torch.equal(torch.get_rng_state(), before[2])
-
-
-def test_without_a_config_it_is_the_models_own():
-    model = copy.deepcopy(target())
+def test_without_a_config_it_is_the_models_own_and_all_is_left_as_it_was():
+    model, config = copy.deepcopy(target()), GenerationConfig(temperature=1.0, **PLAIN)
     model.generation_config.update(temperature=0.5, top_k=0)
     rows = sampled(32, model=model, temperature=0.5)
+    before = model.generation_config.to_dict(), config.to_dict(), torch.get_rng_state()
     assert judge(rows, model=model, generation_config=None)["passed"]
-    assert rejected(judge(rows, model=model, generation_config=GenerationConfig(temperature=1.0, **PLAIN)))
+    assert rejected(judge(rows, model=model, generation_config=config))
+    assert (model.generation_config.to_dict(), config.to_dict()) == before[:2]
+    assert torch.equal(torch.get_rng_state(), before[2])
 
 
 ROW = {"predictions": [[1, 2]], "references": [[3]]}
