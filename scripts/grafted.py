@@ -7,11 +7,9 @@ size. Such models know no language, so their prompts are random tokens. Needs no
 
 import argparse
 import copy
-import itertools
 import math
 import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,12 +120,6 @@ def acceptance(target: PreTrainedModel, draft: PreTrainedModel) -> float:
     return float(torch.minimum(p, q).sum(-1).mean())
 
 
-@lru_cache(1)  # the last one
-def grafted(name: str, dtype: str, device: str) -> Grafted:
-    """The pair of a name."""
-    return graft(RECIPES[name], getattr(torch, dtype), device)
-
-
 def main() -> None:
     """Time contenders, pair by pair and batch by batch; each table is printed as soon as it is known."""
     from hf_specx import DraftTargetPair
@@ -146,20 +138,20 @@ def main() -> None:
     asked = parser.parse_args()
     store, device = Store(asked.out, "schema", {}), "cuda" if torch.cuda.is_available() else "cpu"
     sizes: dict[str, Any] = {"new_tokens": asked.new_tokens, "repeats": asked.repeats, "dtype": asked.dtype}
-    for name, batch in itertools.product(asked.pairs, asked.batch):
-        made = grafted(name, asked.dtype, device)
-        cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
-        found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
-        store.add(found)
-        print(
-            f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n\n| contender | {' | '.join(COLUMNS)} |"
-        )
-        print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
-        for way, noted in found["contenders"].items():
-            values = [noted.get(column) for column in COLUMNS]
-            medians = [value["median"] if isinstance(value, dict) else value for value in values]
-            shown = ["-" if value is None else f"{value:.2f}" for value in medians]
-            print(f"| {way} | {' | '.join(shown)} | {noted.get('unavailable', '')} |", flush=True)
+    for name in asked.pairs:
+        made = graft(RECIPES[name], getattr(torch, asked.dtype), device)
+        for batch in asked.batch:
+            cell = Cell(f"grafted-{name}", tuple(asked.contender), batch, **sizes)
+            found = measure_cell(cell, DraftTargetPair(made.target, made.draft), " ".join(["python", *sys.argv]))
+            store.add(found)
+            print(f"\n{cell} (synthetic, α {made.alpha:.2f}), {found['provenance']}\n")
+            print(f"| contender | {' | '.join(COLUMNS)} |")
+            print("| --- |" + " ---: |" * len(COLUMNS) + " --- |")
+            for way, noted in found["contenders"].items():
+                values = [noted.get(column) for column in COLUMNS]
+                medians = [value["median"] if isinstance(value, dict) else value for value in values]
+                shown = ["-" if value is None else f"{value:.2f}" for value in medians]
+                print(f"| {way} | {' | '.join(shown)} | {noted.get('unavailable', '')} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """This tree beside an earlier commit: whether texts are the same, and whether it is as fast.
 
     python scripts/same.py text COMMIT [CALLS]
-    python scripts/same.py speed COMMIT [PAIRS [eager|compiled]]      # on an idle machine
+    python scripts/same.py speed COMMIT [PAIRS]      # on an idle machine
 
 COMMIT is laid out in a temporary folder, and a process in each tree does the same work.
 
@@ -127,13 +127,12 @@ def compare_texts(tree: Path, number: int) -> bool:
     return bad > 0
 
 
-def cases(only: str) -> list[Case]:
+def cases() -> list[Case]:
     """With `compile` and "auto" all numbers would be compiled, which takes a quarter of an hour."""
     every = itertools.product((False, True), ("embedded", "30M"), (1, 8), (5, "auto"))
     found = [{"compile": c, "pair": pair, "rows": rows, "number": n, "mixed": False} for c, pair, rows, n in every]
     found += [{"compile": False, "pair": p, "rows": 8, "number": "auto", "mixed": True} for p in ("embedded", "30M")]
-    found = [case for case in found if not (case["compile"] and case["number"] == "auto")]
-    return [case for case in found if only != ("eager" if case["compile"] else "compiled")]
+    return [case for case in found if not (case["compile"] and case["number"] == "auto")]
 
 
 def time_of(case: Case, known: dict[str, Any]) -> tuple[float, int, int]:
@@ -190,9 +189,9 @@ def compare_pair(tree: Path, asked: list[Case], first_seed: int) -> list[tuple[f
     return found
 
 
-def compare_speed(tree: Path, pairs: int, only: str) -> None:
+def compare_speed(tree: Path, pairs: int) -> None:
     """Print each case."""
-    asked, found = cases(only), []
+    asked, found = cases(), []
     for pair in range(pairs):
         found.append(compare_pair(tree, asked, pair * TURNS))
         print(f"pair {pair + 1} of {pairs}", [round(each[0], 3) for each in found[-1]], file=sys.stderr, flush=True)
@@ -211,12 +210,11 @@ def main() -> None:
     parser.add_argument("kind", choices=["text", "speed"])
     parser.add_argument("commit")
     parser.add_argument("number", type=int, nargs="?", help="of calls, or of pairs of processes")
-    parser.add_argument("only", choices=["eager", "compiled", ""], nargs="?", default="", help="of the cases of speed")
     asked = parser.parse_args()
     with laid_out(asked.commit) as tree:
         if asked.kind == "text":
             sys.exit(compare_texts(tree, asked.number or CALLS))
-        compare_speed(tree, asked.number or PAIRS, asked.only)
+        compare_speed(tree, asked.number or PAIRS)
 
 
 if __name__ == "__main__":

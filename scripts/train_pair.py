@@ -21,7 +21,6 @@ import torch
 import typer
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -125,20 +124,6 @@ def windows(tokens: torch.Tensor, number: int, seed: int, length: int = CONTEXT,
     return torch.stack([tokens[s : s + length] for s in starts.tolist()])
 
 
-class Windows(Dataset[dict[str, torch.Tensor]]):
-    """What a target is trained on, `size` windows."""
-
-    def __init__(self, tokens: torch.Tensor, seed: int, size: int):
-        self.tokens, self.seed, self.size = tokens, seed, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        ids = windows(self.tokens, number, self.seed)[0]
-        return {"input_ids": ids, "labels": ids}
-
-
 def fit(model: PreTrainedModel, data: Any, steps: int, folder: Path, **arguments: Any) -> None:
     """Train by transformers' Trainer, from the last checkpoint in the folder on."""
     fixed: dict[str, Any] = {"save_steps": 200, "save_total_limit": 1, "report_to": "none"}
@@ -151,7 +136,8 @@ def fit(model: PreTrainedModel, data: Any, steps: int, folder: Path, **arguments
 def train_target(tokens: torch.Tensor, steps: int, seed: int, work: Path) -> LlamaForCausalLM:
     """A model of 16 layers, in mixed precision."""
     torch.manual_seed(seed)
-    model, data = llama(16), Windows(tokens, seed, BATCH * steps)
+    model, texts = llama(16), (windows(tokens, number, seed)[0] for number in range(BATCH * steps))
+    data = [{"input_ids": ids, "labels": ids} for ids in texts]
     how: dict[str, Any] = {"learning_rate": 2e-3, "warmup_steps": 100, "weight_decay": 0.1, "adam_beta2": 0.95}
     fit(model, data, steps, work / "target", per_device_train_batch_size=BATCH, bf16=True, seed=seed, **how)
     return model

@@ -10,42 +10,24 @@ from .checks import check_runs, check_sampling
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement.
+    """One measurement; raises a ValueError if there would be nothing to time."""
 
-    Attributes:
-        pair: its name.
-        contenders: names, as `ways.way` reads them; () stands for `turns.usual_contenders`.
-        batch: B.
-        prompt_tokens, new_tokens: of each row.
-        temperature: 0 is greedy.
-        top_p: 1 is off.
-        repeats: timed runs of each contender, after one that warms up.
-        dtype: of the models; "auto" is as saved.
-        seed: turn i of every contender starts from `torch.manual_seed(seed + i)`.
-
-    Raises:
-        ValueError: for sizes, repeats or sampling with which there is nothing to time.
-    """
-
-    pair: str
-    contenders: tuple[str, ...] = ()
+    pair: str  # its name
+    contenders: tuple[str, ...] = ()  # as `ways.way` reads them; () stands for `turns.usual_contenders`
     batch: int = 1
-    prompt_tokens: int = 64
+    prompt_tokens: int = 64  # of each row
     new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    repeats: int = 3
-    dtype: str = "auto"
-    seed: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # 1 is off
+    repeats: int = 3  # timed runs of each contender, after one that warms up
+    dtype: str = "auto"  # of the models; "auto" is as saved
+    seed: int = 0  # turn i of every contender starts from `torch.manual_seed(seed + i)`
 
     def __post_init__(self) -> None:
         check_runs((self.batch,), self.repeats)
         check_sampling(self.temperature or 1.0, self.top_p)
-        require(
-            self.prompt_tokens >= 1 and self.new_tokens >= 2,
-            f"prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} leave no round to time; give 1 or "
-            "more, and 2 or more.",
-        )
+        told = f"prompt_tokens={self.prompt_tokens} and new_tokens={self.new_tokens} leave no round to time; give 1 "
+        require(self.prompt_tokens >= 1 and self.new_tokens >= 2, f"{told}or more, and 2 or more.")
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hf_specx.hub.folders import check_writable
 
 def check_runs(batches: Sequence[int], repeats: int = 1, name: str = "batches") -> None:
     """Whether there are batches of these sizes, an argument of this name, and timed runs of them."""
-    sizes = batches and all(size >= 1 for size in batches) and len(set(batches)) == len(batches)
+    sizes = batches and min(batches) >= 1 and len(set(batches)) == len(batches)
     told = f"{name}={list(batches)!r}: give batch sizes of 1 or more, each once, like 1 and 8."
     require(bool(sizes), told)
     require(repeats >= 1, f"repeats={repeats} is no number of timed runs; give 1 or more.")

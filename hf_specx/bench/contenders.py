@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 
 from .inputs import Inputs
-from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, STOCK_NAME, VERIFIERS, Way, way
+from .ways import EXIT_NAME, LOOKUP_NAME, OUR_KINDS, PLAIN_NAME, STOCK_NAME, VERIFIERS, Way, way
 
 
 class Contender:
@@ -29,10 +29,6 @@ class Contender:
         strategy: ours, in place of the one that the name says.
         tokenizers: the target's and the draft's, where these are not the same.
         early_exit: the pair's own, which may have a head; taken for its number of layers.
-
-    Attributes:
-        strategy: ours, which remembers what it learned from call to call; None for the others.
-        compiled: whether forwards are compiled.
 
     Raises:
         ValueError: for a name that means nothing, or that needs a draft model where there is none.
@@ -48,22 +44,22 @@ class Contender:
         early_exit: EarlyExitDraft | None = None,
     ):
         self.name, self.target, self.draft, self.tokenizers = name, target, draft, tokenizers
-        self.early_exit = early_exit
-        self.way = Way("given", compiled=strategy.compile) if strategy is not None else way(name)
+        self.way = way(name) if strategy is None else Way("given", compiled=strategy.compile)
         self.compiled = self.way.compiled
         needs = self.way.kind in (*VERIFIERS, "several", STOCK_NAME) and self.way.layer is None
         require(draft is not None or not needs, f"{name} needs a draft model, and this pair has none.")
-        self.strategy = self._own_strategy() if self.way.kind in OUR_KINDS else strategy
+        # ours remembers what it learned from call to call
+        self.strategy = self._own_strategy(early_exit) if self.way.kind in OUR_KINDS else strategy
 
-    def _own_strategy(self) -> SpeculativeDecoding:
+    def _own_strategy(self, early_exit: EarlyExitDraft | None) -> SpeculativeDecoding:
         """What the name says."""
         kind, number, compiled, layer = self.way
         draft: Any = self.draft
         if kind in ("suffix", "several"):
             draft = SuffixDraft() if kind == "suffix" else [SuffixDraft(), self.draft]
         elif layer is not None:
-            own = self.early_exit
-            draft = own if own is not None and own.exit_layer == layer else EarlyExitDraft(layer)
+            own = early_exit is not None and early_exit.exit_layer == layer
+            draft = early_exit if own else EarlyExitDraft(layer)
         shared = self.tokenizers is None or kind in ("suffix", EXIT_NAME)
         tokenizer, draft_tokenizer = (None, None) if shared else self.tokenizers  # type: ignore[misc]
         return SpeculativeDecoding(
@@ -83,34 +79,31 @@ class Contender:
     def __call__(self, inputs: Inputs, options: dict[str, Any]) -> torch.Tensor:
         """Generate: [B, L + N] int64."""
         generate: Any = self.target.generate
-        kind, number, compiled, layer = self.way
-        if self.strategy is not None:
-            return generate(**inputs, **options, custom_generate=self.strategy)
-        if layer is not None:
-            with stock_settings(self.target, number):
-                return generate(**inputs, **options, assistant_early_exit=layer)
-        if kind == STOCK_NAME:
-            assert self.draft is not None
-            with stock_settings(self.draft, number):
-                return generate(**inputs, **options, assistant_model=self.draft, **self._stock_tokenizers(options))
-        if kind == LOOKUP_NAME:
-            return generate(**inputs, **options, prompt_lookup_num_tokens=number)
-        if not compiled:
-            return generate(**inputs, **options)
-        output = generate(**inputs, **options, cache_implementation="static", compile_config=self._compile_config())
-        if getattr(self.target, "_compiled_call", None) is None:
+        drafting = self.target if self.draft is None or self.way.layer is not None else self.draft
+        with stock_settings(drafting, self.way.number) if self.way.kind == STOCK_NAME else nullcontext():
+            output = generate(**inputs, **options, **self._arguments(options))
+        if self.compiled and self.strategy is None and getattr(self.target, "_compiled_call", None) is None:
             raise RuntimeError("transformers has not compiled the forward of this model.")
         return output
 
-    def _stock_tokenizers(self, options: dict[str, Any]) -> dict[str, Any]:
+    def _arguments(self, options: dict[str, Any]) -> dict[str, Any]:
+        """What `generate` is given besides inputs and options."""
+        kind, number, compiled, layer = self.way
+        if self.strategy is not None:
+            return {"custom_generate": self.strategy}
+        if kind == PLAIN_NAME:
+            static = {"cache_implementation": "static"}
+            return static | {"compile_config": self._compile_config()} if compiled else {}
+        if kind == LOOKUP_NAME:
+            return {"prompt_lookup_num_tokens": number}
+        if layer is not None:
+            return {"assistant_early_exit": layer}
         if self.tokenizers is None:
-            return {}
-        told = (
-            "with another tokenizer transformers samples from wrong probabilities and leaves its own head in the "
-            "draft; compare with it greedily."
-        )
-        require(not options.get("do_sample"), told)
-        return {"tokenizer": self.tokenizers[0], "assistant_tokenizer": self.tokenizers[1]}
+            return {"assistant_model": self.draft}
+        told = "with another tokenizer transformers samples from wrong probabilities and leaves its own head in the "
+        require(not options.get("do_sample"), f"{told}draft; compare with it greedily.")
+        tokenizer, own = self.tokenizers
+        return {"assistant_model": self.draft, "tokenizer": tokenizer, "assistant_tokenizer": own}
 
     def _compile_config(self) -> CompileConfig:
         """As transformers compiles on an accelerator; without graphs on a CPU, where it compiles only if asked so."""

@@ -29,12 +29,13 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(1, pair.target.config.vocab_size, (batch, length), generator=generator)
     else:
-        rows = [row for text in pair.prompts if (row := pair.tokenizer(text)["input_ids"])]
-        require(bool(rows), "the pair has no prompts of its own; give some with --file.")
-        rotated = [
-            itertools.chain.from_iterable(itertools.islice(itertools.cycle(rows), b, None)) for b in range(batch)
-        ]
-        ids = torch.tensor([list(itertools.islice(tokens, length)) for tokens in rotated])
+        texts = [tokens for text in pair.prompts if (tokens := pair.tokenizer(text)["input_ids"])]
+        require(bool(texts), "the pair has no prompts of its own; give some with --file.")
+        rows = []
+        for first in range(batch):
+            rotated = itertools.islice(itertools.cycle(texts), first, None)
+            rows.append(list(itertools.islice(itertools.chain.from_iterable(rotated), length)))
+        ids = torch.tensor(rows)
     device = execution_device(pair.target)
     return {"input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device)}
 
@@ -42,32 +43,25 @@ def prompts_of_length(pair: DraftTargetPair, batch: int, length: int, new_tokens
 def encode(
     tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel, prompts: list[str], max_new_tokens: int
 ) -> Inputs:
-    """A batch of prompts, where the target takes them.
-
-    They are padded on the left, for an encoder on the right, also where the tokenizer has no pad token.
+    """A batch of prompts, where the target takes them: padded on the left, for an encoder on the right.
 
     Raises:
         ValueError: for a prompt without tokens, or one that leaves no room for `max_new_tokens`.
     """
-    device, encodes = execution_device(target), target.config.is_encoder_decoder
     rows = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     for number, row in enumerate(rows, 1):
-        told = f"prompt {number} is empty, and the tokenizer puts nothing before it; write something."
-        require(bool(row), told)
+        require(bool(row), f"prompt {number} is empty, and the tokenizer puts nothing before it; write something.")
     _check_room(target, max(map(len, rows)), max_new_tokens)
-    padded = padded_rows(rows, "right" if encodes else "left", tokenizer)
-    return {name: tensor.to(device) for name, tensor in padded.items()}
+    padded = padded_rows(rows, "right" if target.config.is_encoder_decoder else "left", tokenizer)
+    return {name: tensor.to(execution_device(target)) for name, tensor in padded.items()}
 
 
 def _check_room(target: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Whether a model has positions for a prompt and, unless an encoder reads it, for the new tokens after it."""
     limit = getattr(target.config.get_text_config(), "max_position_embeddings", None)
     tokens = prompt_tokens if target.config.is_encoder_decoder else prompt_tokens + new_tokens
-    require(
-        limit is None or tokens <= limit,
-        f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of the model; "
-        "give fewer new tokens or shorter prompts.",
-    )
+    told = f"{prompt_tokens} prompt tokens and {new_tokens} new ones are more than the {limit} positions of the model"
+    require(limit is None or tokens <= limit, f"{told}; give fewer new tokens or shorter prompts.")
 
 
 def prompt_width(target: PreTrainedModel, inputs: Inputs) -> int:
@@ -80,8 +74,7 @@ def emitted(target: PreTrainedModel, inputs: Inputs, output: torch.Tensor, optio
 
     `options` are those of the call, since they may have end tokens of their own.
     """
-    new = output[:, prompt_width(target, inputs) :]
-    end_ids = options.get("eos_token_id", target.generation_config.eos_token_id)
-    ends = torch.isin(new, torch.tensor([] if end_ids is None else end_ids, device=new.device, dtype=new.dtype))
-    before = ends.cumsum(-1) - ends.int()  # end tokens to the left of each
-    return [row[: int(count)] for row, count in zip(new.tolist(), (before == 0).sum(-1), strict=True)]
+    found = options.get("eos_token_id", target.generation_config.eos_token_id)
+    ends = set() if found is None else {found} if isinstance(found, int) else set(found)
+    rows = output[:, prompt_width(target, inputs) :].tolist()
+    return [row[: next((n for n, token in enumerate(row, 1) if token in ends), len(row))] for row in rows]

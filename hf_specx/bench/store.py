@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import hf_specx
 from hf_specx.common.devices import execution_device, hardware
 from hf_specx.common.errors import require
-from hf_specx.pairs.fingerprint import digest_of
 
 from .checks import check_out
 
@@ -27,15 +26,12 @@ LACKS = {
 
 
 class Store:
-    """Cells of a file, each written as soon as it is known.
+    """Cells of a file, each written as soon as it is known: "cell" (name or settings), "provenance", figures.
 
     Args:
         path: of the file, which need not be there; None keeps the cells in memory.
         kind: the key that says what the file is, one of `LACKS`.
         made: what the "provenance" of a cell must contain so that it can be taken from the file; plain values.
-
-    Attributes:
-        cells: {"cell": its name or settings, "provenance": ..., and what is known} each; plain values.
 
     Raises:
         ValueError: for a path where no file can be, and for a file of another kind or version.
@@ -48,28 +44,23 @@ class Store:
     def add(self, known: dict[str, Any]) -> None:
         """Take a cell in, in place of an earlier one of the same name or settings."""
         self.cells = [x for x in self.cells if x["cell"] != known["cell"]] + [known]
-        if self.path is None:
-            return
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text(json.dumps({self.kind: FILE_VERSION, "cells": self.cells}, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, self.path)
+        if self.path is not None:
+            part = self.path.with_name(f"{self.path.name}.part")
+            text = json.dumps({self.kind: FILE_VERSION, "cells": self.cells}, indent=1)
+            part.write_text(f"{text}\n", encoding="utf-8")
+            os.replace(part, self.path)
 
     def take(self, name: str, make: Callable[[], Any]) -> Any:
         """The value of a name, made if it is not known; as a file would have it, so that both ways give the same."""
-        same = (x for x in self.cells if x["cell"] == name and self.made.items() <= x["provenance"].items())
-        known = next(same, None)
-        if known is None:
-            known = json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()}))
-            self.add(known)
-        return known["value"]
+        for known in self.cells:
+            if known["cell"] == name and self.made.items() <= known["provenance"].items():
+                return known["value"]
+        self.add(json.loads(json.dumps({"cell": name, "provenance": self.made, "value": make()})))
+        return self.cells[-1]["value"]
 
 
 def read_cells(path: Path | None, kind: str) -> list[dict[str, Any]]:
-    """The cells of a file, as `Store` has them; [] where there is none yet.
-
-    Raises:
-        ValueError: for a path where no file can be, and for a file of another kind or version.
-    """
+    """The cells of a file, as `Store` has them, with its errors; [] where there is none yet."""
     check_out(path)
     if path is None or not path.exists():
         return []
@@ -94,8 +85,3 @@ def provenance(where: PreTrainedModel) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "dtype": str(where.dtype).removeprefix("torch."),
     }
-
-
-def code_digest(files: Iterable[Path]) -> str:
-    """Tells code from other code."""
-    return digest_of(path.read_bytes() for path in files)

@@ -6,7 +6,7 @@ are taken within a turn, and what is reported is the median over turns.
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,47 +30,20 @@ Advance = Callable[[], object]
 
 @dataclass
 class TimedCall:
-    """One timed call.
-
-    Attributes:
-        seconds: wall time.
-        texts: emitted ids of each row, up to and including its first end token.
-        report: what ours did; None for other contenders.
-    """
+    """One timed call: wall time, emitted tokens over all rows, and what ours did; None for other contenders."""
 
     seconds: float
-    texts: list[list[int]]
+    tokens: int
     report: SpeculationReport | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Emitted tokens over all rows."""
-        return sum(map(len, self.texts))
 
 
 @dataclass
 class Timing:
-    """The runs of one contender.
+    """The runs of one contender."""
 
-    Attributes:
-        runs: one for each turn.
-        first_seconds: of its very first call, which warms up and may compile; None before that.
-        error: what the contender failed with, in a line; it then has no runs.
-    """
-
-    runs: list[TimedCall] = field(default_factory=list)
-    first_seconds: float | None = None
-    error: str | None = None
-
-    @property
-    def seconds(self) -> list[float]:
-        """Wall time of each run."""
-        return [run.seconds for run in self.runs]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Emitted tokens of each run over all rows."""
-        return [run.tokens for run in self.runs]
+    runs: list[TimedCall] = field(default_factory=list)  # one for each turn
+    first_seconds: float | None = None  # of its very first call, which warms up and may compile
+    error: str | None = None  # what the contender failed with, in a line; it then has no runs
 
     @property
     def reports(self) -> list[SpeculationReport]:
@@ -84,7 +57,7 @@ class Timing:
 
     @property
     def tokens_per_second(self) -> float:
-        """The median of `rates`."""
+        """The median of them."""
         return statistics.median(self.rates)
 
     def times(self, plain: "Timing") -> float:
@@ -98,34 +71,24 @@ class Timing:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {"seconds": self.seconds, "tokens": self.tokens, "tokens_per_second": self.tokens_per_second}
+        runs = {name: [getattr(run, name) for run in self.runs] for name in ("seconds", "tokens")}
+        return runs | {"tokens_per_second": self.tokens_per_second}
 
     def __str__(self) -> str:
-        return (
-            f"{self.tokens_per_second:8.1f} tokens/s ({min(self.rates):.1f} to {max(self.rates):.1f}), "
-            f"{statistics.median(self.seconds):.2f} s a run"
-        )
+        rates = f"{self.tokens_per_second:8.1f} tokens/s ({min(self.rates):.1f} to {max(self.rates):.1f})"
+        return f"{rates}, {statistics.median(run.seconds for run in self.runs):.2f} s a run"
 
 
 @dataclass
 class Timer:
-    """Times contenders in turns.
+    """Times contenders in turns."""
 
-    Attributes:
-        make: gives the contender of a name; called once for each.
-        batches: the inputs of one turn after another, from the first on again where there are more turns.
-        options: of `generate`, `max_new_tokens` among them.
-        seeds: of the turns, one run of each contender in each; the run that warms up has the seed of the first.
-        advance: called after each run, `(1 + len(seeds))` times for each contender.
-        keep_going: whether a contender that fails is noted and left out, instead of raising.
-    """
-
-    make: Callable[[str], Contender]
-    batches: Sequence[Inputs]
-    options: dict[str, Any]
-    seeds: Sequence[int]
-    advance: Advance = lambda: None
-    keep_going: bool = False
+    make: Callable[[str], Contender]  # gives the contender of a name; called once for each
+    batches: Sequence[Inputs]  # of one turn after another, from the first on again where there are more turns
+    options: dict[str, Any]  # of `generate`, `max_new_tokens` among them
+    seeds: Sequence[int]  # of the turns, one run of each contender in each; the warm-up has that of the first
+    advance: Advance = lambda: None  # called after each run, `(1 + len(seeds))` times for each contender
+    keep_going: bool = False  # whether a contender that fails is noted and left out, instead of raising
 
     def time(self, names: Sequence[str]) -> dict[str, Timing]:
         """The runs of the contenders of these names."""
@@ -172,7 +135,7 @@ def time_call(contender: Contender, inputs: Inputs, options: dict[str, Any], see
     output = contender(inputs, options)
     synchronize(device)
     seconds = time.perf_counter() - started
-    return TimedCall(seconds, emitted(contender.target, inputs, output, options), contender.report)
+    return TimedCall(seconds, sum(map(len, emitted(contender.target, inputs, output, options))), contender.report)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -180,19 +143,14 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def speedups(rates: Iterable[float], plain_rates: Iterable[float]) -> list[float]:
+def speedups(rates: Sequence[float], plain_rates: Sequence[float]) -> list[float]:
     """How many times as fast as plain `generate`, turn by turn."""
     return [rate / plain for rate, plain in zip(rates, plain_rates, strict=True)]
 
 
 @dataclass
 class Comparison:
-    """Plain `generate` and ours in the same turns; every figure is a median over the turns.
-
-    Attributes:
-        plain: runs of `model.generate(...)`.
-        ours: runs of `model.generate(..., custom_generate=strategy)`.
-    """
+    """Plain `generate` and ours in the same turns; every figure is a median over the turns."""
 
     plain: Timing
     ours: Timing
@@ -213,20 +171,16 @@ class Comparison:
         return times | {"num_draft_tokens": numbers} | self.ratios
 
     def __str__(self) -> str:
-        ratios = self.ratios
+        alpha, tokens, expected, limit, measured = self.ratios.values()
         lines = [
             f"medians of {len(self.ours.runs)} runs each, in turns; tokens up to and including each row's end token",
             f"plain generate {self.plain}",
             f"speculative    {self.ours}",
-            f"alpha {ratios['alpha']:.3f}, {ratios['mean_acceptance_length']:.2f} tokens a row and round",
+            f"alpha {alpha:.3f}, {tokens:.2f} tokens a row and round",
         ]
-        if ratios["expected_speedup"] is not None and ratios["forward_limited_speedup"] is not None:
-            lines.append(
-                f"predicted speed-up {ratios['expected_speedup']:.2f} (Theorem 3.8), "
-                f"{ratios['forward_limited_speedup']:.2f} limited by the forwards"
-            )
-        lines.append(f"measured speed-up {ratios['measured_speedup']:.2f}, the median of the turns'")
-        return "\n".join(lines)
+        if expected is not None and limit is not None:
+            lines.append(f"predicted speed-up {expected:.2f} (Theorem 3.8), {limit:.2f} limited by the forwards")
+        return "\n".join([*lines, f"measured speed-up {measured:.2f}, the median of the turns'"])
 
 
 def compare(
@@ -238,15 +192,13 @@ def compare(
     seed: int = 0,
     advance: Advance = lambda: None,
 ) -> Comparison:
-    """Time plain `generate` and ours in turns.
+    """Time plain `generate` of the target and ours in turns.
 
     Args:
-        target: the model whose `generate` is timed.
         strategy: ours; gets times of the forwards for this batch size where it has none, so that predictions exist.
         batches: input_ids and attention_mask [B, L] each, all of B rows; each turn takes the next.
-        options: of `generate`, `max_new_tokens` among them, the same for both.
-        repeats: timed runs of each.
-        seed: turn i starts from `torch.manual_seed(seed + i)`.
+        options: of `generate`, `max_new_tokens` among them.
+        repeats, seed: of the timed runs of each; number i starts from `torch.manual_seed(seed + i)`.
         advance: called after each run, `2 * (repeats + 1)` times.
     """
     contenders = {"plain": Contender(PLAIN_NAME, target), "ours": Contender("ours", target, strategy=strategy)}

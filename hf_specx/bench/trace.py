@@ -12,48 +12,38 @@ from hf_specx.sampling.rules import distribution
 
 
 class Recorder:
-    """Listens to the rounds of a call for one row.
-
-    Attributes:
-        rounds: as `trace` gives them.
-    """
+    """Listens to the rounds of a call for one row; `rounds` are as `trace` gives them."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, Any]] = []
 
     def observe(self, done: Round) -> None:
         """Take in one round of one row."""
-        accepted, emitted, row = done.accepted[0], done.emitted[0], done.rows[0]
-        first = done.batch.width + done.before[0]
-        tokens, new = done.draft.tokens[0].tolist(), done.batch.ids[row, first : first + emitted].tolist()
+        accepted, drafted, first = done.accepted[0], done.draft.lengths[0], done.batch.width + done.before[0]
+        proposed = done.draft.tokens[0].tolist()
+        emitted = done.batch.ids[done.rows[0], first : first + done.emitted[0]].tolist()
         p = distribution(done.scores[0])[0]  # [P, V]
         q = None if done.draft.probs is None else done.draft.probs[0]
-        candidates = [
-            {
-                "token": token,
-                "p": float(p[position, token]),
-                "q": None if q is None else float(q[position, token]),
-                "overlap": done.overlap[0][position] if position < len(done.overlap[0]) else 0.0,
-                "accepted": position < accepted,
-            }
-            for position, token in enumerate(tokens[: min(done.draft.lengths[0], len(p))])
-        ]
-        for candidate in candidates:
+
+        def chances(position: int, token: int) -> dict[str, Any]:
+            known = None if q is None or position >= len(proposed) else float(q[position, token])
+            return {"token": token, "p": float(p[position, token]), "q": known}
+
+        candidates = []
+        for position, token in enumerate(proposed[: min(drafted, len(p))]):
+            known = chances(position, token)
+            overlap = done.overlap[0][position] if position < len(done.overlap[0]) else 0.0
             # a greedy candidate is no draw: it is kept if it is the target's own choice
-            sure = candidate["overlap"] if candidate["q"] is None else min(1.0, candidate["p"] / candidate["q"])
-            candidate["acceptance"] = sure
-        all_kept = accepted == done.draft.lengths[0]
-        follower = "bonus" if all_kept else "recovered"
-        emits = [
-            {
-                "token": token,
-                "p": float(p[position, token]),
-                "q": None if q is None or position >= len(tokens) else float(q[position, token]),
-                "origin": "accepted" if position < accepted else follower,
-            }
-            for position, token in enumerate(new)
+            acceptance = overlap if known["q"] is None else min(1.0, known["p"] / known["q"])
+            kept = {"overlap": overlap, "accepted": position < accepted, "acceptance": acceptance}
+            candidates.append(known | kept)
+        follower = "bonus" if accepted == drafted else "recovered"
+        tokens = [
+            chances(position, token) | {"origin": "accepted" if position < accepted else follower}
+            for position, token in enumerate(emitted)
         ]
-        self.rounds.append({"candidates": candidates, "rejected": None if all_kept else accepted, "tokens": emits})
+        rejected = None if accepted == drafted else accepted
+        self.rounds.append({"candidates": candidates, "rejected": rejected, "tokens": tokens})
 
 
 def trace(
@@ -61,25 +51,17 @@ def trace(
     strategy: SpeculativeDecoding,
     inputs: dict[str, torch.Tensor],
     options: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
-    """Generate one text, and say how.
-
-    Args:
-        target: whose `generate` is called.
-        strategy: ours.
-        inputs: input_ids and attention_mask [1, L].
-        options: what `generate` takes besides.
-        tokenizer: to show tokens as text.
+    """Generate one text for `inputs`, input_ids and attention_mask [1, L], and say how.
 
     Returns:
-        Plain values: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens". A
-        candidate has its "token", "p" and "q" (None where it is no draw), "overlap" (the sum of min(p, q)
-        over the vocabulary), "accepted", and "acceptance": min(1, p / q), by which token verification keeps it, given
-        those before it; block verification keeps it at least as often, and coupled verification where the two models
-        agree. "rejected" is the position of the first that was not kept, or None. "tokens" are those that entered the
-        text, each with its "token", "p", "q" (None also after the last candidate, where the draft was not asked) and
-        "origin": "accepted", "recovered" or "bonus".
+        Plain values: "verification", "prompt" (ids) and "rounds". Each round has "candidates" and "tokens", each of
+        these with its "token", "text", "p" and "q" (None where it is no draw, or the draft was not asked). A candidate
+        also has "overlap" (the sum of min(p, q) over the vocabulary), "accepted", and "acceptance": min(1, p / q), by
+        which token verification keeps it, given those before it; block verification keeps it at least as often, and
+        coupled verification where the two models agree. "rejected" is the position of the first that was not kept, or
+        None. "tokens" entered the text; their "origin" is "accepted", "recovered" or "bonus".
     """
     recorder, listened = Recorder(), copy.copy(strategy)
     listened.listeners = (*strategy.listeners, recorder)
@@ -87,8 +69,7 @@ def trace(
     strategy.report = report = listened.report
     assert report is not None
     prompt = inputs["input_ids"][0].tolist()
-    if tokenizer is not None:
-        add_texts(tokenizer, prompt, recorder.rounds)
+    add_texts(tokenizer, prompt, recorder.rounds)
     return {"verification": report.verification, "prompt": prompt, "rounds": recorder.rounds}
 
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device, hardware, last_device
 from hf_specx.common.errors import require
@@ -23,41 +22,45 @@ from hf_specx.pairs.pair import DraftTargetPair
 
 from .checks import looking_for
 from .compatibility import ERROR, find_fit, find_own
+from .contenders import Contender
 from .inputs import Inputs, encode
 from .store import provenance
-from .study import DraftTrial, Study, named_drafts, weightless_draft
-from .timer import Advance, Comparison, compare
-from .ways import SEVERAL_EXITS
+from .study import DraftTrial, Study, weightless_draft
+from .timer import Advance, Comparison, compare, time_call
+from .ways import EXIT, SEVERAL_EXITS, SUFFIX
 
 
+TRIED_SHARES = (1 / 12, 1 / 8, 1 / 6, 1 / 4, 1 / 3, 1 / 2)  # of the target's layers; beyond a half nothing is gained
 VERSIONS = ("hf_specx", "torch", "transformers", "python")
 
 
 class Loaded(NamedTuple):
-    """A model with its tokenizer, and what a config says of it."""
+    """A model, or a draft without weights; its tokenizer, and what a config says of it."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    facts: ModelSource
-
-
-class LoadedDraft(NamedTuple):
-    """A model likewise, or a draft without weights, which has no tokenizer and no facts."""
-
-    model: PreTrainedModel | WeightlessDraft
+    model: Any
     tokenizer: PreTrainedTokenizerBase | None = None
     facts: ModelSource = ModelSource()
 
 
 def drafts_to_try(target: str, drafts: Sequence[str], study: Study, revision: str | None = None) -> list[str]:
-    """The drafts of `tune` by name, with those that "exits" stands for; see `named_drafts`.
+    """The drafts of `tune` by name: "exits" stands for an "exit:4" of each number of layers that is worth trying.
 
-    Of the target at most the config is read.
+    Without drafts they are all that need no other model. Of the target at most the config is read.
     """
     if drafts and SEVERAL_EXITS not in drafts:
         return list(drafts)
-    files = find_files(target, revision, study)
-    return named_drafts(drafts, load_config(files, "", study.trust_remote_code))
+    config = load_config(find_files(target, revision, study), "", study.trust_remote_code)
+    exits = [f"{EXIT}{number}" for number in exit_layers(config)]
+    named = [exits if name == SEVERAL_EXITS else [name] for name in drafts or (SUFFIX, SEVERAL_EXITS)]
+    return list(dict.fromkeys(itertools.chain.from_iterable(named)))
+
+
+def exit_layers(config: PreTrainedConfig) -> list[int]:
+    """Numbers of first layers that are worth trying as a draft of a target with this config."""
+    if config.is_encoder_decoder:
+        return []
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    return sorted({number for share in TRIED_SHARES if 1 <= (number := round(share * layers)) < layers})
 
 
 def tune(
@@ -72,18 +75,16 @@ def tune(
 
     Args:
         target: an id on the Hub or a folder.
-        drafts: the same, or "suffix" or "exit:4" for a draft without weights; `drafts_to_try` knows what may help.
+        drafts: the same, or "suffix" or "exit:4" for a draft without weights; see `drafts_to_try`.
         study: how they are tried.
-        revision: commit, branch or tag of the target on the Hub.
-        draft_revisions: the same for each draft that is a model, in order; None is the main one.
+        revision, draft_revisions: commit, branch or tag on the Hub, of the target and of each draft that is a model.
         advance: called `len(drafts) * (1 + study.runs)` times at most, after each draft and each generation.
 
     Returns:
-        The drafts that can be used by their measured speed-up, then the others; the first one has its `pair`.
+        The drafts that can be used by their measured speed-up, then the others, each with its `error`.
 
     Raises:
-        ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts; what
-            is wrong with a draft is its `error`.
+        ValueError: for no draft or one given twice, and for a target that cannot be loaded or read the prompts.
     """
     once = drafts and len(set(drafts)) == len(drafts)
     require(bool(once), f"drafts={list(drafts)!r}: give at least one, and each once.")
@@ -116,30 +117,26 @@ def load(name: str, revision: str | None, study: Study, device_map: Any) -> Load
     with looking_for(name):
         files = get_model(files, ModelSource(), trust_remote_code=trust, use_safetensors=True, **study.hub)
     model = load_model(files, "", trust, dtype=study.dtype, device_map=device_map)
-    tokenizer = get_tokenizer(files, "", None, trust)
     on_hub = files.revision is not None
-    facts = replace(
-        model_facts(model),
-        name=files.name if on_hub else None,
-        revision=files.revision,
-        fingerprint=fingerprint(files.root),
-    )
+    facts = model_facts(model)
+    facts.name, facts.revision = files.name if on_hub else None, files.revision
+    facts.fingerprint = fingerprint(files.root)
     if study.dtype != "auto" and on_hub:
         facts.dtype = None  # of the files, which the loaded weights no longer tell
-    return Loaded(model, tokenizer, facts)
+    return Loaded(model, get_tokenizer(files, "", None, trust), facts)
 
 
 def encode_batches(name: str, target: Loaded, study: Study) -> dict[int, list[Inputs]]:
     """For each batch size, the inputs of all its runs."""
     if not study.prompts:
         return {}
-    if target.tokenizer is None:
+    tokenizer, found = target.tokenizer, {}
+    if tokenizer is None:
         raise ValueError(f"the target {name!r} has no tokenizer, so it cannot read prompts.")
-    found: dict[int, list[Inputs]] = {}
     for size in study.batches:
         endless = itertools.cycle(study.prompts)
         texts = [list(itertools.islice(endless, size)) for _ in range(study.repeats)]
-        found[size] = [encode(target.tokenizer, target.model, t, study.options["max_new_tokens"]) for t in texts]
+        found[size] = [encode(tokenizer, target.model, each, study.options["max_new_tokens"]) for each in texts]
     return found
 
 
@@ -154,14 +151,13 @@ def try_draft(
     """Check one draft, and measure it if it fits."""
     trial = DraftTrial(name)
     try:
-        weightless = weightless_draft(name)
-        if weightless is None:
-            found = load(name, revision, study, {"": last_device(target.model)})
-            draft = LoadedDraft(*found)
-            trial.findings = find_fit(target.model, found.model, target.tokenizer, found.tokenizer, study.prompts)
+        draft = Loaded(weightless_draft(name))
+        if draft.model is None:
+            draft = load(name, revision, study, {"": last_device(target.model)})
+            both = target.tokenizer, draft.tokenizer
+            trial.findings = find_fit(target.model, draft.model, *both, study.prompts)
         else:
-            draft = LoadedDraft(weightless)
-            trial.findings = find_own(target.model, weightless)
+            trial.findings = find_own(target.model, draft.model)
         for finding in trial.findings:
             require(finding.verdict != ERROR, finding.follows)
         config = describe(target, draft, study)
@@ -170,18 +166,14 @@ def try_draft(
     except (ValueError, OSError, RuntimeError) as error:  # the last is also for memory that is not enough
         trial.error = str(error)
         return trial
-    trial.config, trial.pair = config, make_pair(target, draft, config)
+    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
+    tokenizers = target.tokenizer, draft.tokenizer
+    trial.pair = DraftTargetPair.from_loaded(LoadedPair(target.model, draft.model, *tokenizers, config, sources))
+    trial.config = config
     return trial
 
 
-def make_pair(target: Loaded, draft: LoadedDraft, config: PairConfig) -> DraftTargetPair:
-    """A pair that can be saved by reference, since it is known where its models are from."""
-    sources: dict[str, ModelSource | None] = {"target": target.facts, "draft": draft.facts}
-    loaded = LoadedPair(target.model, draft.model, target.tokenizer, draft.tokenizer, config, sources)
-    return DraftTargetPair.from_loaded(loaded)
-
-
-def describe(target: Loaded, draft: LoadedDraft, study: Study) -> PairConfig:
+def describe(target: Loaded, draft: Loaded, study: Study) -> PairConfig:
     """All that is known of a pair before it is measured."""
     tokenizer, own = target.tokenizer, draft.tokenizer
     config = PairConfig(
@@ -197,7 +189,7 @@ def describe(target: Loaded, draft: LoadedDraft, study: Study) -> PairConfig:
 
 def measure_draft(
     target: Loaded,
-    draft: LoadedDraft,
+    draft: Loaded,
     batches: dict[int, list[Inputs]],
     study: Study,
     config: PairConfig,
@@ -227,28 +219,17 @@ def measure_draft(
 
 
 def _learn(
-    target: PreTrainedModel,
-    strategy: SpeculativeDecoding,
-    batches: list[Inputs],
-    study: Study,
-    advance: Advance,
+    target: PreTrainedModel, strategy: SpeculativeDecoding, batches: list[Inputs], study: Study, advance: Advance
 ) -> str:
-    """Put the acceptance on the prompts into the costs, not weighed against what is assumed of any draft.
-
-    Returns:
-        The verification, as reports call it.
-    """
-    reports = []
+    """Put the acceptance on the prompts into the costs, as it was seen; returns the verification of the reports."""
+    contender, kept, tried = Contender("ours", target, strategy=strategy), 0.0, 0.0
     for run, inputs in enumerate(batches):
-        torch.manual_seed(study.seed + run)
-        target.generate(**inputs, **study.options, custom_generate=strategy)  # type: ignore[operator]
-        assert strategy.report is not None
-        reports.append(strategy.report)
+        report: Any = time_call(contender, inputs, study.options, study.seed + run).report
+        kept, tried = kept + report.survival[0], tried + report.survival[1]
         advance()
-    kept, tried = (sum(report.survival[part] for report in reports) for part in range(2))
     if tried:
-        strategy.costs.alpha[reports[0].verification] = kept / tried
-    return reports[0].verification
+        strategy.costs.alpha[report.verification] = kept / tried
+    return report.verification
 
 
 def _measurement(

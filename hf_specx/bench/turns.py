@@ -19,37 +19,34 @@ from .timer import Advance, Timer, Timing, speedups, spread
 from .ways import PLAIN_NAME
 
 
-WITHOUT_MODEL = ("lookup-10", "suffix-auto")
-WITH_MODEL = ("stock", "block-auto", "coupled-auto")
 FIGURES = ("alpha", "tokens_per_round", "num_draft_tokens", "forward_limited_speedup", "expected_speedup")
 
 
 def usual_contenders(pair: DraftTargetPair) -> tuple[str, ...]:
     """Plain `generate`, the ways in which this pair can draft, and what transformers has in place of each."""
-    with_model = WITH_MODEL if draft_model(pair) else ()
-    several = ("several-auto",) if isinstance(pair.draft, list) else ()
-    own = exit_of(pair)
-    exits = () if own is None else (f"stock:{own.exit_layer}", f"exit:{own.exit_layer}-auto")
-    return (PLAIN_NAME, *with_model, *several, *exits, *WITHOUT_MODEL)
+    model, own = draft_parts(pair)
+    names = [PLAIN_NAME]
+    if model is not None:
+        names += ["stock", "block-auto", "coupled-auto"]
+    if isinstance(pair.draft, list):
+        names.append("several-auto")
+    if own is not None:
+        names += [f"stock:{own.exit_layer}", f"exit:{own.exit_layer}-auto"]
+    return (*names, "lookup-10", "suffix-auto")
 
 
-def draft_model(pair: DraftTargetPair) -> PreTrainedModel | None:
-    """The model that drafts, where one does."""
-    return next(iter(pair.models[1:]), None)
-
-
-def exit_of(pair: DraftTargetPair) -> EarlyExitDraft | None:
-    """The first layers that draft, where they do."""
+def draft_parts(pair: DraftTargetPair) -> tuple[PreTrainedModel | None, EarlyExitDraft | None]:
+    """The model and the first layers that draft, where they do."""
     drafts = pair.draft if isinstance(pair.draft, list) else [pair.draft]
-    return next((draft for draft in drafts if isinstance(draft, EarlyExitDraft)), None)
+    own = next((draft for draft in drafts if isinstance(draft, EarlyExitDraft)), None)
+    return next(iter(pair.models[1:]), None), own
 
 
 def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advance = lambda: None) -> dict[str, Any]:
     """Time the contenders of a cell in turns; one that fails is noted, and the others go on.
 
     Args:
-        cell: what is measured.
-        pair: the one that it names.
+        cell, pair: what is measured, and the pair that it names.
         command: what the figures say that they were made by.
         advance: called after each run, `cell.runs` times for each contender.
 
@@ -57,23 +54,22 @@ def measure_cell(cell: Cell, pair: DraftTargetPair, command: str, advance: Advan
         Plain values: "cell", "pair" (parameters), "provenance", and "contenders" by name: runs and their medians, or
         under "unavailable" why there are none.
     """
-    names, draft = cell.contenders or usual_contenders(pair), draft_model(pair)
+    names, (draft, early_exit) = cell.contenders or usual_contenders(pair), draft_parts(pair)
     inputs = prompts_of_length(pair, cell.batch, cell.prompt_tokens, cell.new_tokens, cell.seed)
-    both = pair.tokenizer, pair.draft_tokenizer
-    own: Any = None if draft is None or same_tokens(*both) else both
+    both: Any = pair.tokenizer, pair.draft_tokenizer
+    tokenizers = None if draft is None or same_tokens(*both) else both
 
     def make(name: str) -> Contender:
-        contender = Contender(name, pair.target, draft, tokenizers=own, early_exit=exit_of(pair))
+        contender = Contender(name, pair.target, draft, tokenizers=tokenizers, early_exit=early_exit)
         contender.prepare(inputs)
         return contender
 
-    sizes = [model.num_parameters() for model in pair.models]
-    started = datetime.datetime.now(datetime.timezone.utc)
+    made = provenance(pair.target) | {"seed": cell.seed, "command": command}
+    made["date"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     seeds = range(cell.seed, cell.seed + cell.repeats)
     timings = Timer(make, [inputs], cell.options, seeds, advance, keep_going=True).time(names)
     torch.compiler.reset()
-    made = provenance(pair.target) | {"seed": cell.seed, "command": command}
-    made["date"] = started.isoformat(timespec="seconds")
+    sizes = [model.num_parameters() for model in pair.models]
     return {
         "cell": asdict(cell) | {"contenders": list(names)},
         "pair": dict(zip(("target_parameters", "draft_parameters"), sizes, strict=False)),
@@ -90,5 +86,5 @@ def figures(timing: Timing, plain: Timing | None) -> dict[str, Any]:
     found |= {"first_seconds": timing.first_seconds, "tokens_per_second": spread(timing.rates)}
     if plain is not None and plain.runs:
         found |= {"times_plain": timing.times(plain), "speedup": spread(speedups(timing.rates, plain.rates))}
-    known = {name: timing.median_of(name) for name in FIGURES} if timing.reports else {}
+    known = {name: timing.median_of(name) for name in FIGURES}
     return found | {name: value for name, value in known.items() if value is not None}

@@ -6,16 +6,19 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from hf_specx.bench.timer import compare, speedups, spread
 from hf_specx.bench.trace import trace
 from hf_specx.metrics import path
 
 from .equality import Noise, explain
-from .settings import UNITS
+from .settings import UNITS, is_greedy, plain_of
 from .texts import Subject
 
 
 CONFIDENCE = 0.95  # of intervals
 MEASURES = 4  # of quality
+TIMED = ("block", "token", "coupled", "greedy")  # the first of them that is checked is timed
+TURNS = 3  # after one that warms up
 
 
 @cache
@@ -36,24 +39,17 @@ def judge_equality(
         `explain`.
     """
     found = metric("sequence_equality").compute(predictions=ours, references=plain)
-    options = subject.settings.generation(sampled=way != "greedy")
-    prompts, differences = subject.prompt_indices(way, batch), []
-    for row, position in enumerate(found["first_difference"]):
-        if position < 0:
-            continue
-        noise = None
-        if way != "greedy":
-            noise = Noise(subject.settings.run_seed(way, batch, row // batch), batch, row % batch)
-        both = plain[row], ours[row]
-        known = explain(subject.target, options, subject.ids[prompts[row]], *both, row, position, noise)
-        differences.append(known._asdict())
-    equal = zip(plain, found["first_difference"], strict=True)
-    return {
-        "exact_match": found["exact_match"],
-        "rows": len(ours),
-        "tokens": sum(len(text) if position < 0 else position + 1 for text, position in equal),
-        "differences": differences,
-    }
+    prompts, differences, tokens = subject.prompt_indices(way, batch), [], 0
+    for row, (texts, position) in enumerate(
+        zip(zip(plain, ours, strict=True), found["first_difference"], strict=True)
+    ):
+        tokens += len(texts[0]) if position < 0 else position + 1
+        if position >= 0:
+            seed = subject.settings.run_seed(way, batch, row // batch)
+            noise = None if is_greedy(way) else Noise(seed, batch, row % batch)
+            options, prompt = subject.settings.generation(way), subject.ids[prompts[row]]
+            differences.append(explain(subject.target, options, prompt, *texts, row, position, noise)._asdict())
+    return {"exact_match": found["exact_match"], "rows": len(ours), "tokens": tokens, "differences": differences}
 
 
 def judge_distribution(subject: Subject, way: str, batch: int, ours: list[list[int]]) -> dict[str, Any]:
@@ -62,7 +58,7 @@ def judge_distribution(subject: Subject, way: str, batch: int, ours: list[list[i
         predictions=ours,
         references=[subject.ids[index] for index in subject.prompt_indices(way, batch)],
         model=subject.target,
-        generation_config=GenerationConfig(**subject.settings.generation(sampled=True)),
+        generation_config=GenerationConfig(**subject.settings.generation(way)),
         draft=subject.draft,
         rounding=UNITS,
         level=subject.settings.share,
@@ -106,6 +102,26 @@ def trace_one(subject: Subject) -> dict[str, Any]:
     """`trace` of one text of the first prompt, by token verification if that is checked."""
     chosen = subject.settings.verifications
     way = "token" if "token" in chosen else chosen[-1]
-    options = subject.settings.generation(sampled=way != "greedy")
     torch.manual_seed(subject.settings.run_seed("trace", 1, 0))
+    options = subject.settings.generation(way)
     return trace(subject.target, subject.strategy(way), subject.encoded([0]), options, subject.tokenizer)
+
+
+def measure_speed(subject: Subject) -> dict[str, Any]:
+    """Time speculation in turns with plain `generate`, at the first batch size; for a report, nothing is judged by it.
+
+    Returns:
+        Plain values: "verification", "batch", "num_draft_tokens", "turns"; "plain" and "ours", tokens per second in
+        the median; "times_plain", the median of ours / plain within a turn, with the "least" and the "most".
+    """
+    settings, batch = subject.settings, subject.settings.batch_sizes[0]
+    way = next(name for name in TIMED if name in settings.verifications)
+    inputs = [subject.encoded(indices) for indices in subject.batches(plain_of(way), batch)[:TURNS]]
+    options = settings.generation(way)
+    found = compare(
+        subject.target, subject.strategy(way), inputs, options, TURNS, settings.run_seed("speed", batch, 0)
+    )
+    times = spread(speedups(found.ours.rates, found.plain.rates))
+    known = {"verification": way, "batch": batch, "num_draft_tokens": settings.num_draft_tokens, "turns": TURNS}
+    rates = {"plain": found.plain.tokens_per_second, "ours": found.ours.tokens_per_second}
+    return known | rates | {"times_plain": times["median"], "least": times["min"], "most": times["max"]}

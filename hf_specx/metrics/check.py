@@ -1,8 +1,7 @@
 """`check`: prove on a pair and prompts of your own that speculative text is plain text, by the tools of `evaluate`."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import tqdm
 
-from hf_specx.bench.store import Store, code_digest, provenance
+from hf_specx.bench.store import Store, provenance
 from hf_specx.bench.timer import Advance
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import vocabulary_of
@@ -20,16 +19,15 @@ from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.pairs.fingerprint import digest_of, drafts_of, weights_digest
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .cells import judge_distribution, judge_equality, judge_quality, trace_one
+from .cells import judge_distribution, judge_equality, judge_quality, measure_speed, trace_one
 from .page import check_can_write, write_report
 from .result import CheckResult, lines_of
-from .settings import CHECKED, PLAIN_GREEDY, PLAIN_SAMPLED, Settings, check_packages
-from .speed import measure_speed
+from .settings import CHECKED, Settings, check_packages, plain_of
 from .texts import Subject, ask_first, generate_texts
 
 
 SHOWN = 4  # texts of each way that a result has
-Part = Callable[[str, Callable[[], Any]], Any]  # makes what has this name, unless it is known
+Part = Callable[..., Any]  # makes what has a name, by a function of a subject and more, unless it is known
 Texts = dict[tuple[str, int], dict[str, Any]]  # by way to generate and batch size
 
 
@@ -102,34 +100,25 @@ def subject_of(pair: DraftTargetPair, prompts: Any, settings: Settings) -> Subje
 
 
 def run_check(subject: Subject, advance: Advance, path: str | Path | None = None, timed: bool = False) -> CheckResult:
-    """`check` of what was put together by `subject_of`.
-
-    Args:
-        subject: what is checked.
-        advance: called after each of `subject.settings.steps(timed)` parts.
-        path: as in `check`.
-        timed: whether speed is measured, for a report.
-    """
-    settings, made = subject.settings, made_of(subject)
+    """`check` of what was put together by `subject_of`; for a report speed is `timed`."""
+    made = provenance(subject.target) | described(subject.pair)
+    made |= {"code": digest_of(file.read_bytes() for file in sorted(PACKAGE.rglob("*.py")))}
     store = Store(None if path is None else Path(path), "check", made | {"asked": asked_of(subject)})
 
-    def part(name: str, make: Callable[[], Any]) -> Any:
-        found = store.take(name, make)
+    def part(name: str, make: Callable[..., Any], *args: Any) -> Any:
+        found = store.take(name, partial(make, subject, *args))
         advance()
         return found
 
-    with generator_untouched():
-        texts = all_texts(subject, part)
+    accelerator = torch.accelerator.current_accelerator()
+    everywhere = range(torch.accelerator.device_count())  # all of them are seeded by `torch.manual_seed`
+    with torch.random.fork_rng(everywhere, device_type="cuda" if accelerator is None else accelerator.type):
+        texts = all_texts(subject.settings, part)
         cells = all_cells(subject, part, texts)
-        trace = part("trace", partial(trace_one, subject))
-        speed = part("speed", partial(measure_speed, subject)) if timed else {}
-    lines, shown = lines_of(settings, cells), shown_texts(subject, texts)
-    return CheckResult(lines, settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
-
-
-def made_of(subject: Subject) -> dict[str, Any]:
-    """Where and with what a check is made, as plain values."""
-    return provenance(subject.target) | described(subject.pair) | {"code": code_digest(sorted(PACKAGE.rglob("*.py")))}
+        trace = part("trace", trace_one)
+        speed = part("speed", measure_speed) if timed else {}
+    lines, shown = lines_of(subject.settings, cells), shown_texts(subject, texts)
+    return CheckResult(lines, subject.settings.to_dict(), made, subject.prompts, cells, shown, trace, speed)
 
 
 def asked_of(subject: Subject) -> str:
@@ -142,12 +131,12 @@ def asked_of(subject: Subject) -> str:
     return digest_of([json.dumps(asked).encode()])
 
 
-def all_texts(subject: Subject, part: Part) -> Texts:
+def all_texts(settings: Settings, part: Part) -> Texts:
     """What is generated in each way at each batch size."""
     return {
-        (way, batch): part(f"texts, {way}, batch {batch}", partial(generate_texts, subject, way, batch))
-        for batch in subject.settings.batch_sizes
-        for way in subject.settings.ways
+        (way, batch): part(f"texts, {way}, batch {batch}", generate_texts, way, batch)
+        for batch in settings.batch_sizes
+        for way in settings.ways
     }
 
 
@@ -155,23 +144,20 @@ def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str,
     """What the metrics say of each verification."""
     settings, cells = subject.settings, {}
     for way in (way for way in settings.ways if way in settings.verifications):
-        plain = PLAIN_GREEDY if way == "greedy" else PLAIN_SAMPLED
+        in_distribution, plain = way in settings.in_distribution, plain_of(way)
         for batch in settings.batch_sizes:
-            name, ours = f"{way}, batch {batch}", texts[way, batch]
-            cells[name] = {"acceptance": ours["acceptance"]}
-            if way in settings.in_distribution:
-                make = partial(judge_distribution, subject, way, batch, ours["texts"])
-                cells[name]["law"] = part(f"law, {name}", make)
+            name, ours = f"{way}, batch {batch}", texts[way, batch]["texts"]
+            cells[name] = {"acceptance": texts[way, batch]["acceptance"]}
+            if in_distribution:
+                cells[name]["law"] = part(f"law, {name}", judge_distribution, way, batch, ours)
             else:
-                both = texts[plain, batch]["texts"], ours["texts"]
-                cells[name]["equality"] = part(
-                    f"equality, {name}", partial(judge_equality, subject, way, batch, *both)
-                )
-        if way in settings.in_distribution:
+                both = texts[plain, batch]["texts"], ours
+                cells[name]["equality"] = part(f"equality, {name}", judge_equality, way, batch, *both)
+        if in_distribution:
             sizes = settings.batch_sizes
             pooled = [[text for size in sizes for text in texts[each, size]["texts"]] for each in (plain, way)]
             indices = [index for size in sizes for index in subject.prompt_indices(way, size)]
-            cells[way] = {"quality": part(f"quality, {way}", partial(judge_quality, subject, indices, *pooled))}
+            cells[way] = {"quality": part(f"quality, {way}", judge_quality, indices, *pooled)}
     return cells
 
 
@@ -202,12 +188,3 @@ def described(pair: DraftTargetPair) -> dict[str, str]:
             facts += [source.name, f"commit {source.revision}"]
         found[role] = ", ".join(facts)
     return found
-
-
-@contextmanager
-def generator_untouched() -> Iterator[None]:
-    """Whatever is drawn inside, the default generators of all devices are left as they were."""
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    everywhere = range(torch.accelerator.device_count())  # all are seeded by `torch.manual_seed`
-    with torch.random.fork_rng(everywhere, device_type="cuda" if kind is None else kind.type):
-        yield

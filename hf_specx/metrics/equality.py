@@ -22,36 +22,20 @@ DOUBLINGS = 40  # doublings of a unit, after which a token is taken to be out of
 
 
 class Difference(NamedTuple):
-    """The first token in which two texts differ.
-
-    Attributes:
-        row: of the texts.
-        position: tokens that both share.
-        plain, ours: ids; -1 where a text has ended there.
-        gap: the least rise of its logit by which each of the two is chosen, the larger one; None where none is enough.
-        units: the same in units of rounding.
-        limit: the largest gap that counts as rounding there.
-        explained: whether the gap does.
-    """
+    """The first token in which two texts differ."""
 
     row: int
-    position: int
-    plain: int
+    position: int  # tokens that both share
+    plain: int  # ids; -1 where a text has ended there
     ours: int
-    gap: float | None
-    units: float | None
-    limit: float | None
-    explained: bool
+    gap: float | None = None  # the rise of its logit by which each of the two is chosen; None where none is enough
+    units: float | None = None  # the same in units of rounding
+    limit: float | None = None  # the largest gap that counts as rounding there
+    explained: bool = False  # whether the gap does
 
 
 class Noise(NamedTuple):
-    """Where the noise of a sampled token comes from: the row of a batch, and the seed of that batch.
-
-    Attributes:
-        seed: of the batch.
-        rows: of the batch.
-        row: index of the token's row among them.
-    """
+    """Where the noise of a sampled token comes from: the seed and rows of its batch, and its own row among them."""
 
     seed: int
     rows: int
@@ -69,20 +53,20 @@ def explain(
     position: int,
     noise: Noise | None,
 ) -> Difference:
-    """Look at the first difference of two texts of a row.
+    """Look at the first difference of two texts of a row, by its `position`.
 
     Args:
-        target: the model that both come from.
-        options: of `generate`.
+        target, options: what both come from, and the options of `generate`.
         prompt: ids, without pads.
         plain, ours: ids of the texts, up to and including the end token.
-        row, position: as in `Difference`.
         noise: None if greedy.
     """
     left, right = (text[position] if position < len(text) else -1 for text in (plain, ours))
+    known = row, position, left, right
     if -1 in (left, right):
-        return Difference(row, position, left, right, None, None, None, False)
-    ids, logits = plain_logits(target, prompt, plain[:position])
+        return Difference(*known)
+    ids = torch.tensor([[*prompt, *plain[:position]]], device=execution_device(target))
+    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].to(ids.device)
     processors = prepared_processors(target, ids[:, : len(prompt)], options)
     for before in range(len(prompt), ids.shape[1]):  # some keep a state from token to token
         processors(ids[:, :before], logits[before - 1 : before].to(torch.float32, copy=True))  # type: ignore[arg-type]
@@ -94,11 +78,12 @@ def explain(
         scores = own(ids, changed)  # type: ignore[arg-type]
         return int((scores if exponentials is None else scores.softmax(-1) / exponentials).argmax())
 
-    unit = unit_of(target, logits)
+    # a unit of rounding: the precision's epsilon at the largest of the logits
+    unit = torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
     gap = max(least_rise(chosen, logits.double(), token, unit) for token in (left, right))
     if math.isinf(gap):
-        return Difference(row, position, left, right, None, None, UNITS * unit, False)
-    return Difference(row, position, left, right, gap, gap / unit, UNITS * unit, gap <= UNITS * unit)
+        return Difference(*known, limit=UNITS * unit)
+    return Difference(*known, gap, gap / unit, UNITS * unit, gap <= UNITS * unit)
 
 
 def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, token: int, unit: float) -> float:
@@ -119,11 +104,6 @@ def least_rise(chosen: Callable[[torch.Tensor], int], logits: torch.Tensor, toke
     return high
 
 
-def unit_of(target: PreTrainedModel, logits: torch.Tensor) -> float:
-    """What a unit of rounding is: the precision's epsilon at the largest of the logits."""
-    return torch.finfo(target.dtype).eps * float(logits.double().masked_fill(logits.isinf(), 0).abs().max())
-
-
 def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
     """The Exp(1) numbers [1, V] that `generate` draws for a row at a position: one [B, V] for each position so far."""
     generator = torch.Generator(like.device).manual_seed(noise.seed)
@@ -131,16 +111,6 @@ def race_noise(noise: Noise, position: int, like: torch.Tensor) -> torch.Tensor:
     for _ in range(position + 1):
         drawn.exponential_(generator=generator)
     return drawn[noise.row : noise.row + 1].double()
-
-
-def plain_logits(
-    target: PreTrainedModel, prompt: Sequence[int], text: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ids [1, L] of a prompt and its text, and the logits [L, V] of one plain forward over them."""
-    device = execution_device(target)
-    ids = torch.tensor([[*prompt, *text]], device=device)
-    logits = target(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-    return ids, logits.to(device)
 
 
 def prepared_processors(target: PreTrainedModel, start: torch.Tensor, options: dict[str, Any]) -> LogitsProcessorList:

@@ -4,6 +4,7 @@ import base64
 import datetime
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,7 @@ def check_can_write(path: str | Path | None) -> None:
 
 
 def write_report(result: CheckResult, path: str | Path) -> Path:
-    """Write the page of a result.
-
-    Args:
-        result: of `check`, passed or failed.
-        path: of the page, ending in .html; replaced if it is there.
-
-    Returns:
-        The page.
+    """Write the page of a result, passed or failed, at a path that ends in .html; what is there is replaced.
 
     Raises:
         ValueError: for a path at which no page can be written.
@@ -59,21 +53,18 @@ def write_report(result: CheckResult, path: str | Path) -> Path:
 
 
 def page(result: CheckResult) -> str:
-    """The page of a result. All text in it is escaped, and no script but its own can run."""
+    """The page of a result. All text in it is escaped, and no script can run."""
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    style, script, template = (
-        (Path(__file__).parent / f"page.{kind}").read_text("utf-8") for kind in ("css", "js", "html")
-    )
+    style, template = ((Path(__file__).parent / f"page.{kind}").read_text("utf-8") for kind in ("css", "html"))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "visible": visible}
     return environment.from_string(template).render(
         style=Markup(style),  # of this package
-        script=Markup(script),
-        style_hash=digest(style),
-        script_hash=digest(script),
+        style_hash=f"sha256-{base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()}",
         result=result,
+        speed=result.speed,
         verdict=PASSED if result.passed else FAILED,
         summary=summary(result).partition(": ")[2],
         signs=SIGNS,
@@ -87,15 +78,10 @@ def page(result: CheckResult) -> str:
     )
 
 
-def digest(text: str) -> str:
-    """What a content security policy calls a script or style of this text by."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
 def as_text(values: dict[str, Any]) -> dict[str, str]:
     """Names and values as text."""
-    shown = ((name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)) for name, x in values.items())
-    return {name.replace("_", " "): value for name, value in shown}
+    texts = [x if isinstance(x, str) else json.dumps(x, ensure_ascii=False) for x in values.values()]
+    return {name.replace("_", " "): text for name, text in zip(values, texts, strict=True)}
 
 
 def tokens_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
@@ -104,15 +90,13 @@ def tokens_of(trace: dict[str, Any]) -> list[dict[str, Any]]:
     for place, each in enumerate(trace.get("rounds", []), 1):
         candidates = each["candidates"]
         for position, token in enumerate(each["tokens"]):
-            accepted = token["origin"] == "accepted"
-            found.append(
-                token
-                | {
-                    "round": f"{place}, candidate {position + 1} of {len(candidates)}" if accepted else str(place),
-                    "acceptance": candidates[position]["acceptance"] if accepted else None,
-                    "rejected": candidates[each["rejected"]] if token["origin"] == "recovered" else None,
-                }
-            )
+            more: dict[str, Any] = {"round": str(place), "acceptance": None, "rejected": None}
+            if token["origin"] == "accepted":
+                more["round"] += f", candidate {position + 1} of {len(candidates)}"
+                more["acceptance"] = candidates[position]["acceptance"]
+            if token["origin"] == "recovered":
+                more["rejected"] = candidates[each["rejected"]]
+            found.append(token | more)
     return found
 
 
@@ -123,9 +107,5 @@ def number(value: float | None) -> str:
 
 def visible(text: str) -> str:
     """Text in one line, with signs for what has none: spaces at its ends, line breaks, tabs and other controls."""
-    inner = text.strip(" ")
-    if not inner:
-        return "␣" * len(text)
-    left, right = len(text) - len(text.lstrip(" ")), len(text) - len(text.rstrip(" "))
-    marked = "".join({"\n": "↵", "\t": "⇥"}.get(x, x if x.isprintable() else f"\\u{ord(x):04x}") for x in inner)
-    return "␣" * left + marked + "␣" * right
+    text = re.sub("^ +| +$", lambda spaces: "␣" * len(spaces[0]), text)
+    return "".join({"\n": "↵", "\t": "⇥"}.get(x, x if x.isprintable() else f"\\u{ord(x):04x}") for x in text)

@@ -3,9 +3,10 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import NormalDist
@@ -25,65 +26,45 @@ CHECK_LEGEND = (
 
 
 class CheckLine(NamedTuple):
-    """One thing that was looked at.
+    """One thing that was looked at."""
 
-    Attributes:
-        what: in words.
-        verdict: "passed", "failed", or "not told" where too little was generated.
-        figure: how far off, larger is worse: units of rounding, or -log10 of a p-value; None where there is none.
-        threshold: a figure above it fails.
-        note: what was seen, and what would have been.
-    """
-
-    what: str
-    verdict: str
-    figure: float | None
-    threshold: float
-    note: str
+    what: str  # in words
+    verdict: str  # "passed", "failed", or "not told" where too little was generated
+    figure: float | None  # how far off, larger is worse: units of rounding, or -log10 of a p-value
+    threshold: float  # a figure above it fails
+    note: str  # what was seen, and what would have been
 
 
 @dataclass
 class CheckResult:
-    """The outcome of `check`.
+    """The outcome of `check`; its attributes are plain values but for the lines."""
 
-    Attributes:
-        passed: whether no line has failed.
-        lines: what was looked at, in words.
-        level: chance that a check of correct code fails, at most, over all tests of this check together.
-        comparisons: how many share it; each has level / comparisons.
-        settings: of the check, as plain values.
-        provenance: versions, device, precision, code.
-        prompts: as given.
-        cells: by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification
-            alone "quality", None where there were too few texts.
-        texts: by way to generate a few texts, as strings, each with the index of its prompt.
-        trace: how one text came about; see `hf_specx.bench.trace.trace`.
-        speed: as `hf_specx.metrics.speed.measure_speed` has it; {} where no report was asked for.
-        pair: what the pair is called; "" if that is not known.
-        command: the command that made the check; "" in Python.
-    """
-
-    lines: list[CheckLine]
+    lines: list[CheckLine]  # what was looked at, in words
     settings: dict[str, Any]
     provenance: dict[str, Any]
     prompts: list[str]
+    # by "verification, batch N" what was found there: "acceptance", and "equality" or "law"; by verification alone
+    # "quality", None where there were too few texts
     cells: dict[str, dict[str, Any]]
-    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    trace: dict[str, Any] = field(default_factory=dict)
-    speed: dict[str, Any] = field(default_factory=dict)
-    pair: str = ""
-    command: str = ""
+    texts: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # a few of each way, with indices of prompts
+    trace: dict[str, Any] = field(default_factory=dict)  # how one text came about; see `hf_specx.bench.trace.trace`
+    speed: dict[str, Any] = field(default_factory=dict)  # beside plain `generate`; {} where no report was asked for
+    pair: str = ""  # its name
+    command: str = ""  # that made the check
 
     @property
     def passed(self) -> bool:
+        """Whether no line has failed."""
         return all(line.verdict != FAILED for line in self.lines)
 
     @property
     def level(self) -> float:
+        """Chance that a check of correct code fails, at most, over all its tests together."""
         return float(self.settings["level"])
 
     @property
     def comparisons(self) -> int:
+        """How many tests share the level equally."""
         return Settings(**self.settings).comparisons
 
     def to_dict(self) -> dict[str, Any]:
@@ -92,11 +73,7 @@ class CheckResult:
         return known | vars(self) | {"lines": [line._asdict() for line in self.lines]}
 
     def save(self, path: str | Path) -> Path:
-        """Write JSON in the form of `evaluate.save`, which cannot be used where git is not installed.
-
-        Args:
-            path: of a file, or of a folder that is there, in which the file is named by the time.
-        """
+        """Write JSON in the form of `evaluate.save`; in a folder that is there the file is named by the time."""
         now, path = datetime.now(), Path(path)
         file = path / now.strftime("result-%Y_%m_%d-%H_%M_%S.json") if path.is_dir() else path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -122,15 +99,9 @@ def summary(result: CheckResult) -> str:
 
 def lines_of(settings: Settings, cells: dict[str, dict[str, Any]]) -> list[CheckLine]:
     """A line for each thing that was looked at."""
-    found = []
-    for name, cell in cells.items():
-        if "equality" in cell:
-            found.append(equality_line(name, cell["equality"]))
-        if "law" in cell:
-            found.append(distribution_line(name, cell["law"]))
-        if "quality" in cell:
-            found.append(quality_line(name, cell["quality"], settings.share))
-    return found
+    makes: dict[str, Callable[..., CheckLine]] = {"equality": equality_line, "law": distribution_line}
+    makes["quality"] = partial(quality_line, share=settings.share)
+    return [makes[kind](name, cell[kind]) for name, cell in cells.items() for kind in cell if kind in makes]
 
 
 def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
@@ -143,16 +114,18 @@ def equality_line(name: str, cell: dict[str, Any]) -> CheckLine:
     wrong = [difference for difference in differences if not difference["explained"]]
     if not wrong:
         widest = max(differences, key=lambda difference: difference["units"])
-        told = f"logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
-        note = f"{note}, all by rounding: {told}"
+        note += (
+            f", all by rounding: logit gaps of at most {widest['gap']:.2g} where {widest['limit']:.2g} may be rounding"
+        )
         return CheckLine(what, PASSED, widest["units"], UNITS, note)
-    first, known = wrong[0], [difference["units"] for difference in wrong]
-    gap = "no gap that could explain it"
+    first, gap = wrong[0], "no gap that could explain it"
     if first["gap"] is not None:
         gap = f"a logit gap of {first['gap']:.2g} where {first['limit']:.2g} may be rounding"
-    seen = f"row {first['row']} at token {first['position']}: {first['plain']} became {first['ours']}, {gap}"
-    figure = None if None in known else max(known)
-    return CheckLine(what, FAILED, figure, UNITS, f"{note}, {len(wrong)} not by rounding; {seen}")
+    note += (
+        f", {len(wrong)} not by rounding; row {first['row']} at token {first['position']}: {first['plain']} became "
+    )
+    units = [difference["units"] for difference in wrong]
+    return CheckLine(what, FAILED, None if None in units else max(units), UNITS, f"{note}{first['ours']}, {gap}")
 
 
 def least_share(tokens: int) -> float:
@@ -175,9 +148,9 @@ def distribution_line(name: str, cell: dict[str, Any]) -> CheckLine:
         note += f"; furthest off is {furthest}, z = {cell['statistics'][furthest]['z']:.1f}"
     if cell["on_the_edge"]:
         note += f"; {cell['on_the_edge']} on the edge of what is kept, by rounding"
-    sees = ", ".join(seen_deviations(cell))
+    if sees := ", ".join(seen_deviations(cell)):
+        note += f"; sees {sees}"
     verdict, figures = PASSED if cell["passed"] else FAILED, (unlikely(cell["p_value"]), unlikely(cell["level"]))
-    note = f"{note}; sees {sees}" if sees else note
     return CheckLine(f"{name}: sampled from the target's distribution", verdict, *figures, note)
 
 

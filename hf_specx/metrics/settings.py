@@ -30,35 +30,21 @@ def check_packages() -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is checked, and how closely.
+    """What is checked, and how closely; raises a ValueError for settings with which nothing can be checked."""
 
-    Attributes:
-        batch_sizes: rows of a batch, each size on its own.
-        new_tokens: of each row, at most.
-        temperature, top_p, top_k: of sampling; 1, 1 and 0 are off.
-        verifications: some of `CHECKED`.
-        samples: texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16
-            texts and one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these.
-        num_draft_tokens: candidates a round. A fixed number, since "auto" depends on the clock.
-        seed: of all random numbers.
-        level: chance that a check of correct code fails, at most, over all its tests together.
-        options: what `generate` is given besides, plain and speculative alike; plain values.
-
-    Raises:
-        ValueError: for settings with which nothing can be checked.
-    """
-
-    batch_sizes: tuple[int, ...] = (1, 8)
-    new_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    batch_sizes: tuple[int, ...] = (1, 8)  # rows of a batch, each size on its own
+    new_tokens: int = 64  # of each row, at most
+    temperature: float = 1.0  # of sampling
+    top_p: float = 1.0  # 1 is off
+    top_k: int = 0  # 0 is off
     verifications: tuple[str, ...] = CHECKED
+    # texts for each sampled verification and batch size; None is 8 batches, at the largest size at least 16 texts and
+    # one for each prompt. Greedy texts are one for each prompt, at smaller sizes as many as these
     samples: int | None = None
-    num_draft_tokens: int = FIXED_DRAFT_TOKENS
+    num_draft_tokens: int = FIXED_DRAFT_TOKENS  # candidates a round; "auto" would depend on the clock
     seed: int = 0
-    level: float = 0.001
-    options: dict[str, Any] = field(default_factory=dict)
+    level: float = 0.001  # chance that a check of correct code fails, at most, over all its tests together
+    options: dict[str, Any] = field(default_factory=dict)  # plain values that `generate` is given besides
 
     def __post_init__(self) -> None:
         check_runs(self.batch_sizes, name="batch_sizes")
@@ -97,25 +83,23 @@ class Settings:
 
     @property
     def ways(self) -> list[str]:
-        """All ways in which texts are generated, those without a draft before those that are compared with them."""
-        sampled = [name for name in CHECKED[1:] if name in self.verifications]
-        greedy = [PLAIN_GREEDY, "greedy"] if "greedy" in self.verifications else []
-        return greedy + ([PLAIN_SAMPLED, *sampled] if sampled else [])
+        """All ways in which texts are generated, plain ones before those that are compared with them."""
+        checked = [name for name in CHECKED if name in self.verifications]
+        return list(dict.fromkeys(each for name in checked for each in (plain_of(name), name)))
 
-    def generation(self, sampled: bool) -> dict[str, Any]:
+    def generation(self, way: str) -> dict[str, Any]:
         """The options of `generate`, also where the target's own generation config asks for other outputs."""
-        options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": sampled}
+        options = {**self.options, "max_new_tokens": self.new_tokens, "do_sample": not is_greedy(way)}
         options |= {"return_dict_in_generate": False, "num_return_sequences": 1}
-        if sampled:
-            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        return options
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        return options if is_greedy(way) else options | drawn
 
     def batches(self, way: str, batch: int, prompts: int) -> list[list[int]]:
         """The indices of the prompts in each batch: all in order, again and again, as far as they are needed."""
         largest = batch == max(self.batch_sizes)
         # at smaller sizes fewer texts, since a token takes longer there
         rows = self.samples or max(RUNS * batch, max(LEAST_SAMPLES, prompts) if largest else 0)
-        if way in (PLAIN_GREEDY, "greedy"):
+        if is_greedy(way):
             rows = prompts if largest else min(prompts, rows)
         firsts = range(0, batch * math.ceil(rows / batch), batch)
         return [[index % prompts for index in range(first, first + batch)] for first in firsts]
@@ -132,5 +116,14 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with lists for tuples."""
-        known = asdict(self)
-        return known | {"batch_sizes": list(self.batch_sizes), "verifications": list(self.verifications)}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(self).items()}
+
+
+def is_greedy(way: str) -> bool:
+    """Whether a way to generate does not sample."""
+    return way in (PLAIN_GREEDY, "greedy")
+
+
+def plain_of(way: str) -> str:
+    """The plain way whose texts those of a verification are compared with."""
+    return PLAIN_GREEDY if is_greedy(way) else PLAIN_SAMPLED

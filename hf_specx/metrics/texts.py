@@ -15,21 +15,14 @@ from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.pairs.pair import DraftTargetPair
 
-from .settings import PLAIN_GREEDY, PLAIN_SAMPLED, Settings
+from .settings import Settings, plain_of
 
 
 @dataclass
 class Subject:
-    """A pair with prompts.
+    """What is checked, and how; `ids` are those of each prompt, without pads."""
 
-    Attributes:
-        pair: with a tokenizer.
-        prompts: texts.
-        settings: of the check.
-        ids: of each prompt, without pads.
-    """
-
-    pair: DraftTargetPair
+    pair: DraftTargetPair  # with a tokenizer
     prompts: list[str]
     settings: Settings
 
@@ -67,13 +60,16 @@ class Subject:
 
     def call(self, way: str) -> dict[str, Any]:
         """What `generate` is given besides its inputs; with a strategy where it is not plain."""
-        options = self.settings.generation(sampled=way not in (PLAIN_GREEDY, "greedy"))
-        plain = way in (PLAIN_GREEDY, PLAIN_SAMPLED)
-        return options if plain else options | {"custom_generate": self.strategy(way)}
+        options = self.settings.generation(way)
+        return options if way == plain_of(way) else options | {"custom_generate": self.strategy(way)}
+
+    def batches(self, way: str, batch: int) -> list[list[int]]:
+        """The indices of the prompts of each batch."""
+        return self.settings.batches(way, batch, len(self.prompts))
 
     def prompt_indices(self, way: str, batch: int) -> list[int]:
         """The index of each row's prompt, over all batches."""
-        return [index for indices in self.settings.batches(way, batch, len(self.prompts)) for index in indices]
+        return [index for indices in self.batches(way, batch) for index in indices]
 
     def encoded(self, indices: list[int]) -> Inputs:
         """The prompts at these indices as a batch."""
@@ -93,11 +89,10 @@ def ask_first(subject: Subject) -> None:
     def stop(*_: Any) -> None:
         raise Reached
 
-    settings = subject.settings
     handles = [model.register_forward_pre_hook(stop) for model in subject.pair.models]
     try:
-        for way, batch in product(settings.ways, settings.batch_sizes):
-            inputs = subject.encoded(settings.batches(way, batch, len(subject.prompts))[0])
+        for way, batch in product(subject.settings.ways, subject.settings.batch_sizes):
+            inputs = subject.encoded(subject.batches(way, batch)[0])
             with suppress(Reached):
                 subject.target.generate(**inputs, **subject.call(way))  # type: ignore[operator]
     finally:
@@ -111,35 +106,35 @@ def generate_texts(subject: Subject, way: str, batch: int) -> dict[str, Any]:
     Returns:
         "texts", emitted ids of each row up to and including its end token; of a speculative way also "acceptance".
     """
-    settings, options = subject.settings, subject.call(way)
+    options, reports = subject.call(way), []
     strategy: SpeculativeDecoding | None = options.get("custom_generate")
     texts: list[list[int]] = []
-    reports: list[SpeculationReport] = []
-    for run, indices in enumerate(settings.batches(way, batch, len(subject.prompts))):
+    for run, indices in enumerate(subject.batches(way, batch)):
         inputs = subject.encoded(indices)
-        torch.manual_seed(settings.run_seed(way, batch, run))
+        torch.manual_seed(subject.settings.run_seed(way, batch, run))
         output = subject.target.generate(**inputs, **options)  # type: ignore[operator]
         texts += emitted(subject.target, inputs, output, options)
-        if strategy is not None:
-            assert strategy.report is not None
+        if strategy is not None and strategy.report is not None:
             reports.append(strategy.report)
     return {"texts": texts} | ({"acceptance": acceptance_in(reports)} if reports else {})
 
 
 def acceptance_in(reports: list[SpeculationReport]) -> dict[str, Any]:
     """What the draft was worth in some calls; by position of a candidate, how many were judged and accepted there."""
-    drafted, accepted = (sum(getattr(report, name) for report in reports) for name in ("drafted", "accepted"))
-    judged, rounds = sum(report.judged for report in reports), sum(sum(report.rounds_per_row) for report in reports)
+
+    def total(name: str) -> int:
+        return sum(getattr(report, name) for report in reports)
+
+    def by_position(name: str) -> list[int]:
+        return [sum(column) for column in zip_longest(*(getattr(report, name) for report in reports), fillvalue=0)]
+
+    rounds = sum(sum(report.rounds_per_row) for report in reports)
     return {
-        "acceptance_rate": accepted / drafted if drafted else 0.0,
-        "tokens_per_round": 1 + accepted / rounds if rounds else 1.0,
+        "acceptance_rate": total("accepted") / max(1, total("drafted")),
+        "tokens_per_round": 1 + total("accepted") / max(1, rounds),
         "rounds": rounds,
-        "alpha": sum(float(report.overlap) for report in reports) / judged if judged else 0.0,
+        "alpha": sum(float(report.overlap) for report in reports) / max(1, total("judged")),
         "layout": reports[0].layout,
-        "judged_per_position": _sums([report.judged_per_position for report in reports]),
-        "accepted_per_position": _sums([report.accepted_per_position for report in reports]),
+        "judged_per_position": by_position("judged_per_position"),
+        "accepted_per_position": by_position("accepted_per_position"),
     }
-
-
-def _sums(counts: list[list[int]]) -> list[int]:
-    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
-from hf_specx.bench.tune import Loaded, LoadedDraft, measure_draft
+from hf_specx.bench.tune import Loaded, measure_draft
 from hf_specx.common.devices import execution_device
 from hf_specx.common.padding import padded_rows
 from hf_specx.hub.facts import model_facts
@@ -72,7 +72,7 @@ class Distilled:
         study = Study(batches=batches, options=options, repeats=PAIR_RUNS, seed=self.recipe.seed, command=command)
         own, trained = self.pair.models
         target = Loaded(own, self.pair.tokenizer, model_facts(own))
-        draft = LoadedDraft(trained, self.pair.draft_tokenizer, model_facts(trained))
+        draft = Loaded(trained, self.pair.draft_tokenizer, model_facts(trained))
         inputs = {rows: [self._inputs(rows, run) for run in range(PAIR_RUNS)] for rows in batches}
         done, total = itertools.count(1), study.learning + 2 * (PAIR_RUNS + 1) * len(batches)
 

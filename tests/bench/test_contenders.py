@@ -11,9 +11,26 @@ from hf_specx.bench.contenders import Contender, stock_settings
 from hf_specx.bench.ways import OUR_KINDS, Way, way
 
 
-EXITS = ("exit-5", "exit:2", "exit:0-5", "exit:a-5", "exit:-auto", "stock:", "block:2-5", "lookup:2-10")  # wrong ones
 OPTIONS = {"do_sample": False, "max_new_tokens": 8}
 INPUTS = {"input_ids": torch.tensor([[5, 9, 30, 7, 9]]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+NAMES = {
+    "plain": ("plain", None, False),
+    "plain-compiled": ("plain", None, True),
+    "stock": ("stock", None, False),
+    "stock-5": ("stock", 5, False),
+    "lookup-10": ("lookup", 10, False),
+    "token-auto": ("token", "auto", False),
+    "coupled-12-compiled": ("coupled", 12, True),
+    "suffix-auto": ("suffix", "auto", False),
+    "exit:2-auto": ("exit", "auto", False, 2),
+    "stock:13": ("stock", None, False, 13),
+    "stock:3-5": ("stock", 5, False, 3),
+}
+MEANINGLESS = """
+    plain-5 stock-auto stock-5-compiled block block-0 block-x block-5-6 greedy-5 exit-5 exit:2 exit:0-5 exit:a-5
+    exit:-auto stock: block:2-5 lookup:2-10
+"""
+GREEDY = "plain stock stock-3 stock:1-2 lookup-3 exit:1-2 suffix-auto several-3 block-3 token-3"
 
 
 def pair():
@@ -21,50 +38,17 @@ def pair():
     return target, near(target, 0.05)
 
 
-@pytest.mark.parametrize(
-    ("name", "means"),
-    [
-        ("plain", ("plain", None, False)),
-        ("plain-compiled", ("plain", None, True)),
-        ("stock", ("stock", None, False)),
-        ("stock-5", ("stock", 5, False)),
-        ("block-5", ("block", 5, False)),
-        ("token-auto", ("token", "auto", False)),
-        ("coupled-12-compiled", ("coupled", 12, True)),
-        ("suffix-auto", ("suffix", "auto", False)),
-        ("exit:2-auto", ("exit", "auto", False, 2)),
-        ("stock:3", ("stock", None, False, 3)),
-        ("stock:3-5", ("stock", 5, False, 3)),
-    ],
-)
-def test_names(name, means):
-    assert way(name) == Way(*means)
+def test_names():
+    assert {name: way(name) for name in NAMES} == {name: Way(*means) for name, means in NAMES.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "plain-5", "stock-auto", "stock-5-compiled", "block", "block-0", "block-x", "block-5-6", "greedy-5", *EXITS],
-)
+@pytest.mark.parametrize("name", ["", *MEANINGLESS.split()])
 def test_names_that_mean_nothing(name):
     with pytest.raises(ValueError, match=r"is unknown; give plain"):
         way(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "stock",
-        "stock-3",
-        "stock:1-2",
-        "lookup-3",
-        "exit:1-2",
-        "suffix-auto",
-        "several-3",
-        "block-3",
-        "token-3",
-    ],
-)
+@pytest.mark.parametrize("name", GREEDY.split())
 def test_all_are_greedy_alike(name):
     target, draft = pair()
     contender = Contender(name, target, draft)
@@ -80,15 +64,14 @@ def test_stock_drafts_as_many_as_it_is_told(monkeypatch):
         settings = draft.generation_config
         if "assistant_model" in kwargs:
             seen.append((settings.num_assistant_tokens, settings.num_assistant_tokens_schedule))
-            seen.append(settings.assistant_confidence_threshold)
         return generate(model, *args, **kwargs)
 
     monkeypatch.setattr(type(target), "generate", note)
     before = draft.generation_config.to_dict()
     Contender("stock-3", target, draft)(INPUTS, OPTIONS)
     Contender("stock", target, draft)(INPUTS, OPTIONS)
-    assert seen[:2] == [(3, "constant"), 0.0]
-    assert seen[2:] == [(before.get("num_assistant_tokens"), before.get("num_assistant_tokens_schedule")), None]
+    own = before.get("num_assistant_tokens"), before.get("num_assistant_tokens_schedule")
+    assert seen == [(3, "constant"), own]
 
 
 @pytest.mark.parametrize("number", [None, 4])
@@ -107,9 +90,9 @@ def test_stock_settings_are_put_back_after_an_error(number):
     assert config.to_dict() == before
 
 
-def test_plain_compiled_compiles(monkeypatch):
-    """By the backend that only notes what it was given."""
-    graphs = []
+def test_plain_compiled_compiles_or_fails(monkeypatch):
+    """By the backend that only notes what it was given; what was not compiled is not called so."""
+    graphs, (target, _) = [], pair()
 
     def backend(module, example_inputs):
         graphs.append(module)
@@ -118,18 +101,13 @@ def test_plain_compiled_compiles(monkeypatch):
     monkeypatch.setattr(
         contenders, "CompileConfig", lambda mode, dynamic: CompileConfig(backend=backend, mode=None, dynamic=dynamic)
     )
-    target, _ = pair()
     output = Contender("plain-compiled", target)(INPUTS, OPTIONS)
     torch.compiler.reset()
     assert graphs
     assert torch.equal(output, target.generate(**INPUTS, **OPTIONS))
-
-
-def test_plain_that_was_not_compiled_is_not_called_so(monkeypatch):
-    target, _ = pair()
     monkeypatch.setattr(type(target), "_valid_auto_compile_criteria", lambda *args: False)
     with pytest.raises(RuntimeError, match="has not compiled"):
-        Contender("plain-compiled", target)(INPUTS, OPTIONS)
+        Contender("plain-compiled", pair()[0])(INPUTS, OPTIONS)
 
 
 def test_a_strategy_takes_part_as_it_is():

@@ -1,6 +1,5 @@
 """Traces: each token with its origin, each candidate with p, q and its chance, as they were."""
 
-import threading
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.bench.trace import add_texts, added, trace
+from hf_specx.bench.trace import Recorder, add_texts, added, trace
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": None, "pad_token_id": 1}
@@ -49,7 +48,7 @@ def plain_distribution(target, ids: list[int], temperature: float) -> torch.Tens
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_tokens_are_those_of_the_text(models, mode):
+def test_tokens_origins_and_rejections_are_those_of_the_text(models, mode):
     found, report = traced(models, mode)
     target, draft = models
     torch.manual_seed(3)
@@ -61,11 +60,6 @@ def test_the_tokens_are_those_of_the_text(models, mode):
     assert [len(each["candidates"]) for each in found["rounds"]] == [r.drafted for r in report.history[0]]
     assert [len(each["tokens"]) for each in found["rounds"]] == [r.emitted for r in report.history[0]]
     assert {token["text"] for token in found["rounds"][0]["tokens"]} <= {tiny_tokenizer().decode([t]) for t in tokens}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_origins_and_rejections(models, mode):
-    found, _ = traced(models, mode)
     origins = set()
     for each in found["rounds"][:-1]:  # the last may be cut
         kept = [candidate["accepted"] for candidate in each["candidates"]]
@@ -101,40 +95,20 @@ def test_p_and_q_are_those_of_plain_forwards(models, mode):
 
 
 def test_greedy_candidates_have_no_q(models):
-    found, _ = traced(models, "greedy")
-    candidates = [candidate for each in found["rounds"] for candidate in each["candidates"]]
-    tokens = [token for each in found["rounds"] for token in each["tokens"]]
-    assert {entry["q"] for entry in candidates + tokens} == {None}
-    for each in found["rounds"]:
+    for each in traced(models, "greedy")[0]["rounds"]:
+        assert {entry["q"] for entry in each["candidates"] + each["tokens"]} == {None}
         for candidate in each["candidates"][: 1 + (each["rejected"] or 0)]:
             assert candidate["acceptance"] == float(candidate["accepted"])
 
 
-class Meanwhile:
-    """A listener that makes another call after the first round it hears of."""
-
-    def __init__(self, call):
-        self.call, self.rounds = call, 0
-
-    def observe(self, done):
-        self.rounds += 1
-        if self.rounds == 1:
-            thread = threading.Thread(target=self.call)
-            thread.start()
-            thread.join()
-
-
-def test_other_calls_are_not_heard(models):
-    """Not even those of the same strategy, which keeps the listeners that it had."""
+def test_a_strategy_keeps_the_listeners_that_it_had(models):
+    """They hear the rounds as well, and nobody listens to later calls of the strategy."""
     target, draft = models
-    used = strategy(draft, "token")
-    meanwhile = Meanwhile(lambda: target.generate(**INPUTS, **OPTIONS, custom_generate=used))
-    used.listeners = (meanwhile,)
-    torch.manual_seed(3)
+    used, mine = strategy(draft, "token"), Recorder()
+    used.listeners = (mine,)
     found = trace(target, used, INPUTS, OPTIONS, tiny_tokenizer())
-    assert found == traced(models, "token")[0]
-    assert used.listeners == (meanwhile,)
-    assert meanwhile.rounds > len(found["rounds"])
+    assert len(mine.rounds) == len(found["rounds"])
+    assert used.listeners == (mine,)
 
 
 def test_spaces_that_tokenizers_strip_are_in_the_text():

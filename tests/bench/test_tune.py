@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tiny_tokenizer import TEXTS, tiny_tokenizer
-from transformers import T5Config, T5ForConditionalGeneration
-from tune_cases import DEAR, FREE, QUICK, save
+from tune_cases import DEAR, FREE, QUICK, save, tiny_t5
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding
 from hf_specx.bench import tune
@@ -19,8 +18,9 @@ from hf_specx.hub.pair_config import PairConfig
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
 
 
-def test_what_a_config_gets(folders, costs):
-    (trial,) = tune.tune(folders["target"], [folders["near"]], replace(QUICK, verification="token"))
+def test_what_a_config_and_the_pair_get(folders, costs, tmp_path):
+    study = replace(QUICK, verification="token", keep_prompts=True)
+    (trial,) = tune.tune(folders["target"], [folders["near"]], study)
     assert trial.error is None
     config = trial.config
     assert PairConfig.from_text(config.to_text().encode(), "it") == config
@@ -28,7 +28,6 @@ def test_what_a_config_gets(folders, costs):
     assert (config.target.model_type, config.draft.vocab_size, config.target.dtype) == ("llama", 280, "float32")
     assert config.target.fingerprint not in (None, config.draft.fingerprint)
     assert (config.tokenizers.method, config.tokenizers.tokens) == ("content", 277)
-    assert config.prompts == []
     assert config.verification == "token"
     assert [m.batch for m in config.measurements] == [1, 2]
     for m in config.measurements:
@@ -38,17 +37,13 @@ def test_what_a_config_gets(folders, costs):
         assert m.cost_coefficient == 0.01
         assert 0 < m.alpha < 1 < m.tokens_per_round
         assert min(m.expected_speedup, m.forward_limited_speedup, m.measured_speedup) > 0
-
-
-def test_the_pair_is_ready(folders, costs, tmp_path):
-    (trial,) = tune.tune(folders["target"], [folders["near"]], replace(QUICK, keep_prompts=True))
     trial.pair.save_pretrained(tmp_path / "pair")
     pair = DraftTargetPair.from_pretrained(tmp_path / "pair")
     assert pair.prompts == list(TEXTS)
-    assert pair.config.measurements == trial.config.measurements
+    assert pair.config.measurements == config.measurements
     inputs = pair.tokenizer(["the cat"], return_tensors="pt")
     assert torch.equal(pair.generate(**inputs, **GREEDY), pair.target.generate(**inputs, **GREEDY))
-    assert pair.strategy.num_draft_tokens == trial.config.num_draft_tokens
+    assert pair.strategy.num_draft_tokens == config.num_draft_tokens
     assert pair.strategy.costs.table[1]["draft"] == 0.01
 
 
@@ -95,6 +90,7 @@ def test_without_prompts_nothing_is_decoded(folders, monkeypatch):
     monkeypatch.setattr(SpeculativeDecoding, "__call__", None)
     (trial,) = tune.tune(folders["target"], [folders["near"]], Study())
     assert (trial.measurements, trial.config.costs, trial.config.num_draft_tokens) == ([], None, "auto")
+    assert trial.config.prompts == []
     assert len(trial.findings) == 8
     assert trial.pair is not None
 
@@ -136,10 +132,7 @@ def test_models_of_the_hub_are_named_with_their_commit(folders, costs, tmp_path)
 
 
 def test_encoder_decoders(tmp_path, costs):
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 280, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1}
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=1, eos_token_id=0, pad_token_id=1))
-    target, draft = save(tmp_path / "t", model, tiny_tokenizer()), save(tmp_path / "d", model, tiny_tokenizer())
+    target, draft = (save(tmp_path / name, tiny_t5(), tiny_tokenizer()) for name in "td")
     (trial,) = tune.tune(target, [draft], QUICK)
     assert trial.error is None
     assert [m.alpha for m in trial.measurements] == pytest.approx([1, 1], abs=1e-4)

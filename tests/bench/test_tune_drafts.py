@@ -13,7 +13,7 @@ from tune_cases import FREE, QUICK
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.bench import tune
-from hf_specx.bench.study import Study, exit_layers, named_drafts, weightless_draft
+from hf_specx.bench.study import Study, weightless_draft
 from hf_specx.hub.pair_config import Measurement
 
 
@@ -24,21 +24,20 @@ def test_names_of_drafts_without_weights():
     assert draft.exit_layer == 12
     assert weightless_draft("org/suffix") is weightless_draft("./exit:4") is None
     for name in ("exit:", "exit:0", "exit:-1", "exit:a", "exit:1.5", "exit:²"):
-        with pytest.raises(
-            ValueError, match=f"'{name}' names no number of layers; give one of 1 or more, like exit:4"
-        ):
+        with pytest.raises(ValueError, match=f"'{name}' names no number of layers; give one of 1"):
             weightless_draft(name)
 
 
-def test_what_exits_stand_for():
-    tried = {count: exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 4, 12, 1000)}
+def test_what_exits_stand_for(monkeypatch):
+    tried = {count: tune.exit_layers(LlamaConfig(num_hidden_layers=count)) for count in (1, 2, 4, 12, 1000)}
     assert (tried[1], tried[2], tried[4], tried[12]) == ([], [1], [1, 2], [1, 2, 3, 4, 6])
     assert len(tried[1000]) <= 6
-    assert exit_layers(BartConfig()) == []
-    config = LlamaConfig(num_hidden_layers=4)
-    assert named_drafts([], config) == ["suffix", "exit:1", "exit:2"]
-    assert named_drafts(["a/b", "exit:1", "exits"], config) == ["a/b", "exit:1", "exit:2"]
-    assert named_drafts(["a/b", "a/b"], config) == ["a/b", "a/b"]  # which is refused later
+    assert tune.exit_layers(BartConfig()) == []
+    monkeypatch.setattr(tune, "find_files", lambda *args: None)
+    monkeypatch.setattr(tune, "load_config", lambda *args: LlamaConfig(num_hidden_layers=4))
+    assert tune.drafts_to_try("t", [], QUICK) == ["suffix", "exit:1", "exit:2"]
+    assert tune.drafts_to_try("t", ["a/b", "exit:1", "exits"], QUICK) == ["a/b", "exit:1", "exit:2"]
+    assert tune.drafts_to_try("t", ["a/b", "a/b"], QUICK) == ["a/b", "a/b"]  # which is refused later
 
 
 def test_all_kinds_are_ranked(folders, costs):
@@ -145,20 +144,18 @@ def test_drafts_that_cannot_be_used_do_not_stop_the_others(folders, costs, tmp_p
         assert trial.config is trial.pair is None
 
 
-def test_folders_have_no_revisions(folders):
-    with pytest.raises(ValueError, match="revision='v1' is for repositories on the Hub"):
-        tune.tune(folders["target"], [folders["near"]], Study(), "v1")
-    (first, second) = tune.tune(folders["target"], ["suffix", folders["near"]], Study(), None, ["v2"])
-    assert (first.name, first.error) == ("suffix", None)
-    assert "revision='v2' is for repositories on the Hub" in second.error
-    with pytest.raises(ValueError, match="1 revisions were given for 0 drafts"):
-        tune.tune(folders["target"], ["suffix"], Study(), None, ["v2"])
-
-
-def test_targets_that_cannot_be_read(folders, tmp_path):
-    with pytest.raises(ValueError, match="has no tokenizer"):
-        tune.tune(folders["bare"], [folders["near"]], QUICK)
-    with pytest.raises(ValueError, match="more than the 128 positions"):
-        tune.tune(folders["target"], [folders["near"]], replace(QUICK, options={"max_new_tokens": 200}))
-    with pytest.raises((ValueError, OSError), match="nowhere"):
-        tune.tune(str(tmp_path / "nowhere"), [folders["near"]], QUICK)
+def test_what_is_refused(folders, tmp_path):
+    """Revisions of folders, and targets that cannot be read."""
+    target, drafts, nowhere = folders["target"], [folders["near"]], str(tmp_path / "nowhere")
+    refused = {
+        "revision='v1' is for repositories on the Hub": (target, drafts, Study(), "v1"),
+        "1 revisions were given for 0 drafts": (target, ["suffix"], Study(), None, ["v2"]),
+        "has no tokenizer": (folders["bare"], drafts, QUICK),
+        "more than the 128 positions": (target, drafts, replace(QUICK, options={"max_new_tokens": 200})),
+        "nowhere": (nowhere, drafts, QUICK),
+    }
+    for message, arguments in refused.items():
+        with pytest.raises((ValueError, OSError), match=message):
+            tune.tune(*arguments)
+    (trial,) = tune.tune(target, drafts, Study(), None, ["v2"])
+    assert "revision='v2' is for repositories on the Hub" in trial.error

@@ -14,13 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 import hf_specx
 from hf_specx import metrics
-from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
 
 
 MODULES = [
     importlib.import_module(found.name)
     for found in pkgutil.walk_packages(hf_specx.__path__, "hf_specx.")
-    if not found.name.endswith(("__main__", ".app"))
+    if not found.name.endswith("__main__")
 ]
 EXAMPLES = {
     test.name: test
@@ -35,7 +35,7 @@ def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
     """What an example may take for given."""
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
     monkeypatch.chdir(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "hub" / "embedded")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded_folder())
     model = tiny(vocab_size=len(tokenizer), max_position_embeddings=512, num_hidden_layers=5)
     prompts, draft_model = ["import os", "def main("], near(model, 0.1)
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
@@ -57,7 +57,4 @@ def test_an_example_shows_what_it_says(name: str, names: dict[str, Any]):
 
 
 def test_there_are_examples():
-    assert {
-        "hf_specx.engine.strategy.SpeculativeDecoding",
-        "hf_specx.engine.streaming.BatchStreamer",
-    } <= EXAMPLES.keys()
+    assert {"SpeculativeDecoding", "BatchStreamer"} <= {name.rpartition(".")[2] for name in EXAMPLES}

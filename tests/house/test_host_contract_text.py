@@ -92,9 +92,9 @@ def built_by(method: Any) -> set[str]:
 
 def test_every_processor_is_classified():
     new = subclasses(logits_process, logits_process.LogitsProcessor) ^ KIND_OF.keys()
-    assert not new, f"sampling.processors: classify {new}, or take them out"
+    assert not new, f"sampling: classify {new}, or take them out"
     listed = {kind: {name for name in KIND_OF if KIND_OF[name] == kind} for kind in KINDS}
-    message = "sampling.processors: its lists are not those of this table"
+    message = "sampling: its lists are not those of this table"
     assert {x.__name__ for x in processors.WARPERS} == listed["warper"], message
     assert {x.__name__ for x in processors.STATELESS} == listed["stateless"], message
 
@@ -102,11 +102,11 @@ def test_every_processor_is_classified():
 def test_what_generate_builds_is_known():
     built = built_by(GenerationMixin._get_logits_processor)
     found = {name for name in built if name.endswith(("Processor", "Warper", "Penalty", "Normalization"))}
-    assert found <= KIND_OF.keys(), f"sampling.processors: generate builds {found - KIND_OF.keys()}; classify them"
-    assert "of one model" not in {KIND_OF[name] for name in found}, "sampling.processors: classify those of one model"
+    assert found <= KIND_OF.keys(), f"sampling: generate builds {found - KIND_OF.keys()}; classify them"
+    assert "of one model" not in {KIND_OF[name] for name in found}, "sampling: classify those of one model"
     for config in (WatermarkingConfig(), SynthIDTextWatermarkingConfig(keys=[1], ngram_len=2)):
         name = type(config.construct_processor(VOCAB_SIZE, "cpu")).__name__
-        assert KIND_OF[name] in ("stateless", "stateful"), f"sampling.processors: {name}"
+        assert KIND_OF[name] in ("stateless", "stateful"), f"sampling: {name}"
 
 
 class Mine(logits_process.LogitsProcessor):
@@ -139,9 +139,7 @@ def prepared() -> list[logits_process.LogitsProcessor]:
 
 def test_the_order_of_processors(prepared: list[logits_process.LogitsProcessor]):
     names = [type(x).__name__.removesuffix("LogitsProcessor").removesuffix("LogitsWarper") for x in prepared]
-    assert " ".join(names) == " ".join(ORDER.split()), (
-        "sampling.processors: stock applies its processors in another order"
-    )
+    assert " ".join(names) == " ".join(ORDER.split()), "sampling: stock applies its processors in another order"
 
 
 def texts() -> Iterator[torch.Tensor]:
@@ -155,7 +153,7 @@ def test_what_a_processor_depends_on(prepared: list[logits_process.LogitsProcess
     scores = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     for processor in prepared:
         kind = KIND_OF.get(type(processor).__name__)
-        name = f"sampling.processors: {type(processor).__name__}"
+        name = f"sampling: {type(processor).__name__}"
         if kind == "warper":
             several = torch.stack([processor(ids, scores.clone()) for ids in texts()])
             assert (several == several[0]).all(), f"{name} reads the text"
@@ -174,27 +172,27 @@ def test_what_a_processor_depends_on(prepared: list[logits_process.LogitsProcess
 def test_what_keeps_state():
     synth = SynthIDTextWatermarkingConfig(keys=[1, 2, 3], ngram_len=3).construct_processor(VOCAB_SIZE, "cpu")
     ids, scores = next(texts()), torch.zeros(4, VOCAB_SIZE)
-    assert synth.state is None, "sampling.processors: a new SynthID has a state"
+    assert synth.state is None, "sampling: a new SynthID has a state"
     first = synth(ids, scores)
-    assert not torch.equal(first, synth(ids, scores)), "sampling.processors: SynthID keeps no state any more"
+    assert not torch.equal(first, synth(ids, scores)), "sampling: SynthID keeps no state any more"
     guidance = logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, tiny(), ids, torch.ones_like(ids))
     held = {"input_ids", "attention_mask", "use_cache", "past_key_values", "first_pass"}
-    message = "models.guidance: classifier-free guidance keeps its inputs otherwise"
+    message = "models: classifier-free guidance keeps its inputs otherwise"
     assert guidance.unconditional_context.keys() == held, message
     assert guidance.guidance_scale == 2.0, message
     assert torch.equal(guidance.unconditional_context["input_ids"], ids), message
     own = guidance.model(ids).logits[:, -1].log_softmax(-1)
     scores = torch.randn(4, VOCAB_SIZE)
     expected = 2.0 * (scores.log_softmax(-1) - own) + own
-    assert torch.allclose(guidance(ids, scores), expected, atol=1e-5), "models.guidance: it mixes otherwise"
+    assert torch.allclose(guidance(ids, scores), expected, atol=1e-5), "models: it mixes otherwise"
 
 
 def test_every_criterion_is_known():
     found = subclasses(stopping_criteria, StoppingCriteria)
-    assert found == CRITERIA, f"sampling.stopping: classify {found ^ CRITERIA}"
+    assert found == CRITERIA, f"sampling: classify {found ^ CRITERIA}"
     built = built_by(GenerationMixin._get_stopping_criteria) & found
-    assert built == CRITERIA, f"sampling.stopping: generate builds {built}"
+    assert built == CRITERIA, f"sampling: generate builds {built}"
     length, end = stopping_criteria.MaxLengthCriteria(12), stopping_criteria.EosTokenCriteria(3)
-    assert length.max_length == 12, "sampling.stopping: the attribute of MaxLengthCriteria"
-    assert end.eos_token_id.tolist() == [3], "sampling.stopping: the attribute of EosTokenCriteria"
-    assert length(torch.zeros(2, 12), None).tolist() == [True, True], "sampling.stopping: criteria speak of each row"
+    assert length.max_length == 12, "sampling: the attribute of MaxLengthCriteria"
+    assert end.eos_token_id.tolist() == [3], "sampling: the attribute of EosTokenCriteria"
+    assert length(torch.zeros(2, 12), None).tolist() == [True, True], "sampling: criteria speak of each row"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_specx.hub import flatten
-from hf_specx.hub.flatten import PACKAGE, Module, core_modules, published_code
+from hf_specx.hub.flatten import PACKAGE, core_modules, published_code
 from hf_specx.hub.publish import NEEDS
 
 
@@ -89,24 +88,6 @@ def test_published_rooms_say_where_they_come_from_and_keep_every_line():
                 assert ast.get_source_segment(module.path.read_text(), node) in text
     for text in code.values():
         assert "hf_specx." not in "".join(line for line in text.splitlines() if line.startswith(("from", "import")))
-
-
-def test_a_name_with_two_meanings_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "room").mkdir()
-    for name, value in (("one", 1), ("two", 2)):
-        (tmp_path / "room" / f"{name}.py").write_text(f'"""Doc."""\n\nNUMBER = {value}\n')
-    (tmp_path / "pairs").mkdir()
-    (tmp_path / "pairs" / "generate.py").write_text(
-        '"""Doc."""\nfrom p.room.one import NUMBER\nfrom p.room.two import NUMBER\n'
-    )
-    monkeypatch.setattr(flatten, "PACKAGE", tmp_path)
-    monkeypatch.setattr(flatten, "imported", lambda node, room: _named(node))
-    with pytest.raises(ValueError, match="NUMBER has two meanings in "):
-        published_code()
-
-
-def _named(node: ast.AST) -> Module | None:
-    return Module(*node.module.split(".")[1:]) if isinstance(node, ast.ImportFrom) else None
 
 
 def test_needs_are_those_of_the_project():

@@ -1,4 +1,4 @@
-"""Each block of the main README runs as pasted, in order, offline; its links lead somewhere.
+"""READMEs: each block of the main one runs as pasted, in order, offline; links lead somewhere; rooms list their files.
 
 The cache of the Hub holds tiny models under the names that the README uses. Its commands run in the process that has
 made the imports. What installs something is left out: the scripts at its beginning are what runs these tests.
@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.publish import write_code
 
 
@@ -60,7 +61,7 @@ def in_the_cache(home: Path, name: str) -> Path:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A cache with stand-ins for the README's models."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "hub" / "embedded")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded_folder())
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
     target = tiny(**sizes, num_hidden_layers=3)
@@ -116,10 +117,20 @@ def test_links_lead_somewhere(page: Path):
 
 def test_it_begins_with_the_two_commands_and_is_short():
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert [line.partition("#")[0].strip() for line in lines[2:6]] == [
-        "```bash",
-        "bash scripts/demo.sh",
-        "bash scripts/test.sh",
-        "```",
-    ]
+    commands = [line.partition("#")[0].strip() for line in lines[3:5]]
+    assert commands == ["bash scripts/demo.sh", "bash scripts/test.sh"]
     assert len(lines) <= 300
+
+
+@pytest.mark.parametrize("readme", sorted(PACKAGE.glob("*/README.md")), ids=lambda path: path.parent.name)
+def test_a_room_lists_its_files(readme: Path):
+    rows = [line.split("|")[1] for line in readme.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    listed = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row)}
+    assert listed == {path.name for path in readme.parent.glob("[!_]*.py")}
+
+
+def test_the_number_of_model_types_is_that_of_the_table():
+    """A type may have several rows."""
+    table = (ROOT / ".github" / "ARCHITECTURES.md").read_text(encoding="utf-8")
+    exact = set(re.findall(r"^\| \w+ \| ([\w-]+) \| exact \|", table, re.MULTILINE))
+    assert f"over {len(exact)} model types" in README.read_text(encoding="utf-8")

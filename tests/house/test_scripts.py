@@ -1,4 +1,4 @@
-"""Scripts: what they leave alone, and that the synthetic pairs are what they claim to be."""
+"""Scripts: what they leave alone, that the synthetic pairs are what they claim to be, and how large the house is."""
 
 import importlib
 import json
@@ -9,15 +9,28 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_specx.hub.flatten import PACKAGE
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+MOST = {"call": 10_000, "package": 18_500, "tests": 22_000, "scripts": 1_200}  # lines
+MOST |= {"files": 28, "functions": 200, "calls": 450}  # of a call of `generate`
+FILES_OF_A_ROOM = 14
 
 
 @pytest.fixture
 def script(monkeypatch):
     """Imports one by its name."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.syspath_prepend(str(PACKAGE.parent / "scripts"))
     return importlib.import_module
+
+
+@pytest.mark.xfail(strict=False, reason="rooms are being made smaller")
+def test_the_house_and_a_call_stay_small(script):
+    count = script("count")
+    found = count.count_lines() | count.count_call()
+    assert {name: found[name] for name, most in MOST.items() if found[name] > most} == {}
+    rooms = {path.name: len(list(path.glob("[!_]*.py"))) for path in PACKAGE.iterdir() if path.is_dir()}
+    assert {name: files for name, files in rooms.items() if files > FILES_OF_A_ROOM} == {}
 
 
 def test_training_replaces_nothing_but_a_pair(script, tmp_path: Path):
@@ -33,26 +46,16 @@ def tiny_recipe(grafted, **changes):
     return replace(recipe, **changes)
 
 
-def test_a_grafted_draft_is_the_targets_first_layers(script):
-    grafted = script("grafted")
-    made = grafted.graft(tiny_recipe(grafted))
-    storages = [{weight.untyped_storage().data_ptr() for weight in model.parameters()} for model in made[:2]]
-    assert storages[1] < storages[0]  # in memory once
-    ids = torch.arange(1, 9)[None]
-    hidden = [model(ids, output_hidden_states=True).hidden_states for model in made[:2]]
-    assert torch.equal(hidden[0][1], hidden[1][1])
-    assert (len(hidden[0]), len(hidden[1])) == (7, 3)
-
-
-def test_acceptance_of_grafted_pairs(script):
-    """It falls with ε, and ε is found for one that is asked for; global random numbers stay as they were."""
+def test_grafted_pairs(script):
+    """The draft is the target's first layers, and α falls with ε, which is found for one that is asked for."""
     grafted, before = script("grafted"), torch.get_rng_state()
+    target, draft, _ = grafted.graft(tiny_recipe(grafted))
+    shared, own = ({weight.untyped_storage().data_ptr() for weight in x.parameters()} for x in (draft, target))
+    assert shared < own  # in memory once
     alphas = [grafted.graft(tiny_recipe(grafted, epsilon=epsilon)).alpha for epsilon in (1e-4, 0.02, 0.1, 0.5, 1.0)]
     assert alphas == sorted(alphas, reverse=True)
-    assert alphas[0] > 0.99
     assert grafted.graft(tiny_recipe(grafted, epsilon=None, alpha=0.5)).alpha == pytest.approx(0.5, abs=0.011)
     assert grafted.graft(tiny_recipe(grafted, unrelated=True)).alpha < 0.2
-    assert grafted.graft(grafted.RECIPES["30M"]).alpha == pytest.approx(0.8, abs=0.02)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -63,9 +66,7 @@ def test_the_bench_of_grafted_pairs(script, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", ["grafted.py", *options.split()])
     grafted.main()
     assert [cell["cell"]["batch"] for cell in json.loads(out.read_text())["cells"]] == [1, 2]
-    shown = capsys.readouterr().out
-    assert "grafted-tiny in float32, batch 2, 64 prompt and 4 new tokens (synthetic, α 0." in shown
-    assert "assisted generate is only supported for batch_size = 1 |" in shown
+    assert "grafted-tiny in float32, batch 2, 64 prompt and 4 new tokens (synthetic, α 0." in capsys.readouterr().out
 
 
 def test_two_commits_are_asked_the_same(script):
@@ -75,3 +76,12 @@ def test_two_commits_are_asked_the_same(script):
     assert len(set(calls)) == same.CALLS
     assert {json.loads(call)["mode"] for call in calls} == {"greedy", "coupled", "token", "block"}
     assert same.text_of(json.loads(calls[0])) == same.text_of(json.loads(calls[0]))
+
+
+def test_a_page_without_its_markers_is_refused(script, tmp_path):
+    """Before anything is measured."""
+    pytest.importorskip("outlines")
+    (tmp_path / "page.md").write_text("no markers")
+    with pytest.raises(ValueError, match="the page must have one <!-- speed_table.py begins"):
+        script("speed_table").main(readme=tmp_path / "page.md", out=tmp_path / "speed.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.md"]

@@ -1,6 +1,7 @@
 """What tests of the report share: results that no check has made, with text that would like to be more than text."""
 
-from html.parser import HTMLParser
+import html
+import re
 
 from hf_specx import CheckResult
 from hf_specx.metrics.result import FAILED, PASSED, UNTOLD, CheckLine
@@ -80,37 +81,7 @@ def made(passed: bool = True, **changes: object) -> CheckResult:
     return CheckResult(**given | changes)
 
 
-class Page(HTMLParser):
-    """What a page has: `elements`, each with its attributes, and all `text` but that of styles and scripts."""
-
-    VOID = ("meta", "link", "img", "br")
-
-    def __init__(self, source: str):
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.open: list[str] = []
-        self.feed(source)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag  # each end belongs to its start
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] not in ("style", "script"):
-            self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        """With single spaces."""
-        return " ".join(" ".join(self.texts).split())
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        """Attributes of the elements of a kind."""
-        return [attributes for name, attributes in self.elements if name == tag]
+def text_of(source: str) -> str:
+    """The text of a page, with single spaces, without its style."""
+    without_style = re.sub(r"<style>.*?</style>", "", source, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", without_style)).split())

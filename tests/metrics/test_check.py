@@ -1,8 +1,6 @@
 """The check: what it finds, that it can be repeated and taken up, and what its tests would have seen."""
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import evaluate
@@ -18,10 +16,9 @@ import hf_specx
 from hf_specx import DraftTargetPair, EarlyExitDraft, SuffixDraft
 from hf_specx.metrics import check as checking
 from hf_specx.metrics import texts as check_texts
-from hf_specx.metrics.cells import judge_quality
+from hf_specx.metrics.cells import TURNS, judge_quality, measure_speed
 from hf_specx.metrics.result import least_share, quality_line, seen_deviations
 from hf_specx.metrics.settings import Settings
-from hf_specx.metrics.speed import TURNS, measure_speed
 from hf_specx.metrics.texts import Subject
 
 
@@ -44,6 +41,8 @@ def test_what_is_found(result):
         "block: quality of plain text",
     ]
     assert {line.verdict for line in result.lines} == {"passed"}
+    assert result.comparisons == 3  # of the distribution at each batch size, and of quality; they share the level
+    assert result.cells["block, batch 8"]["law"]["level"] == pytest.approx(0.001 / 3)
     equality = {"exact_match": 1.0, "rows": 4, "tokens": 32, "differences": []}
     assert result.cells["greedy, batch 1"]["equality"] == equality
     assert "overrated" in result.cells["block, batch 8"]["law"]["statistics"]
@@ -58,37 +57,26 @@ def test_what_is_found(result):
     assert acceptance["tokens_per_round"] == pytest.approx(1 + kept / acceptance["rounds"])
 
 
-def test_the_level_is_shared(result):
-    assert result.comparisons == 3  # of the distribution at each batch size, and of quality
-    laws = [result.cells[f"block, batch {batch}"]["law"]["level"] for batch in (1, 8)]
-    assert laws == pytest.approx([0.001 / 3] * 2)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams=2"),
         ({"use_cache": False}, "use_cache=False"),
         ({"tempreature": 1.0}, "tempreature"),
+        ({}, "a check needs scipy: pip install scipy, as"),
     ],
 )
-def test_what_generate_refuses_is_refused_before_any_forward(options, message):
+def test_what_cannot_be_checked_is_refused_before_any_forward(monkeypatch, options, message):
     """Also what plain generate does not refuse, which comes first."""
+    if not options:
+        monkeypatch.setattr("hf_specx.metrics.settings.find_spec", lambda name: None if name == "scipy" else name)
     models, fed = (tiny_pair().target, tiny_pair().draft), []
     handles = [m.get_input_embeddings().register_forward_hook(lambda *_: fed.append(1)) for m in models]
     with pytest.raises(ValueError, match=message):
         quick(**SMALL, **options)
     assert fed == []
-    quick(**GREEDY)
-    assert fed  # and nothing stops it from then on
     for handle in handles:
         handle.remove()
-
-
-def test_packages_that_are_not_there(monkeypatch):
-    monkeypatch.setattr("hf_specx.metrics.settings.find_spec", lambda name: None if name == "scipy" else name)
-    with pytest.raises(ValueError, match="a check needs scipy: pip install scipy, as"):
-        quick(**SMALL)
 
 
 def test_the_same_seed_gives_the_same_result(result):
@@ -99,36 +87,12 @@ def test_the_same_seed_gives_the_same_result(result):
     assert quick(**SMALL, seed=1).texts["block"] != result.texts["block"]
 
 
-def test_generators_of_all_devices_are_left_as_they_were(monkeypatch):
-    """`torch.manual_seed` seeds those of two accelerators also where the pair runs on neither."""
-    kept = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    forked = lambda devices, device_type: kept.extend([*devices, device_type]) or nullcontext()  # noqa: E731
-    monkeypatch.setattr(torch.random, "fork_rng", forked)
-    with checking.generator_untouched():
-        pass
-    assert kept == [0, 1, "xpu"]
-
-
-def test_coupled_and_plain_share_seeds_and_others_do_not():
-    settings = Settings()
-    seeds = {way: settings.run_seed(way, 8, 2) for way in settings.ways}
-    assert seeds["coupled"] == seeds["plain sampled"]
-    assert len(set(seeds.values())) == len(seeds) - 1
-    assert len({settings.run_seed("token", batch, run) for batch in (1, 8) for run in (2, 3)}) == 4
-
-
 def test_which_prompts_are_in_which_batch():
     """They go around; every one is checked at the largest size, at smaller ones some, unless more are asked for."""
     assert Settings(samples=5).batches("token", 2, 3) == [[0, 1], [2, 0], [1, 2]]
     assert Settings(samples=5).batches("greedy", 2, 3) == [[0, 1], [2, 0]]
     for way in ("greedy", "block"):
-        numbers = [len(Settings().batches(way, batch, 100)) for batch in (1, 8)]
-        assert numbers == [8, 13]
-        assert len(Settings(samples=30).batches(way, 1, 100)) == 30
-    assert len(Settings().batches("greedy", 1, 3)) == 3
+        assert [len(Settings().batches(way, batch, 100)) for batch in (1, 8)] == [8, 13]
     assert len(Settings(batch_sizes=(1,)).batches("block", 1, 3)) == 16
 
 
@@ -160,33 +124,27 @@ def test_an_interrupted_check_goes_on(result, generated, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["check.json"]
 
 
-def changed(what: str) -> tuple[DraftTargetPair, dict]:
-    """A pair and arguments of a check, one of which is not as in `GREEDY`."""
-    pair, own = tiny_pair(), tiny_pair().tokenizer
-    pairs = {
-        "model": lambda: DraftTargetPair(near(pair.target, 0.1), pair.draft, own),
-        "tokenizer": lambda: DraftTargetPair(pair.target, pair.draft, tiny_tokenizer(fewer_merges=8)),
-        "draft tokenizer": lambda: DraftTargetPair(
-            pair.target, pair.draft, own, draft_tokenizer=tiny_tokenizer(["other words"])
-        ),
-        "draft": lambda: DraftTargetPair(pair.target, SuffixDraft(1), own),
-        "another draft": lambda: DraftTargetPair(pair.target, SuffixDraft(2), own),
-    }
-    arguments = {"prompts": PROMPTS} | GREEDY | {"num_draft_tokens": 1, "advance": lambda: None}
-    arguments |= {"seed": {"seed": 5}, "prompts": {"prompts": PROMPTS[:3]}}.get(what, {})
-    return pairs.get(what, lambda: pair)(), arguments
-
-
 def test_another_check_begins_anew(monkeypatch, generated, tmp_path):
-    path = tmp_path / "check.json"
-    names = ("nothing", "seed", "prompts", "model", "tokenizer", "draft tokenizer", "draft", "another draft", "code")
-    for number, what in enumerate(names, 1):
-        if what == "code":
-            monkeypatch.setattr(checking, "code_digest", lambda files: "another")
-        pair, arguments = changed(what)
+    """Where one of seed, prompts, models, tokenizers, drafts or code is another."""
+    target, draft, own = tiny_pair().target, tiny_pair().draft, tiny_pair().tokenizer
+    changes = [
+        (tiny_pair(), {}),
+        (tiny_pair(), {"seed": 5}),
+        (tiny_pair(), {"prompts": PROMPTS[:3]}),
+        (DraftTargetPair(near(target, 0.1), draft, own), {}),
+        (DraftTargetPair(target, draft, tiny_tokenizer(fewer_merges=8)), {}),
+        (DraftTargetPair(target, draft, own, draft_tokenizer=tiny_tokenizer(["other words"])), {}),
+        (DraftTargetPair(target, SuffixDraft(1), own), {}),
+        (DraftTargetPair(target, SuffixDraft(2), own), {}),
+        (tiny_pair(), {"code": "another"}),
+    ]
+    always = {"prompts": PROMPTS} | GREEDY | {"num_draft_tokens": 1, "advance": lambda: None}
+    for number, (pair, change) in enumerate(changes, 1):
+        if change.pop("code", None):
+            monkeypatch.setattr(checking, "PACKAGE", tmp_path / "another")
         for _ in range(2):
-            hf_specx.check(pair, **arguments, path=path)
-        assert len(generated) == 4 * number, what
+            hf_specx.check(pair, **always | change, path=tmp_path / "check.json")
+        assert len(generated) == 4 * number
 
 
 def test_results_are_saved_also_without_git(result, tmp_path, monkeypatch):
@@ -211,16 +169,10 @@ def test_options_of_generate_and_the_layout_of_the_pair_count(monkeypatch):
     assert found.texts["plain greedy"] != quick(**GREEDY).texts["plain greedy"]
 
 
-def test_too_few_texts_are_told_so():
-    found = quick(samples=2, batch_sizes=(2,), verifications=("token",))
-    line = found.lines[-1]
-    assert (line.what, line.verdict, line.figure) == ("token: quality of plain text", "not told", None)
-    assert found.cells["token"]["quality"] is None
-
-
 def test_texts_that_are_empty_have_no_perplexity_and_others_do():
     """A text may be an end token alone, which decoding drops; lengths are of the tokens that were emitted."""
     subject = Subject(tiny_pair(), PROMPTS, Settings(verifications=("token",), level=0.05))
+    assert judge_quality(subject, [0, 1], [[5], [6]], [[5], [6]]) is None  # too few
     ours, plain = np.random.default_rng(0).integers(2, 280, (2, 40, 6)).tolist()
     places = [row % len(PROMPTS) for row in range(40)]
     whole = judge_quality(subject, places, plain, ours)
@@ -244,7 +196,9 @@ def test_what_the_draft_overrates_is_tested_where_it_has_a_distribution(kind):
     assert ("overrated" in statistics) == (kind == "an early exit")
 
 
-def test_measures_of_quality_share_the_level():
+def test_measures_of_quality_share_the_level_and_too_few_texts_are_told_so():
+    line = quality_line("token", None, 1e-5)
+    assert (line.what, line.verdict, line.figure) == ("token: quality of plain text", "not told", None)
     cell = {"prediction": 9.0, "reference": 8.0, "difference": 1.0, "interval": [0.5, 1.5]}
     found = {"length": cell | {"p_value": 1e-6}, "perplexity": cell | {"p_value": 0.5}}
     assert quality_line("token", found, 1e-5).verdict == "failed"
@@ -266,7 +220,7 @@ def test_what_a_test_sees_is_seen_nine_times_in_ten():
 
 
 def test_speed_is_that_of_turns_and_part_of_a_check_only_if_asked_for(monkeypatch, tmp_path):
-    """It is kept with the rest, and nothing else changes."""
+    """It is kept with the rest, and nothing else changes; generators of all devices are left as they were."""
     settings = Settings((2,), 8, samples=2, num_draft_tokens=3, verifications=("greedy", "coupled"))
     subject = checking.subject_of(tiny_pair(), PROMPTS, settings)
     found = measure_speed(subject)
@@ -274,14 +228,14 @@ def test_speed_is_that_of_turns_and_part_of_a_check_only_if_asked_for(monkeypatc
     assert 0 < found["least"] <= found["times_plain"] <= found["most"]
     measured, path = [], tmp_path / "known.json"
     monkeypatch.setattr(checking, "measure_speed", lambda subject: measured.append(1) or {"batch": 2})
+    forked = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    fork = lambda devices, device_type: forked.extend([*devices, device_type]) or nullcontext()  # noqa: E731
+    monkeypatch.setattr(torch.random, "fork_rng", fork)
     without = checking.run_check(subject, lambda: None, path)
+    assert forked == [0, 1, "xpu"]
     timed = [checking.run_check(subject, lambda: None, path, timed=True) for _ in range(2)]
     assert without.speed == {}
     assert [each.to_dict() for each in timed] == [without.to_dict() | {"speed": {"batch": 2}}] * 2
     assert measured == [1]
-
-
-def test_nothing_of_evaluate_is_imported_before_it_is_needed():
-    code = "import sys, hf_specx; print({'evaluate', 'datasets', 'scipy.stats'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"

@@ -30,9 +30,7 @@ Example:
     >>> acceptance.compute(predictions=[[4, 1]], references=[[4, 4]])
     {'alpha': 0.833, 'acceptance_rate': 0.625, 'per_position': [1.0, 0.5, 0.5, 0.5], 'tokens_per_round': 3.5, ...}
 """
-CITATION = (
-    "Leviathan, Kalman, Matias 2023, Fast Inference from Transformers via Speculative Decoding, arXiv 2211.17192."
-)
+CITATION = "Leviathan, Kalman, Matias 2023, Fast Inference from Transformers via Speculative Decoding, 2211.17192."
 
 
 class Acceptance(evaluate.Metric):
@@ -41,9 +39,8 @@ class Acceptance(evaluate.Metric):
     def _info(self) -> evaluate.MetricInfo:
         counts = datasets.Sequence(datasets.Value("int64"))
         features = datasets.Features({"predictions": counts, "references": counts})
-        return evaluate.MetricInfo(
-            description=DESCRIPTION, citation=CITATION, inputs_description=INPUTS, features=features
-        )
+        told = {"description": DESCRIPTION, "citation": CITATION, "inputs_description": INPUTS}
+        return evaluate.MetricInfo(**told, features=features)
 
     def _compute(
         self,
@@ -57,9 +54,8 @@ class Acceptance(evaluate.Metric):
         known = [value for row in overlaps or [] for value in row]
         overlap = None if overlaps is None else _share(sum(known), len(known))
         if len(known) > judged or not all(-1e-4 <= value <= 1 + 1e-4 for value in known):
-            raise ValueError(
-                f"overlaps: give sum_x min(p, q), 0 to 1, of the {judged} judged candidates and no others."
-            )
+            told = f"give sum_x min(p, q), 0 to 1, of the {judged} judged candidates and no others"
+            raise ValueError(f"overlaps: {told}.")
         return {
             "alpha": _share(accepted, judged) if overlap is None else overlap,
             "acceptance_rate": _share(accepted, drafted),

@@ -81,12 +81,9 @@ class SampledLaw(evaluate.Metric):
 
     def _info(self) -> evaluate.MetricInfo:
         ids = datasets.Sequence(datasets.Value("int64"))
-        return evaluate.MetricInfo(
-            description=DESCRIPTION,
-            citation=CITATION,
-            inputs_description=INPUTS,
-            features=datasets.Features({"predictions": ids, "references": ids}),
-        )
+        features = datasets.Features({"predictions": ids, "references": ids})
+        told = {"description": DESCRIPTION, "citation": CITATION, "inputs_description": INPUTS}
+        return evaluate.MetricInfo(**told, features=features)
 
     def _compute(
         self,
@@ -283,9 +280,8 @@ def verdict(totals: Tensor, impossible: int, level: float) -> dict[str, object]:
 
 def _check(model: Any, config: object, processors: object, level: float, predictions: Any, references: Any) -> None:
     if model is None or model.config.is_encoder_decoder or model.training:
-        raise ValueError(
-            f"model={type(model).__name__}: pass the decoder that the text should be of, after model.eval()."
-        )
+        name = type(model).__name__
+        raise ValueError(f"model={name}: pass the decoder that the text should be of, after model.eval().")
     if config is not None and processors is not None:
         raise ValueError("generation_config and processors were both given; pass one of them.")
     if not 0 < level < 1:
