@@ -5,6 +5,7 @@ of the right law would fail with probability 1e-4.
 """
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from threading import Thread
 
@@ -194,8 +195,6 @@ def test_compiled_forwards(target, draft):
     assert made.tolist() == plain.tolist()
     assert strategy.report.accepted > 0
     assert strategy.report.forced == 0
-
-
 
 
 def test_a_processor_that_was_interrupted_is_said_to_be_unusable(target, draft):
