@@ -9,11 +9,11 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import DraftTargetPair
 from hf_specx.hub import fetch
-from hf_specx.hub.known_pairs import KNOWN_PAIRS
+from hf_specx.hub.known_pairs import BY_NAME
 
 
 SIZES = {"vocab_size": 280, "eos_token_id": 0, "pad_token_id": 1}
-KNOWN = KNOWN_PAIRS[0].name
+KNOWN = next(iter(BY_NAME))
 NO_PROMPTS = "no prompts; give them with --file, on standard input, or use --no-measure."
 BEFORE_LOADING = {  # what is said, with the command that says it
     "no prompts; give them as arguments": "generate",
