@@ -201,7 +201,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
         yield import_module("published.engine").SpeculativeDecoding
 
 
-@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("ours_first", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_copies_of_this_package(name: str, ours_first: bool, published: type):
     """A call by one begins and ends in the middle of a call by the other, more than once; all texts are stock's."""
     expected, here, found = stock(name), threading.get_ident(), []

@@ -98,7 +98,7 @@ def test_equals_stock(model_type: str, layout: str):
     assert FEWEST * len(rounds[::2]) < seeing_draft < blind_draft <= (NEW_TOKENS - 1) * len(rounds[1::2])
 
 
-@pytest.mark.parametrize(("model_type", "layout"), EXACT)
+@pytest.mark.parametrize(("model_type", "layout"), [case for case in EXACT if case[1] != "lockstep"])
 @pytest.mark.usefixtures("any_layout")
 def test_equal_draft_sees_what_the_target_sees(model_type: str, layout: str):
     """All is accepted, so the draft has the same images at the same positions; a wrong one would only be slower."""
