@@ -95,17 +95,27 @@ class TokenBytes:
         return self.known[text]
 
     def _encoded(self, text: bytes, opens: bool = False) -> list[int]:
-        try:
-            written = text.decode()
-        except UnicodeDecodeError:
-            return self._longest(text) or self._ids(text.decode(errors="ignore")) or [self.filler]
+        found: list[int] = []
+        while text:
+            try:
+                found += self._piece(text, opens and not found)
+                break
+            except UnicodeDecodeError as error:  # bytes that are no text
+                if error.start:
+                    found += self._piece(text[: error.start], opens and not found)
+                found += self._longest(text[error.start : error.end])
+                text = text[error.end :]
+        return found or [self.filler]
+
+    def _piece(self, text: bytes, opens: bool) -> list[int]:
+        written = text.decode()
         begun = not opens and self.opens_with_space and written.startswith(" ")
         ids = self._ids(written[1:] if begun else written)
         content = self.joined(ids)
         if not opens and content == b" " + text and (first := self._longest(self.contents[ids[0]][1:])):
             return [*first, *ids[1:]]  # all but the space that it has put before
         exact = opens or content == text
-        return (ids if exact else self._longest(text) or ids) or [self.filler]
+        return ids if exact else self._longest(text) or ids
 
     def _ids(self, text: str) -> list[int]:
         found: list[int] = self.backend.encode(text, add_special_tokens=False).ids

@@ -8,7 +8,6 @@ from tiny import near, prompts, tiny
 from transformers import GenerationConfig, PreTrainedModel
 
 from hf_specx import DraftTargetPair, SpeculationReport, SpeculativeDecoding, generate
-from hf_specx.common.round import RoundRecord
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 25}
@@ -81,33 +80,6 @@ def test_threshold(models: Any, mode: str, where: str):
         assert set(drafted(strategy.report)[:-4]) == {most}
         if mode in ("greedy", "coupled"):
             assert torch.equal(output, expected)
-
-
-def alone(inputs: dict[str, torch.Tensor], row: int) -> dict[str, torch.Tensor]:
-    """One row of a batch, without pads."""
-    return {name: value[row : row + 1, inputs["attention_mask"][row].bool()] for name, value in inputs.items()}
-
-
-@pytest.mark.parametrize("mode", ["greedy", "coupled", "token", "block"])
-def test_rows_draft_and_draw_as_alone(mode: str):
-    """A threshold ends each row's draft for itself, so under seeds its mates do not matter."""
-    target = tiny()
-    draft, inputs = near(target, 0.02), prompts(4)
-    settings = {"do_sample": mode != "greedy", "max_new_tokens": 40, "num_assistant_tokens": 4}
-    settings |= {"assistant_confidence_threshold": 0.3}
-
-    def run(inputs: dict[str, torch.Tensor], seeds: list[int]) -> tuple[torch.Tensor, list[list[RoundRecord]]]:
-        strategy = SpeculativeDecoding(draft, verification=None if mode == "greedy" else mode)
-        seeded = {} if mode == "greedy" else {"seeds": seeds}
-        output = target.generate(**inputs, **settings, **seeded, custom_generate=strategy)
-        return output[:, -40:], strategy.report.history
-
-    texts, histories = run(inputs, [0, 1, 2, 3])
-    assert len({tuple(record.drafted for record in row) for row in histories}) > 1
-    for row in range(4):
-        text, (history,) = run(alone(inputs, row), [row])
-        assert torch.equal(texts[row], text[0])
-        assert [record[:5] for record in histories[row]] == [record[:5] for record in history]  # but for its mates'
 
 
 @pytest.mark.parametrize(

@@ -107,18 +107,6 @@ def test_what_is_left_in_the_cache_is_the_targets(rows: int):
             assert torch.allclose(stored.transpose(1, 2)[real], same.transpose(1, 2)[real], atol=1e-5)
 
 
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
-    inputs = prompts(4)
-
-    def texts(rows: list[int]) -> torch.Tensor:
-        given = {name: value[rows] for name, value in inputs.items()}
-        seeds = [7 + row for row in rows]
-        return run(target(), given, made(verification=verification), **SAMPLED, seeds=seeds)[:, -LONGEST:]
-
-    assert torch.equal(texts([0, 1, 2, 3]), torch.cat([texts([row]) for row in range(4)]))
-
-
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "coupled"])
 def test_prompts_in_the_places_of_rows_that_ended(settings: dict):
     """They are read by the target alone."""

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,22 +98,6 @@ def test_a_target_that_was_changed_since():
     model.model.layers = nn.ModuleList(model.model.layers[i] for i in (2, 1, 0))
     assert torch.equal(run(model, prompts(2), made(draft)), run(model, prompts(2)))
     assert draft.first_layers(model).model.layers[0] is model.model.layers[0]
-
-
-def test_two_calls_at_once_with_one_draft():
-    model, draft, outputs = target(), EarlyExitDraft(2), {}
-    settings = {"do_sample": False}
-    expected = {rows: run(model, prompts(rows), **settings) for rows in (1, 2, 3)}
-
-    def call(rows: int) -> None:
-        outputs[rows] = run(model, prompts(rows), made(draft), **settings)
-
-    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(outputs[rows], expected[rows]) for rows in expected)
 
 
 @pytest.mark.parametrize("exit_layer", [0, -1, 1.0, True, "2", None, [1]])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import near, prompts, tiny
+from tiny import prompts, tiny
 from transformers.generation.candidate_generator import CandidateGenerator, PromptLookupCandidateGenerator
 
 from hf_specx import SpeculativeDecoding
@@ -78,27 +78,3 @@ def test_a_row_in_a_batch_is_counted_as_it_is_alone(layout: str):
         counts = (together.drafted_per_row[row], together.accepted_per_row[row])
         assert counts == (alone.drafted, alone.accepted)
     assert len(set(together.drafted_per_row)) > 2
-
-
-@pytest.mark.parametrize("verification", ["token", "block"])
-@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
-def test_seeds_go_with_numbers_that_each_row_finds_for_itself(verification: str, schedule: str):
-    """A row's text under its seed is the same alone and among mates that draft more or less, or end sooner."""
-    target = tiny()
-    draft, inputs = near(target, 0.1), prompts(4)
-    settings = {"do_sample": True, "max_new_tokens": 24, "eos_token_id": [3, 9], "pad_token_id": 0}
-    settings |= {"num_assistant_tokens": 3, "num_assistant_tokens_schedule": schedule}
-    settings |= {"assistant_confidence_threshold": 0.05}
-
-    def texts(rows: list[int]) -> list[list[int]]:
-        strategy = SpeculativeDecoding(draft, verification=verification)
-        given = {name: value[rows] for name, value in inputs.items()}
-        output = target.generate(**given, **settings, seeds=[7 + row for row in rows], custom_generate=strategy)
-        return output[:, inputs["input_ids"].shape[1] :].tolist()
-
-    def real(text: list[int]) -> list[int]:
-        return text[: next((n + 1 for n, token in enumerate(text) if token in (3, 9)), len(text))]
-
-    together = [real(text) for text in texts([0, 1, 2, 3])]
-    assert together == [real(texts([row])[0]) for row in range(4)]
-    assert len({len(text) for text in together}) > 1

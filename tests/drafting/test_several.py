@@ -6,7 +6,8 @@ from functools import cache
 import pytest
 import torch
 from all_pairs import all_pairs
-from tiny import Forwards, near, prompts, tiny
+from repeating import GREEDY, NEW_TOKENS, few_tokens, run
+from tiny import Forwards, near, tiny
 from transformers import BartConfig, BartForConditionalGeneration, PreTrainedModel
 
 from hf_specx import Costs, SpeculativeDecoding, SuffixDraft
@@ -14,10 +15,8 @@ from hf_specx.drafting.several import SeveralDrafts
 
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
-GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.4}
 KNOWN = {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}  # seconds of forwards
-NEW_TOKENS = 40
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
@@ -36,17 +35,6 @@ def cyclic() -> tuple[PreTrainedModel, PreTrainedModel]:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model, near(model, 0.0)
-
-
-def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:
-    inputs = prompts(rows, width)
-    return inputs | {"input_ids": inputs["input_ids"] % 12}
-
-
-def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
-    torch.manual_seed(4)
-    given = {} if strategy is None else {"custom_generate": strategy}
-    return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
 
 
 def mixture(draft: PreTrainedModel, rows: int = 0, **options) -> SpeculativeDecoding:
@@ -90,20 +78,6 @@ def test_equals_plain_of_other_kinds(model_type: str):
         strategy = mixture(draft, num_draft_tokens=5, verification="coupled")
         assert torch.equal(run(target, few_tokens(4), strategy, **settings), run(target, few_tokens(4), **settings))
         assert strategy.report.accepted > 0
-
-
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
-    target, draft = models()
-
-    def texts(rows: list[int]) -> list[list[int]]:
-        strategy = SpeculativeDecoding([SuffixDraft(), draft], verification=verification)
-        given = {name: value[rows] for name, value in few_tokens(4).items()}
-        output = run(target, given, strategy, **SAMPLED, seeds=[7 + row for row in rows])
-        assert strategy.report.accepted > 0
-        return output[:, 17:].tolist()
-
-    assert texts([0, 1, 2, 3]) == [texts([row])[0] for row in range(4)]
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

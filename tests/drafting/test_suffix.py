@@ -1,12 +1,12 @@
 """A draft that looks for the end of a row's text in what was read and emitted, through `generate`."""
 
-import threading
 from functools import cache
 
 import pytest
 import torch
 import zoo
 from all_pairs import all_pairs
+from repeating import GREEDY, NEW_TOKENS, few_tokens, run
 from tiny import Forwards, prompts, tiny
 from transformers import PreTrainedModel
 
@@ -15,9 +15,7 @@ from hf_specx import SpeculativeDecoding, SuffixDraft, SuffixPool
 
 LAYOUTS = ("ragged", "padded", "packed", "lockstep")
 MODEL_TYPES = ("llama", "gpt2", "mistral")
-GREEDY = {"do_sample": False, "repetition_penalty": 1.05}
 SAMPLED = {"do_sample": True, "top_k": 6, "temperature": 0.7}
-NEW_TOKENS = 40
 pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 
 
@@ -35,18 +33,6 @@ def cyclic() -> PreTrainedModel:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     return model
-
-
-def few_tokens(rows: int, width: int = 17) -> dict[str, torch.Tensor]:
-    """Prompts whose tokens repeat."""
-    inputs = prompts(rows, width)
-    return inputs | {"input_ids": inputs["input_ids"] % 12}
-
-
-def run(model: PreTrainedModel, inputs: dict, strategy: SpeculativeDecoding | None = None, **settings) -> torch.Tensor:
-    torch.manual_seed(4)
-    given = {} if strategy is None else {"custom_generate": strategy}
-    return model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, "pad_token_id": 0} | settings, **given)
 
 
 @pytest.mark.parametrize(
@@ -71,27 +57,6 @@ def test_equals_plain_with_an_encoder(rows: int, settings: dict):
     for _ in range(2):
         assert torch.equal(run(model, inputs, strategy, **settings), run(model, inputs, **settings))
     assert strategy.report.accepted > NEW_TOKENS / 2
-
-
-@pytest.mark.parametrize("verification", ["coupled", "token", "block"])
-def test_a_row_under_its_seed_is_the_same_in_any_batch(verification: str):
-    inputs, drafted = few_tokens(4), []
-    settings = SAMPLED | {"eos_token_id": 3, "top_k": 4, "temperature": 0.5}
-
-    def texts(rows: list[int]) -> list[list[int]]:
-        strategy = SpeculativeDecoding(SuffixDraft(pool=SuffixPool()), verification=verification)
-        given = {name: value[rows] for name, value in inputs.items()}
-        output = run(target(), given, strategy, **settings, seeds=[7 + row for row in rows])
-        drafted.append(strategy.report.drafted)
-        return output[:, inputs["input_ids"].shape[1] :].tolist()
-
-    def real(text: list[int]) -> list[int]:
-        return text[: next((n + 1 for n, token in enumerate(text) if token == 3), len(text))]
-
-    alone = [real(texts([row])[0]) for row in range(4)]
-    assert [real(text) for text in texts([0, 1, 2, 3])] == alone
-    assert len({len(text) for text in alone}) > 1
-    assert sum(drafted[:4]) > 0
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -147,23 +112,6 @@ def test_nothing_is_proposed_where_nothing_repeats():
     assert forwards.lengths[1:] == [1] * 29
     assert strategy.report.drafted == 0
     assert output[0, -1] == output[0, -30] + 29
-
-
-def test_two_calls_at_once_with_one_draft():
-    draft, outputs = SuffixDraft(pool=SuffixPool(500)), {}
-    expected = {seed: run(target(), few_tokens(seed), do_sample=False) for seed in (1, 2, 3, 4)}
-
-    def call(rows: int) -> None:
-        strategy = SpeculativeDecoding(draft)
-        outputs[rows] = run(target(), few_tokens(rows), strategy, do_sample=False)
-
-    threads = [threading.Thread(target=call, args=(rows,)) for rows in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(outputs[rows], expected[rows]) for rows in expected)
-    assert 0 < len(draft.pool) <= 500
 
 
 @pytest.mark.parametrize(
