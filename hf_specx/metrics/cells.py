@@ -11,13 +11,12 @@ from hf_specx.bench.trace import trace
 from hf_specx.metrics import path
 
 from .equality import Noise, explain
-from .settings import UNITS, is_greedy, plain_of
+from .settings import CHECKED, UNITS, is_greedy, plain_of
 from .texts import Subject
 
 
 CONFIDENCE = 0.95  # of intervals
 MEASURES = 4  # of quality
-TIMED = ("block", "token", "coupled", "greedy")  # the first of them that is checked is timed
 TURNS = 3  # after one that warms up
 
 
@@ -115,7 +114,7 @@ def measure_speed(subject: Subject) -> dict[str, Any]:
         the median; "times_plain", the median of ours / plain within a turn, with the "least" and the "most".
     """
     settings, batch = subject.settings, subject.settings.batch_sizes[0]
-    way = next(name for name in TIMED if name in settings.verifications)
+    way = next(name for name in reversed(CHECKED) if name in settings.verifications)
     inputs = [subject.encoded(indices) for indices in subject.batches(plain_of(way), batch)[:TURNS]]
     options = settings.generation(way)
     found = compare(

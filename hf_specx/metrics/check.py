@@ -67,7 +67,7 @@ def check(
         ValueError: before any forward, for what cannot be checked.
 
     Example:
-        >>> hf_specx.check(pair, prompts, batch_sizes=(1, 2), new_tokens=16).passed
+        >>> hf_specx.check(pair, prompts, batch_sizes=(2,), new_tokens=8).passed
         True
     """
     sizes, how = tuple(batch_sizes), (temperature, top_p, top_k, tuple(verifications))
@@ -113,7 +113,11 @@ def run_check(subject: Subject, advance: Advance, path: str | Path | None = None
     accelerator = torch.accelerator.current_accelerator()
     everywhere = range(torch.accelerator.device_count())  # all of them are seeded by `torch.manual_seed`
     with torch.random.fork_rng(everywhere, device_type="cuda" if accelerator is None else accelerator.type):
-        texts = all_texts(subject.settings, part)
+        texts = {
+            (way, batch): part(f"texts, {way}, batch {batch}", generate_texts, way, batch)
+            for batch in subject.settings.batch_sizes
+            for way in subject.settings.ways
+        }
         cells = all_cells(subject, part, texts)
         trace = part("trace", trace_one)
         speed = part("speed", measure_speed) if timed else {}
@@ -129,15 +133,6 @@ def asked_of(subject: Subject) -> str:
     vocabularies = [None if x is None else vocabulary_of(x).digest for x in (pair.tokenizer, pair.draft_tokenizer)]
     asked = [subject.settings.to_dict(), subject.prompts, subject.ids, models, drafts_of(pair), *how, *vocabularies]
     return digest_of([json.dumps(asked).encode()])
-
-
-def all_texts(settings: Settings, part: Part) -> Texts:
-    """What is generated in each way at each batch size."""
-    return {
-        (way, batch): part(f"texts, {way}, batch {batch}", generate_texts, way, batch)
-        for batch in settings.batch_sizes
-        for way in settings.ways
-    }
 
 
 def all_cells(subject: Subject, part: Part, texts: Texts) -> dict[str, dict[str, Any]]:

@@ -31,8 +31,7 @@ def test_rows_that_are_stopped():
     free = model.generate(**inputs, do_sample=False, max_new_tokens=9)
     settings = {"do_sample": False, "max_new_tokens": 9, "stopping_criteria": StoppingCriteriaList([ends])}
     output = model.generate(**inputs, **settings)
-    message = "sampling: rows that were stopped, without an end token"
-    assert torch.equal(output, free[:, :16]), message
+    assert torch.equal(output, free[:, :16]), "sampling: rows that were stopped, without an end token"
     assert ends.seen == [(2, n) for n in range(12, 17)], "sampling: a criterion is called otherwise"
     unused = next(i for i in range(VOCAB_SIZE) if i not in free)
     output = model.generate(**inputs, **settings, eos_token_id=unused)
