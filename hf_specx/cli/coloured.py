@@ -54,9 +54,7 @@ class TokenDecoder:
         return self._decode(self.ids[self.shown_from :])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class OriginStreamer(BaseStreamer):

@@ -67,12 +67,12 @@ def generate(
         typer.echo(HELLO.format(named.name))
     with going_on_with(out):
         with imports():
-            from .session import open_session, show_demo, write_texts
+            from .session import Session, show_demo, write_texts
         call = sampling.call
         if demo and call.get("temperature") == 1:
             call["temperature"] = DEMO_TEMPERATURE
         seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
-        session = open_session(named, strategy, json_schema, call, seed, turns, quiet=as_json)
+        session = Session(named, strategy, call, json_schema, seed, turns, quiet=as_json)
         if demo:
             found = {"runs": show_demo(session)}
         elif out is not None:
