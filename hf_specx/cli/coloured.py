@@ -15,12 +15,13 @@ from hf_specx.engine.strategy import SpeculativeDecoding
 
 # Figure 1 of Leviathan et al. 2022: accepted in green, corrections in blue; rejected candidates are not shown
 STYLES = {"accepted": "green", "recovered": "bright_blue", "bonus": "magenta", "forced": "yellow"}
-LEGEND = Text.assemble(
-    *[("accepted", STYLES["accepted"]), ": a candidate that was kept; "],
-    *[("forced", STYLES["forced"]), ": the only token allowed; "],
-    *[("recovered", STYLES["recovered"]), ": the target's, in place of a rejected candidate; "],
-    *[("bonus", STYLES["bonus"]), ": the target's after all candidates, or without any"],
-)
+MEANINGS = {
+    "accepted": "a candidate that was kept; ",
+    "forced": "the only token allowed; ",
+    "recovered": "the target's, in place of a rejected candidate; ",
+    "bonus": "the target's after all candidates, or without any",
+}
+LEGEND = Text().join(Text.assemble((name, STYLES[name]), f": {said}") for name, said in MEANINGS.items())
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
 
 
@@ -53,9 +54,7 @@ class TokenDecoder:
         return self._decode(self.ids[self.shown_from :])[len(shown) :]
 
     def _decode(self, ids: list[int]) -> str:
-        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class OriginStreamer(BaseStreamer):

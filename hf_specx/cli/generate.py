@@ -58,7 +58,8 @@ def generate(
     """
     turns = checked_turns(repeats, compare or demo, out, batch_size)
     strategy = strategy_options(num_draft_tokens, verification)
-    check_json_schema(json_schema)
+    if json_schema is not None:
+        check_json_schema(json_schema)
     ways = bool(prompts) + demo + (file is not None)
     require(ways <= 1, "prompts were given in more than one way; use arguments, --file or --demo.")
     given = (prompts or []) if prompts or demo else read_prompts(file, chat, WAYS)
@@ -66,12 +67,12 @@ def generate(
         typer.echo(HELLO.format(named.name))
     with going_on_with(out):
         with imports():
-            from .session import open_session, show_demo, write_texts
+            from .session import Session, show_demo, write_texts
         call = sampling.call
         if demo and call.get("temperature") == 1:
             call["temperature"] = DEMO_TEMPERATURE
         seed = seed if seed is not None else 0 if demo or out else secrets.randbelow(LARGEST_SEED)
-        session = open_session(named, strategy, json_schema, call, seed, turns, quiet=as_json)
+        session = Session(named, strategy, call, json_schema, seed, turns, quiet=as_json)
         if demo:
             found = {"runs": show_demo(session)}
         elif out is not None:
@@ -88,14 +89,12 @@ def strategy_options(num_draft_tokens: str | None, verification: str | None) -> 
     if isinstance(number, str) and number.removeprefix("-").isdecimal():
         number = int(number)
     check_choices(number, verification)
-    given = {} if verification is None else {"verification": verification}
-    return given if num_draft_tokens is None else {"num_draft_tokens": number, **given}
+    given = {"num_draft_tokens": None if num_draft_tokens is None else number, "verification": verification}
+    return {option: value for option, value in given.items() if value is not None}
 
 
-def check_json_schema(file: Path | None) -> None:
+def check_json_schema(file: Path) -> None:
     """Raise a ValueError, before models are loaded, if xgrammar is not installed, or a file of it is no JSON."""
-    if file is None:
-        return
     found = importlib.util.find_spec("xgrammar") is not None
     require(found, "--json-schema needs xgrammar, which is not installed; pip install xgrammar.")
     try:

@@ -162,7 +162,7 @@ def command(body: Callable[..., None]) -> Callable[..., None]:
     Errors that a user can correct end it as `errors_in_one_line` says.
     """
     parameters = inspect.signature(body).parameters.values()
-    groups = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
+    groups: dict[str, Any] = {each.name: each.annotation for each in parameters if is_dataclass(each.annotation)}
     shown: list[inspect.Parameter] = []
     for each in parameters:
         shown += options_of(groups[each.name]) if each.name in groups else [each.replace(kind=each.KEYWORD_ONLY)]

@@ -6,7 +6,6 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,20 +70,25 @@ def json_grammar(file: Path, pair: DraftTargetPair) -> NewProcessor:
     return NewProcessor(partial(processor, grammar), schema)
 
 
-@dataclass
 class Session:
-    """The models of a command, and how it generates with them.
+    """The models of a command, with options of the strategy and the arguments of each call; `facts` are for --json."""
 
-    Its `facts` are plain values for --json.
-    """
-
-    name: str  # what results and messages call the models
-    pair: DraftTargetPair  # with a tokenizer
-    options: dict[str, Any]  # arguments of `generate`, a grammar among them
-    seed: int
-    repeats: int  # timed runs of each contender; 0 for none
-    console: Output
-    facts: dict[str, Any]
+    def __init__(
+        self,
+        named: Named,
+        strategy: dict[str, Any],
+        call: dict[str, Any],
+        schema: Path | None,
+        seed: int,
+        repeats: int,  # timed runs of each contender; 0 for none
+        quiet: bool,
+    ):
+        self.name, self.seed, self.repeats, self.console = named.name, seed, repeats, Output(quiet=quiet)
+        self.pair = load_named(named, needs_tokenizer=True)
+        for option, value in strategy.items():
+            setattr(self.pair.strategy, option, value)
+        self.options = call if schema is None else call | {"logits_processor": json_grammar(schema, self.pair)}
+        self.facts = {"pair": named.name, "seed": seed, "options": call, **provenance(self.pair.target)}
 
     def answer(self, prompts: Sequence[str | Messages], chat: bool) -> dict[str, Any]:
         """Generate for one batch, print what came of it, and compare it with plain `generate` if that is wanted."""
@@ -130,24 +134,6 @@ class Session:
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         values = {"batch": len(prompts), "prompts": prompts, "texts": texts, "report": report.to_dict()}
         return values | {"comparison": None}, inputs
-
-
-def open_session(
-    named: Named,
-    strategy: dict[str, Any],
-    schema: Path | None,
-    call: dict[str, Any],
-    seed: int,
-    repeats: int,
-    quiet: bool,
-) -> Session:
-    """Load what a command names, with options of the strategy and of the `call`, for texts that follow a schema."""
-    pair = load_named(named, needs_tokenizer=True)
-    for option, value in strategy.items():
-        setattr(pair.strategy, option, value)
-    options = call if schema is None else call | {"logits_processor": json_grammar(schema, pair)}
-    facts = {"pair": named.name, "seed": seed, "options": call, **provenance(pair.target)}
-    return Session(named.name, pair, options, seed, repeats, Output(quiet=quiet), facts)
 
 
 class PromptTexts:

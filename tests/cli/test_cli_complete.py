@@ -14,9 +14,8 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 from transformers import TopKLogitsWarper
 
 from hf_specx import DraftTargetPair
-from hf_specx.cli.console import Output
+from hf_specx.cli import session
 from hf_specx.cli.prompts import FilePrompts
-from hf_specx.cli.session import NewProcessor, Session, write_texts
 from hf_specx.pairs.results_file import ResultsFile
 
 
@@ -105,17 +104,19 @@ def test_an_interrupted_file_is_gone_on_with(
     assert out.read_bytes() == (tmp_path / "undisturbed.jsonl").read_bytes()
 
 
-def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path):
-    def write(schema: str) -> None:
-        options = {"max_new_tokens": 8, "do_sample": True}
-        options["logits_processor"] = NewProcessor(lambda: TopKLogitsWarper(5), schema)
-        session = Session("a pair", pair, options, 0, 0, Output(quiet=True), {})
-        write_texts(session, TEXTS, False, tmp_path / "done.jsonl", 2)
+def test_a_file_of_one_schema_is_not_gone_on_with_under_another(pair: DraftTargetPair, tmp_path: Path, monkeypatch):
+    def grammar(file: Path, pair: DraftTargetPair) -> session.NewProcessor:
+        return session.NewProcessor(lambda: TopKLogitsWarper(5), file.read_text())
 
-    for _ in range(2):
-        write('{"type": "object"}')
-    with pytest.raises(ValueError, match="was made with logits_processor=.*obje.*now it is .*arra"):
-        write('{"type": "array"}')
+    monkeypatch.setattr(session, "json_grammar", grammar)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    schema, codes = tmp_path / "schema.json", []
+    for kind in ("object", "object", "array"):
+        schema.write_text(json.dumps({"type": kind}))
+        result = specx(*TEXTS, "--out", tmp_path / "done.jsonl", "--max-new-tokens", 8, "--json-schema", schema)
+        codes.append(result.exit_code)
+    assert codes == [0, 0, 2]
+    assert re.search("was made with logits_processor=.*obje.*now it is .*arra", result.stderr)
 
 
 def test_prompts_that_are_refused_are_counted(pair: DraftTargetPair, tmp_path: Path):
