@@ -16,7 +16,7 @@ import transformers
 
 from hf_specx.drafting.measuring import Measuring
 from hf_specx.drafting.pace import Pace
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models import compiled, regions
 
 
@@ -40,7 +40,7 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
 
     monkeypatch.setattr(Measuring, "row", paying)
-    monkeypatch.setattr(start, "assumed_times", paying)
+    monkeypatch.setattr(run, "assumed_times", paying)
     monkeypatch.setattr(Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
     monkeypatch.setattr(Pace, "has_seen_plain", lambda pace, rows: True)
 
@@ -48,7 +48,7 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """No size tells what forwards cost, as where they are compiled: they are timed before the first token."""
-    monkeypatch.setattr(start, "assumed_times", lambda *models: None)
+    monkeypatch.setattr(run, "assumed_times", lambda *models: None)
 
 
 def pytest_unconfigure(config):

@@ -11,7 +11,7 @@ import typer
 from hf_specx.bench.checks import check_sampling
 from hf_specx.bench.ways import SUFFIX, exit_layer_of
 from hf_specx.common.errors import require
-from hf_specx.engine.check_choices import check_choices
+from hf_specx.engine.check_options import check_choices
 from hf_specx.hub.folders import without_folders
 from hf_specx.hub.known_pairs import EMBEDDED, check_known_name
 

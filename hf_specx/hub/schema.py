@@ -11,7 +11,7 @@ from types import GenericAlias, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from hf_specx.common.errors import brief, is_int, one_of, require
-from hf_specx.engine.check_choices import check_choices
+from hf_specx.engine.check_options import check_choices
 from hf_specx.models.choose import LAYOUTS
 
 

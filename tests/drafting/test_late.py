@@ -7,7 +7,7 @@ from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models.decoder import Decoder
 
 
@@ -36,7 +36,7 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(number, pace, verification, batch, room, most=None) -> Schedule:
         return InTurns(list(room))
 
-    monkeypatch.setattr(start, "make_schedule", made)
+    monkeypatch.setattr(run, "make_schedule", made)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_prompt_that_has_come_and_gone_is_never_read(monkeypatch: pytest.Monke
         def number(self, row: int) -> int:
             return 0 if 2 < self.rounds < 25 else 4
 
-    monkeypatch.setattr(start, "make_schedule", lambda *given: Between(list(given[4])))
+    monkeypatch.setattr(run, "make_schedule", lambda *given: Between(list(given[4])))
     target, draft, _, ids = queued(None)
     asked = [Request(one, limit) for one, limit in zip(ids[2::-1], (70, 14, 5), strict=True)]
     strategy = SpeculativeDecoding(draft, verification="coupled")

@@ -6,7 +6,7 @@ from tiny import near, prompts, tiny
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models.decoder import Decoder
 
 
@@ -35,7 +35,7 @@ def test_the_draft_reads_what_a_fresh_forward_reads(monkeypatch: pytest.MonkeyPa
         return logits
 
     monkeypatch.setattr(Decoder, "step", noted)
-    monkeypatch.setattr(start, "make_schedule", lambda *given: OneRests(5, [new_tokens] * 2))
+    monkeypatch.setattr(run, "make_schedule", lambda *given: OneRests(5, [new_tokens] * 2))
     for seed in range(6):
         torch.manual_seed(seed)
         strategy = SpeculativeDecoding(draft, num_draft_tokens=5)

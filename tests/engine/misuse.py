@@ -27,8 +27,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.engine import check_calls as calls
-from hf_specx.engine import ranks as peers
+from hf_specx.engine import call as calls
+from hf_specx.engine import check_inputs
 from hf_specx.models import choose as layouts
 from hf_specx.models import compiled, regions
 
@@ -231,7 +231,7 @@ def heard(draft: str):
 
 def spread(**settings):
     """As one of two ranks."""
-    with patch.object(peers, "world_size", return_value=2):
+    with patch.object(calls, "world_size", return_value=2):
         return function(synced_gpus=True, **settings)
 
 
@@ -263,7 +263,7 @@ def on_the_oldest(target: str):
 def without_a_model_elsewhere():
     """Sampling by default, "coupled" there, as if this device had other noise."""
     given = {"do_sample": True, "custom_generate": SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)}
-    with patch.object(calls, "NOISE_DEVICES", ()):
+    with patch.object(check_inputs, "NOISE_DEVICES", ()):
         return get("target").generate(**prompts(2, width=6), max_new_tokens=2, **given)
 
 

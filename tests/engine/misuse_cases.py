@@ -38,7 +38,7 @@ from misuse import (
 from transformers import StaticCache
 
 from hf_specx import generate
-from hf_specx.engine.check_calls import DRAFTS_INSTEAD
+from hf_specx.engine.check_inputs import DRAFTS_INSTEAD
 from hf_specx.engine.check_models import check_target
 from hf_specx.pairs.generate import NAMED
 

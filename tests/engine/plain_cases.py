@@ -30,8 +30,8 @@ from tiny import prompts
 from transformers import LlamaForCausalLM, TextStreamer
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.engine.check_calls import check_noise
-from hf_specx.engine.check_entry import check_arguments
+from hf_specx.engine.check_inputs import check_noise
+from hf_specx.engine.entry import check_arguments
 
 
 SAMPLED = {"do_sample": True, "top_k": 0}

@@ -194,13 +194,6 @@ def test_histories_are_not_shared():
     assert SpeculationReport("block", "ragged", "chosen", rows=2).history == [[], []]
 
 
-def test_phases_are_timed():
-    made = SpeculationReport("block", "ragged", "chosen", rows=1)
-    for phase, seconds in (("draft", 2.0), ("target", 1.0), ("draft", 0.5)):
-        made.note_time(phase, seconds)
-    assert made.seconds == {"draft": 2.5, "target": 1.0}
-
-
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3)])
 def test_several_calls_add_up(sizes: tuple[int, int]):
     """Later calls may have fewer rows, as for the windows of a long sound, or more, as in a queue."""

@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_specx import BatchStreamer, SpeculativeDecoding
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
-from hf_specx.engine.streaming import Stream
+from hf_specx.engine.outputs import Stream
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -36,7 +36,8 @@ def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) ->
     """Take in tokens [R, n], or as many of each row; the round is one as far as a stream looks at it."""
     counts = [tokens.shape[1]] * len(tokens) if counts is None else counts
     batch.emit(tokens, counts)
-    return made_round([0] * len(tokens), [0] * len(tokens), batch=batch)
+    new = [row[:count] for row, count in zip(tokens.tolist(), counts, strict=True)]
+    return made_round([0] * len(tokens), [0] * len(tokens), batch=batch, tokens=new)
 
 
 @pytest.mark.parametrize(("by", "parts"), [("token", [[1], [2], [3]]), ("run", [[1, 2, 3]])])

@@ -18,7 +18,7 @@ from hf_specx.drafting import candidates
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.forced import Growth
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.engine.ranks import synced_by_default
 
 
@@ -107,7 +107,7 @@ def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str, 
         assert len(numbers) < LENGTHS[rank]
         if name == "block":
             with monkeypatch.context() as patch:
-                patch.setattr(start, "make_schedule", lambda *_, n=numbers: Replayed(n))
+                patch.setattr(run, "make_schedule", lambda *_, n=numbers: Replayed(n))
                 patch.setattr(candidates, "Growth", lambda *given: Growth(*given[:3], False, given[4]))
                 assert found == text(tiny(), near(tiny(), 0.1), name, rank)[0]
         else:

@@ -57,4 +57,4 @@ def test_an_example_shows_what_it_says(name: str, names: dict[str, Any]):
 
 
 def test_there_are_examples():
-    assert {"hf_specx.strategy.SpeculativeDecoding", "hf_specx.engine.streaming.BatchStreamer"} <= EXAMPLES.keys()
+    assert {"hf_specx.engine.strategy.SpeculativeDecoding", "hf_specx.engine.outputs.BatchStreamer"} <= EXAMPLES.keys()

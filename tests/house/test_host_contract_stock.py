@@ -85,8 +85,8 @@ def test_what_stock_streams():
     stream = Collector()
     tiny().generate(**prompts(1), do_sample=False, max_new_tokens=3, streamer=stream)
     shapes = [tuple(value.shape) for value in stream.puts]
-    assert shapes == [(1, 11), (1,), (1,), (1,)], "engine.streaming: stock streams in other shapes"
-    assert stream.ends == 1, "engine.streaming: stock does not end a stream once"
+    assert shapes == [(1, 11), (1,), (1,), (1,)], "engine.outputs: stock streams in other shapes"
+    assert stream.ends == 1, "engine.outputs: stock does not end a stream once"
 
 
 OUTPUTS = {

@@ -10,10 +10,11 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import CheckResult, DraftTargetPair, check
 from hf_specx.common.round import Judgement
-from hf_specx.engine import start
+from hf_specx.engine.run import Run
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import Masks
 from hf_specx.sampling import rules, verify
+from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.rules import CoupledRule, RejectionRule, distribution
 from hf_specx.sampling.verify import Verdict, pick, race, verify_match, verify_token
 
@@ -116,9 +117,9 @@ FAULTS = {
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (
-        start,
-        "_target_processors",
-        lambda processors, prompt, layout: list(processors)[:-1],
+        Run,
+        "_processors_of_target",
+        lambda run: Processors(list(run.call.processors)[:-1], run.stopping.eos_token_id),
         {"coupled"} | LAWFUL,
         {"coupled"} | LAWFUL,
     ),
