@@ -4,16 +4,14 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
-from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import world_size
 from hf_specx.common.errors import is_int, one_of, require
-from hf_specx.common.round import Listener
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
@@ -26,12 +24,14 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.stopping import Stopping
 
 from .check_inputs import (
+    as_list,
     check_guidance,
     check_inputs,
     check_mode,
     check_noise,
-    check_prompt_positions,
+    check_positions,
     check_seeds,
+    positions_of,
     width_of,
 )
 from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
@@ -47,20 +47,6 @@ LOCKSTEP_COST = (
     "silence this warning."
 )
 SCHEDULES = ("constant", "heuristic", "heuristic_transient")
-
-
-class Options(Protocol):
-    """The options of a strategy that a call goes by; see `SpeculativeDecoding`."""
-
-    verification: str | None
-    layout: str
-    compile: bool
-    streamer: BaseStreamer | None
-    stream_by: str
-    num_draft_tokens: str | int
-    tokenizer: PreTrainedTokenizerBase | None
-    draft_tokenizer: PreTrainedTokenizerBase | None
-    listeners: tuple[Listener, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +94,7 @@ class Call:
     """One call of `generate`, or one batch of a queue.
 
     Attributes:
-        options: of the strategy.
+        options: a copy of the `SpeculativeDecoding`.
         prompt: the target's, made of what `generate` has given.
         processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
         drafter: who proposes; `drafting`: how many candidates in a round.
@@ -121,7 +107,7 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
     """
 
-    options: Options
+    options: Any
     prompt: Prompt
     given: Prepared
     processors: Sequence[Processor]
@@ -138,11 +124,11 @@ class Call:
 
 
 def make_call(
-    options: Options,
+    options: Any,
     given: Prepared,
     drafter: Drafter,
     withheld: Withheld = NONE_WITHHELD,
-    seeds: list[int] | None = None,
+    seeds: Any = None,
     queue: RequestQueue | None = None,
 ) -> Call:
     """What one call asks for, and how it is decoded.
@@ -172,8 +158,8 @@ def make_call(
         limits=None if queue is None else [entry.limit for entry in queue.entries],
     )
     _check_asked(options, prompt, given, drafter, queue)
-    processors, plain = (given.processors, "") if queue else _with_own_masks(given, prompt)
-    plain = plain or _why_no_rounds(prompt)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(given, prompt)
+    seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
     if queue is not None and (whole := _why_whole(models, layout)):
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
@@ -199,9 +185,7 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _check_asked(
-    options: Options, prompt: Prompt, given: Prepared, drafter: Drafter, queue: RequestQueue | None
-) -> None:
+def _check_asked(options: Any, prompt: Prompt, given: Prepared, drafter: Drafter, queue: RequestQueue | None) -> None:
     """Check that both models can be served, and what they are given to read."""
     model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
     longest = width_of(prompt) + prompt.max_new_tokens if queue is None else queue.longest
@@ -209,7 +193,7 @@ def _check_asked(
     check_mode(prompt, options.streamer)
     check_inputs(prompt)
     if queue is None:  # else each request was checked by itself
-        check_prompt_positions(prompt)
+        check_positions(model, positions_of(prompt), prompt.max_new_tokens)
     for processor in given.processors:
         if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
             check_guidance(processor, model, len(prompt.input_ids))
@@ -220,25 +204,25 @@ def _check_asked(
         check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_own_masks(given: Prepared, prompt: Prompt) -> tuple[Sequence[Processor], str]:
-    """Processors with `TokenMasks` in place of some, and why they cannot be speculated; empty if they can."""
-    ours = masked(given.processors, prompt.input_ids, vocabulary(prompt.model), given.stopping)
-    names = [type(p).__name__ for p in ours if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    names += given.stopping.stateful
-    told = f"{', '.join(names)} may keep state, and must be shown each token once, in order (set its attribute "
-    return ours, f"{told}stateless = True if it keeps none)" if names else ""
-
-
-def _why_no_rounds(prompt: Prompt) -> str:
-    """Why a call cannot be speculated, by what it wants to get and by its model; empty if it can."""
+def _with_masks(given: Prepared, prompt: Prompt) -> tuple[Sequence[Processor], str]:
+    """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
+    processors = masked(given.processors, prompt.input_ids, vocabulary(prompt.model), given.stopping)
+    stateful = []
+    for each in processors:
+        if not (can_look_ahead(each) or is_guidance(each, prompt)):
+            stateful.append(type(each).__name__)
+    stateful += given.stopping.stateful
+    if stateful:
+        told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
+        return processors, f"{told}stateless = True if it keeps none)"
     config = prompt.generation_config
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
-            return f"{name}=True wants what the model gives for each token alone"
-    return why_uncached(prompt.model)
+            return processors, f"{name}=True wants what the model gives for each token alone"
+    return processors, why_uncached(prompt.model)
 
 
-def _layout(options: Options, prompt: Prompt, drafter: Drafter) -> Layout:
+def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
@@ -267,7 +251,7 @@ def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
     return f"the layout is {layout.target!r}, that of the draft {layout.draft!r}"
 
 
-def _verification(options: Options, layout: Layout, drafter: Drafter, seeds: list[int] | None) -> str:
+def _verification(options: Any, layout: Layout, drafter: Drafter, seeds: list[int] | None) -> str:
     if options.verification is not None:
         return options.verification
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone

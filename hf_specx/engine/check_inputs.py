@@ -127,10 +127,12 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         require(mask.ndim == 2, told)
         told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
         require(len(mask) == rows, told)
-    widths_of_all = sorted(widths | {each + held for each in widths})
-    told = f"{name} has {known} columns, and the text {' or '.join(map(str, widths_of_all))}; pass the mask that came "
-    told += "with input_ids, with columns for the tokens of past_key_values before them if there are any."
-    require(known is None or known in widths_of_all, told)
+    fits = known is None or known in widths or known - held in widths
+    told = (
+        f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that came "
+    )
+    told += f"with input_ids, with columns before them for the {held} tokens of past_key_values."
+    require(fits, told)
     if mask is not None:
         _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once
     positions = None if decodes else kwargs.get("position_ids")
@@ -146,21 +148,17 @@ def _check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> None:
     seen = mask.bool()
     strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
     require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
+    filled, ends = seen.any(-1).tolist(), seen[:, -1].tolist()
     unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
-    told = (
-        f"the prompt of row {_first_without(seen.any(-1))} is empty ({name} is all 0); pass at least one token a row."
-    )
-    require(bool(seen.any(-1).all()), f"{told} {unset}")
-    told = f"row {_first_without(seen[:, -1])} of {name} ends in 0: prompts must be padded on the left; set "
-    require(bool(seen[:, -1].all()), f"{told}tokenizer.padding_side='left'. {unset}")
+    if not all(filled):
+        told = f"the prompt of row {filled.index(False)} is empty ({name} is all 0); pass at least one token a row."
+        raise ValueError(f"{told} {unset}")
+    if not all(ends):
+        told = f"row {ends.index(False)} of {name} ends in 0: prompts must be padded on the left; set "
+        raise ValueError(f"{told}tokenizer.padding_side='left'. {unset}")
     told = f"{name} has zeros between tokens of a row, which {type(model).__name__} ignores; pad its rows on the left "
     no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
     require(bool(no_holes), f"{told}only.")
-
-
-def _first_without(flags: torch.Tensor) -> int:
-    """The number of the first row [B] that is False."""
-    return int((~flags.bool()).int().argmax())
 
 
 def width_of(prompt: Prompt) -> int:
@@ -172,14 +170,12 @@ def width_of(prompt: Prompt) -> int:
     return known if mask is None else mask.shape[-1]
 
 
-def check_prompt_positions(prompt: Prompt) -> None:
-    """As `check_positions`, of the longest row; pads have no positions, unless these are those of columns."""
+def positions_of(prompt: Prompt) -> int:
+    """Positions of the text so far, of its longest row; pads have none, unless positions are those of columns."""
     positions = None if prompt.model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
     if positions is None or positions.ndim != 2 or position_table(prompt.model) is None:
-        longest = width_of(prompt)
-    else:
-        longest = int(positions.max()) + 1
-    check_positions(prompt.model, longest, prompt.max_new_tokens)
+        return width_of(prompt)
+    return int(positions.max()) + 1
 
 
 def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
@@ -251,7 +247,6 @@ def check_guidance(
             f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
         )
         require(mask.shape == ids.shape, f"{told}{tuple(ids.shape)}; pass both as the tokenizer gives them.")
-        told = (
-            f"row {_first_without(mask[:, -1])} of negative_prompt_attention_mask ends in 0: pad it on the left; set "
-        )
-        require(bool(mask[:, -1].all()), f"{told}tokenizer.padding_side='left'.")
+        ends = mask[:, -1].bool().tolist()
+        told = f"row {ends.index(False) if False in ends else 0} of negative_prompt_attention_mask ends in 0: "
+        require(all(ends), f"{told}pad it on the left; set tokenizer.padding_side='left'.")

@@ -74,24 +74,29 @@ def check_adapter(inner: PreTrainedModel) -> None:
 
 def _check_ready(role: str, model: PreTrainedModel) -> None:
     """Check that a model has its weights, and that nothing in it is random or without a cache."""
-    modules = list(model.modules())
-    if any(parameter.is_meta for parameter in model.parameters()):
-        told = (
-            f"the {role} model has parameters on the meta device and no offload hook to load them; load its weights "
-        )
-        told += "first, for example with from_pretrained(..., device_map='auto')."
-        require(any(hasattr(module, "_hf_hook") for module in modules), told)
-    training = [module for module in modules if module.training]
-    names = list(_active_dropout(model)) if training else []
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
+            told += "weights first, for example with from_pretrained(..., device_map='auto')."
+            require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
+            break
+    for module in model.modules():
+        if module.training:
+            _check_training(role, model)
+            break
+
+
+def _check_training(role: str, model: PreTrainedModel) -> None:
+    """Check a model that is in training mode, or has a module that is."""
+    names = list(_active_dropout(model))
     shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
     told = f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
     require(not names, f"{told}{role}.eval(), or set these probabilities to 0.")
-    told = (
-        f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval() "
+    told = f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval()"
+    checkpoints = any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
-    for module in training:
-        checkpoints = getattr(module, "gradient_checkpointing", False)
-        require(not checkpoints, f"{told}or gradient_checkpointing_disable() while it generates.")
+    require(not checkpoints, f"{told} or gradient_checkpointing_disable() while it generates.")
 
 
 def _active_dropout(model: PreTrainedModel) -> Iterator[str]:

@@ -29,8 +29,10 @@ class Outputs:
     """
 
     def __init__(self, config: GenerationConfig, rows: int):
-        self.rows, names = rows, ("scores", "logits") if config.return_dict_in_generate else ()
-        self.entries: dict[str, list[torch.Tensor]] = {n: [] for n in names if getattr(config, f"output_{n}")}
+        self.rows, self.entries = rows, dict[str, list[torch.Tensor]]()
+        for name in ("scores", "logits") if config.return_dict_in_generate else ():
+            if getattr(config, f"output_{name}"):
+                self.entries[name] = []
 
     def observe(self, done: Round) -> None:
         """Keep what belongs to the tokens that a round emitted."""

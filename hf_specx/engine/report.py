@@ -85,7 +85,8 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        self.history = [[] for _ in range(self.rows)]
+        while len(self.history) < self.rows:
+            self.history.append([])
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -93,7 +94,8 @@ class SpeculationReport:
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
+        for shares, judged in zip(done.overlap, done.judged, strict=True):
+            self.overlap += sum(shares[:judged])
         kept, tried = self.survival
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])

@@ -14,7 +14,7 @@ from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
-from hf_specx.drafting.drafter import Drafter, Reading
+from hf_specx.drafting.drafter import Reading
 from hf_specx.drafting.forced import ForcedDrafter
 from hf_specx.drafting.pace import Pace
 from hf_specx.drafting.prior import assumed_times, size_of
@@ -58,8 +58,7 @@ class Run:
         self.call, self.costs, self.stopping = call, costs, call.stopping
         self.batch, self.finished = make_batch(prompt, call.layout.lockstep), False
         self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
-        self.draft_processors = self._processors_of_draft()
-        self.processors = self._processors_of_target()
+        self.processors, self.draft_processors = self._processors()
         most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
         self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
         # a draft that goes by times would differ from rank to rank
@@ -67,12 +66,18 @@ class Run:
         model = None if call.drafter.own_text else call.drafter.model
         self.draft_prompt = None if model is None else draft_prompt(model, prompt, call.given.inputs_tensor)
         # all ranks need the same numbers, and so do compiled forwards
-        self.forces = not (call.synced or options.compile)
-        self.drafter = self._with_forced(call.drafter)
+        self.forces, self.drafter = not (call.synced or options.compile), call.drafter
+        masks = call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
+        if self.forces and masks and not self.drafter.has_probs:  # a draft model's own drafter adds forced tokens
+            self.drafter = ForcedDrafter(self.drafter)
+        back, told = self.processors.max_rollback, ""
+        if back < most:
+            name = self.processors.limited_by
+            told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
         described = call.verification, call.layout.target, call.layout.reason, rows
         self.report = SpeculationReport(
             *described,
-            limit_reason=_why_fewer(self.processors, most),
+            limit_reason=told,
             costs=costs,
             keeps=None if call.queue is None else KEPT_ROUNDS,
             matching=call.drafter.matching,
@@ -82,26 +87,17 @@ class Run:
         self.dead_ends = DeadEnds(self.processors, call.stopping)
         self.started = self.lapped = time.perf_counter()
 
-    def _processors_of_target(self) -> Processors:
-        call = self.call
+    def _processors(self) -> tuple[Processors, Processors]:
+        """Those of the target, and those of the draft, which share what is computed once for a call."""
+        call, prompt, ends = self.call, self.call.prompt, self.stopping.eos_token_id
         if call.queue is not None:
-            return call.queue.processors()
-        guided = [
-            guide(each, call.prompt, call.layout.target) if is_guidance(each, call.prompt) else each
-            for each in call.processors
-        ]
-        return Processors(guided, call.stopping.eos_token_id, self.draft_processors.memory)
-
-    def _processors_of_draft(self) -> Processors:
-        call = self.call
-        if call.queue is not None:
-            return call.queue.processors(look_ahead=True)
-        return Processors(list(filter(can_look_ahead, call.processors)), call.stopping.eos_token_id)
-
-    def _with_forced(self, drafter: Drafter) -> Drafter:
-        """A drafter that adds forced tokens, if there may be any; a draft model's own adds them itself."""
-        masks = self.call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
-        return ForcedDrafter(drafter) if self.forces and masks and not drafter.has_probs else drafter
+            return call.queue.processors(), call.queue.processors(look_ahead=True)
+        of_draft = Processors(list(filter(can_look_ahead, call.processors)), ends)
+        own = list(call.processors)
+        for number, processor in enumerate(own):
+            if is_guidance(processor, prompt):
+                own[number] = guide(processor, prompt, call.layout.target)
+        return Processors(own, ends, of_draft.memory), of_draft
 
     def begin(self) -> None:
         """Read the prompts, and decide how many candidates to draft."""
@@ -253,9 +249,3 @@ def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
     pad = prompt.generation_config._pad_token_tensor
     limits = [prompt.max_new_tokens] * len(prompt.input_ids) if prompt.limits is None else prompt.limits
     return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)
-
-
-def _why_fewer(processors: Processors, wanted: int) -> str:
-    """What keeps rows from having as many candidates as are wanted; empty if nothing does."""
-    back, name = processors.max_rollback, processors.limited_by
-    return f"no row has more than {back} candidates: {name} takes back {back} tokens at most" if back < wanted else ""

@@ -27,7 +27,6 @@ from hf_specx.models.compiled import compilations
 from hf_specx.models.prompts import prepare
 
 from .call import NONE_WITHHELD, Call, Withheld, make_call, warn_once
-from .check_inputs import as_list
 from .check_options import check_options
 from .decode import decode, rounds
 from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld
@@ -150,7 +149,7 @@ class SpeculativeDecoding(NoModel):
                 check_withheld(sys._getframe())
             withheld = NONE_WITHHELD if self.withheld is None else self.withheld
             own = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
-            call = make_call(self, Prepared(model, *own), self._drafter(model), withheld, as_list(seeds))
+            call = make_call(self, Prepared(model, *own), self._drafter(model), withheld, seeds)
             return self.complete(call, self.report if withheld.adds_reports else None)
 
     def generate_many(

@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from accelerate import cpu_offload
 from all_pairs import all_pairs
 from tiny import VOCAB_SIZE, Forwards, near, tiny
 from transformers.generation.logits_process import LogitsProcessor, TopKLogitsWarper
@@ -18,7 +17,6 @@ from hf_specx import (
     SuffixDraft,
     SuffixPool,
 )
-from hf_specx.models.slots import MARGIN, SlotLayer
 
 
 MODEL_TYPES = ("llama", "mistral", "gpt2", "gpt_neox")
@@ -134,17 +132,6 @@ def test_suffix_drafts_follow_the_requests(options: dict, apart: bool):
     assert strategy.report.drafted > 0
 
 
-def test_any_order_of_arrival():
-    target, asked = tiny(), requests(10)
-    draft = near(target, 0.2)
-    expected = [alone(target, request, **SAMPLED) for request in asked]
-    for seed in range(3):
-        order = torch.randperm(10, generator=torch.Generator().manual_seed(seed)).tolist()
-        strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
-        found = completed(strategy, target, [asked[number] for number in order], batch_size=3, **SAMPLED)
-        assert [found[place].tokens for place in range(10)] == [expected[number] for number in order]
-
-
 def test_log_probabilities_are_those_of_plain_decoding():
     target, asked = tiny(), requests(6)
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3, verification="coupled")
@@ -209,23 +196,6 @@ def test_a_bounded_cache():
     expected = [alone(target, request, **GREEDY) for request in asked]
     assert all(found[index].tokens == expected[index] for index in (0, 1, 2, 3, 5))
     assert max(seen) <= 60
-
-
-@pytest.mark.parametrize("sizes", [[(80, 5), (80, 9), (90, 4), (100, 10)], [(10, 5), (10, 5), (10, 100), (10, 100)]])
-def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatch: pytest.MonkeyPatch):
-    """Not even as other requests come, with longer prompts and limits."""
-    target, taken, written = tiny(), [], SlotLayer._written
-
-    def noting(layer, stored, states):
-        stored = written(layer, stored, states)
-        taken.append(stored.shape[0] * (stored.shape[2] - MARGIN))
-        return stored
-
-    monkeypatch.setattr(SlotLayer, "_written", noting)
-    asked = [Request([1] * length, limit) for length, limit in sizes]
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
-    completed(strategy, target, asked, batch_size=2, max_batch_tokens=220, **GREEDY | {"eos_token_id": None})
-    assert max(taken) <= 220
 
 
 class Watch:
@@ -362,16 +332,6 @@ def test_an_error_of_the_input_loses_nothing_that_was_taken():
             (done.index, done.tokens) for done in strategy.generate_many(target, broken, batch_size=4, **GREEDY)
         )
     assert found == {index: alone(target, request, **GREEDY) for index, request in enumerate(asked[:6])}
-
-
-def test_an_offloaded_target():
-    """Its weights are on the host between forwards."""
-    target, asked = tiny(), requests(4)
-    expected = [alone(target, request, **GREEDY) for request in asked]
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
-    cpu_offload(target, torch.device("cpu"))
-    found = completed(strategy, target, asked, batch_size=2, **GREEDY)
-    assert [found[index].tokens for index in range(4)] == expected
 
 
 @pytest.mark.parametrize("spread", [0, 1])

@@ -6,10 +6,9 @@ import itertools
 import pytest
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
-from transformers import GenerationConfig
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import outputs, queue, run
+from hf_specx.engine import queue, run
 
 
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
@@ -65,18 +64,6 @@ def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pyt
     assert [found[index].tokens for index in range(24)] == [alone(target, request, **GREEDY) for request in asked]
     assert max(widths) == 60
     assert widths[-1] == 3
-
-
-def test_a_queue_keeps_no_outputs_that_nobody_can_read(monkeypatch: pytest.MonkeyPatch):
-    """Hidden states and scores that a config asks for are not in completions."""
-    monkeypatch.setattr(outputs.Outputs, "_put", pytest.fail)
-    target, asked = tiny(num_hidden_layers=1), requests(6)
-    wanted = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
-    strategy, asked_for = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2), []
-    target.register_forward_pre_hook(lambda _, args, given: asked_for.append(given), with_kwargs=True)
-    completed(strategy, target, asked, batch_size=2, generation_config=wanted, **GREEDY)
-    assert asked_for
-    assert not any(given.get("output_hidden_states") for given in asked_for)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

@@ -47,12 +47,6 @@ def test_ratios():
     assert isinstance(made.overlap, float)  # a report that is kept holds nothing on a device
 
 
-def test_history_is_kept_by_row():
-    first, second = ([record[:6] for record in row] for row in three_rounds().history)
-    assert first == [(0, 0, 1, 0, 1, 0), (3, 3, 4, 3, 4, 3), (3, 0, 1, 1, 1, 3), (1, 1, 2, 1, 2, 1)]
-    assert second == [(0, 0, 1, 0, 1, 0), (3, 1, 2, 2, 2, 3), (3, 2, 2, 3, 3, 3)]
-
-
 def test_lockstep_gains_what_the_least_row_accepted():
     costs = Costs({2: {"target": {1: 1.0, 9: 1.0}, "draft": 0.0}})
     made = SpeculationReport("token", "lockstep", "asked for", rows=2, costs=costs)
@@ -125,14 +119,6 @@ def test_rows_of_a_round_may_draft_unlike_numbers():
     assert made.mean_draft_tokens == 6 / 3
 
 
-def test_steps_without_candidates_are_told_apart():
-    made = three_rounds()
-    assert (made.rounds, made.plain_steps) == (3, 1)
-    made.observe(made_round([0], [0]))
-    assert (made.rounds, made.plain_steps) == (3, 2)
-    assert (made + three_rounds()).plain_steps == 3
-
-
 def test_survival_rate_goes_by_all_drafted_positions():
     made = SpeculationReport("block", "ragged", "chosen", rows=2)
     made.observe(made_round([2, 2], [2, 0], survival=[[1.0, 0.5], [0.4, 0.1]]))
@@ -185,13 +171,6 @@ def test_empty(finished: bool):
     assert (made.acceptance_rate, made.alpha, made.mean_acceptance_length) == (0.0, 0.0, 1.0)
     assert "3 rows; target forwards: 0 with" in str(made)
     json.dumps(made.to_dict())
-
-
-def test_histories_are_not_shared():
-    made = SpeculationReport("block", "ragged", "chosen", rows=2)
-    made.observe(made_round([2], [1], rows=[1]))
-    assert [len(row) for row in made.history] == [0, 1]
-    assert SpeculationReport("block", "ragged", "chosen", rows=2).history == [[], []]
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3)])

@@ -1,6 +1,5 @@
 """Streams: one row gets what stock gives it, many rows are tagged, and nothing is handed over that is cut later."""
 
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -51,12 +50,6 @@ def test_by_token_or_by_run(by: str, parts: list[list[int]]):
         stream.observe(done)
     assert torch.equal(collector.puts[0], prompts(1)["input_ids"])
     assert [value.tolist() for value in collector.puts[1:]] == parts
-
-
-def test_nobody_listens():
-    stream = Stream(None, "token", None)
-    stream.prompt(None)
-    stream.observe(None)
 
 
 @pytest.mark.parametrize(("by", "parts"), [("token", [[7], [8]]), ("run", [[7, 8]])])
@@ -123,11 +116,6 @@ def test_words_are_held_back_until_they_are_whole():
     streamer.end_row(1)
     streamer.end()
     assert list(streamer) == [(0, "ab "), (1, "ef "), (1, "gh"), (0, "cd")]
-
-
-def test_a_reader_does_not_wait_for_ever():
-    with pytest.raises(Empty):
-        next(BatchStreamer(Words(), timeout=0))
 
 
 def test_a_tokenizer_that_fails_does_not_keep_the_reader_waiting():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx import BatchStreamer, DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.publish import write_code
 
 
@@ -26,7 +26,7 @@ TIMEOUT = 60
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    return AutoTokenizer.from_pretrained(embedded_folder())
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +177,3 @@ def test_a_streamer_that_is_withheld_is_ended(world: SimpleNamespace):
         assert isinstance(error, ValueError)
         assert "SpeculativeDecoding(streamer=...)" in str(error)
     assert own.ends == 2
-
-
-def test_many_rows_need_a_streamer_that_tags_them(world: SimpleNamespace):
-    collector = Collector()
-    with pytest.raises(ValueError, match="a Collector takes one row, and the batch has 4; use hf_specx.BatchStreamer"):
-        generate(**prompts(4), **GREEDY, model=world.target, draft_model=world.draft, streamer=collector)
-    assert collector.ends == 1
-    assert not collector.puts

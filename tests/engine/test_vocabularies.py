@@ -88,12 +88,6 @@ def test_nothing_to_compare():
     assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []
 
 
-def test_an_unreadable_file_is_as_none(tmp_path: Path):
-    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", seed=1)
-    (tmp_path / "draft" / "tokenizer.json").write_text("{")
-    assert warned(target, draft) == []
-
-
 def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Not on every call, of the function neither, which makes a strategy each time."""
     target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)
