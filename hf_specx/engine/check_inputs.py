@@ -128,10 +128,8 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
         require(len(mask) == rows, told)
     fits = known is None or known in widths or known - held in widths
-    told = (
-        f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that came "
-    )
-    told += f"with input_ids, with columns before them for the {held} tokens of past_key_values."
+    told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
+    told += f"came with input_ids, with columns before them for the {held} tokens of past_key_values."
     require(fits, told)
     if mask is not None:
         _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once
@@ -191,10 +189,8 @@ def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int)
         return
     room = table + 1 - prompt_tokens
     remedy = f"set max_new_tokens={room} or less, or shorten the prompt"
-    told = (
-        f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a "
-    )
-    told += f"table of {table} positions, beyond which plain generate fails; "
+    told = f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has "
+    told += f"a table of {table} positions, beyond which plain generate fails; "
     raise ValueError(f"{told}{remedy if room > 0 else f'shorten the prompt to {table} tokens or fewer'}.")
 
 
@@ -232,10 +228,8 @@ def check_guidance(
     processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
 ) -> None:
     """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
-    told = (
-        f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has an "
-    )
-    require(not model.config.is_encoder_decoder, f"{told}encoder; leave it out.")
+    told = f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has "
+    require(not model.config.is_encoder_decoder, f"{told}an encoder; leave it out.")
     context: dict[str, Any] = processor.unconditional_context
     ids, mask = context["input_ids"], context["attention_mask"]
     if ids is None or not context["first_pass"]:
@@ -243,10 +237,8 @@ def check_guidance(
     told = f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
     require(len(ids) == rows, f"{told}negative prompt a row.")
     if mask is not None:
-        told = (
-            f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of shape "
-        )
-        require(mask.shape == ids.shape, f"{told}{tuple(ids.shape)}; pass both as the tokenizer gives them.")
+        told = f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of "
+        require(mask.shape == ids.shape, f"{told}shape {tuple(ids.shape)}; pass both as the tokenizer gives them.")
         ends = mask[:, -1].bool().tolist()
         told = f"row {ends.index(False) if False in ends else 0} of negative_prompt_attention_mask ends in 0: "
         require(all(ends), f"{told}pad it on the left; set tokenizer.padding_side='left'.")

@@ -125,10 +125,10 @@ def check_pair(
         vocabularies_of_other_sizes(target, draft)
     elif not same_tokens(tokenizer, draft_tokenizer):
         token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
-        told = (
-            f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the target's "
+        told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
+        raise ValueError(
+            f"{told}target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that is a model."
         )
-        raise ValueError(f"{told}tokenizer, or have SpeculativeDecoding match the tokens of a draft that is a model.")
     known = COMPARED.setdefault(draft, WeakSet())
     if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
         compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
@@ -161,10 +161,8 @@ def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
         require(None in (bins, draft_bins) or bins == draft_bins, f"{told}choose a draft with num_mel_bins={bins}.")
     elif encodes and not draft_encodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
         width, draft_width = (getattr(model.config, "d_model", None) for model in (target, draft))
-        told = (
-            f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose a "
-        )
-        told += f"draft with its own encoder, or with d_model={width}."
+        told = f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
+        told += f"a draft with its own encoder, or with d_model={width}."
         require(None in (width, draft_width) or width == draft_width, told)
 
 

@@ -124,10 +124,8 @@ def check_draft(draft_model: Any) -> None:
     told = f"draft_model={str(draft_model)!r} is a name; load it first with AutoModelForCausalLM.from_pretrained, or "
     told += "a target with its draft by DraftTargetPair.from_pretrained."
     require(not isinstance(draft_model, str | Path), told)
-    told = (
-        f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it, as from_pretrained "
-    )
-    require(not isinstance(draft_model, type), f"{told}or its constructor makes it.")
+    told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it, as "
+    require(not isinstance(draft_model, type), f"{told}from_pretrained or its constructor makes it.")
     given, is_model = f"draft_model is {kind(draft_model)}", isinstance(draft_model, PreTrainedModel)
     known = is_model or isinstance(draft_model, CandidateGenerator) or callable(getattr(draft_model, "propose", None))
     told = "give a model, a CandidateGenerator or Drafter of yours, or a draft without a model, as SuffixDraft()."

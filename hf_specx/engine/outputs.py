@@ -96,10 +96,8 @@ class DeadEnds:
                     self.found.setdefault(row, (count, barred[row, count]))
             count = first + position
             if position < number and count < self.found.get(row, (count + 1,))[0]:
-                told = (
-                    f"row {row} has no next token after {count} new ones: the target's logits are not finite (check "
-                )
-                told += "its dtype and weights), or the logits processors exclude every token (leave one of them out)."
+                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
+                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
                 self.found[row] = (count, RuntimeError(told))
         if self.found:
             settled = self.stopping.settled(done.batch)

@@ -10,8 +10,8 @@ from transformers.generation.logits_process import LogitsProcessor, LogitsProces
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
-from hf_specx.common.padding import padded_rows
 from hf_specx.common.round import Round
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
 from hf_specx.sampling.processors import can_look_ahead
 
