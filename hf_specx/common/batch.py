@@ -288,6 +288,6 @@ def _as_lists(
     for row in torch.cat(parts, 1).tolist():
         accepts.append(int(row[0]))
         new.append(list(map(int, row[1 : columns[1]])))
-        for figure, first, end in zip(found, columns[1:], columns[2:], strict=False):
-            figure.append(row[first:end])
+        for numbers, first, end in zip(found, columns[1:], columns[2:], strict=False):
+            numbers.append(row[first:end])
     return new, accepts, found

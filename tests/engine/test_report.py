@@ -149,14 +149,6 @@ def test_plain_values_are_json():
     assert values["seconds"]["total"] == 2.0
 
 
-def test_it_reads_well():
-    first, second, third = str(three_rounds()).splitlines()
-    rounds = "target forwards: 3 with up to 3 drafted tokens a row, 1 without"
-    assert first == f"13 new tokens in 2 rows; {rounds}; token verification, ragged layout"
-    assert second == "alpha 0.550, acceptance rate 0.538, 2.40 tokens a row and round"
-    assert third.startswith("2.00 s")
-
-
 @pytest.mark.parametrize("finished", [False, True])
 def test_empty(finished: bool):
     """Before any round, and where nothing was drafted."""

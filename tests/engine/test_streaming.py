@@ -39,31 +39,6 @@ def emit(batch: Batch, tokens: torch.Tensor, counts: list[int] | None = None) ->
     return made_round([0] * len(tokens), [0] * len(tokens), batch=batch, tokens=new)
 
 
-@pytest.mark.parametrize(("by", "parts"), [("token", [[1], [2], [3]]), ("run", [[1, 2, 3]])])
-def test_by_token_or_by_run(by: str, parts: list[list[int]]):
-    batch, stopping = started()
-    collector = Collector()
-    stream = Stream(collector, by, stopping)
-    stream.prompt(batch)
-    done = emit(batch, torch.tensor([[1, 2, 3]]))
-    for _ in range(2):  # the second time there is nothing new
-        stream.observe(done)
-    assert torch.equal(collector.puts[0], prompts(1)["input_ids"])
-    assert [value.tolist() for value in collector.puts[1:]] == parts
-
-
-@pytest.mark.parametrize(("by", "parts"), [("token", [[7], [8]]), ("run", [[7, 8]])])
-def test_rows_are_tagged_and_their_prompts_have_no_pads(by: str, parts: list[list[int]]):
-    batch, stopping = started(3)
-    collector = RowCollector()
-    stream = Stream(collector, by, stopping)
-    stream.prompt(batch)
-    stream.observe(emit(batch, torch.tensor([[7, 8]] * 3)))
-    for row, (ids, mask) in enumerate(zip(*prompts(3).values(), strict=True)):
-        assert collector.rows[row] == [ids[mask.bool()].tolist(), *parts]
-    assert not collector.ended
-
-
 def test_a_row_that_has_stopped_does_not_wait_for_those_behind_it():
     """Without an end token it is sure to stay as far as it has come, and nothing is handed over twice."""
     batch, stopping = started(2)

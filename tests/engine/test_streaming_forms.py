@@ -124,17 +124,6 @@ def test_every_form_streams_to_another_thread(
         assert [text for number, text in parts if number == row] == [text for text in expected if text]
 
 
-@pytest.mark.parametrize("stream_by", ["token", "run"])
-def test_the_text_that_is_streamed_is_the_text_that_is_returned(stream_by: str):
-    pair = DraftTargetPair.embedded()
-    inputs = pair.tokenizer(pair.prompts[:4], return_tensors="pt", padding=True)
-    streamer = BatchStreamer(pair.tokenizer, skip_prompt=True, timeout=TIMEOUT, skip_special_tokens=True)
-    call = partial(pair.generate, **inputs, **GREEDY, num_draft_tokens=4, streamer=streamer, stream_by=stream_by)
-    parts, output = read(streamer, call)
-    texts = pair.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert ["".join(text for number, text in parts if number == row) for row in range(4)] == texts
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fault", ["target", "draft", "refused"])
 def test_every_form_ends_its_stream_once(world: SimpleNamespace, form: str, fault: str):
