@@ -22,10 +22,7 @@ class Outputs:
 
     Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it
     feeds to the row; here are zeros of the same shape.
-
-    Args:
-        config: of the call; without `return_dict_in_generate` nothing is kept.
-        rows: B.
+    Without `return_dict_in_generate` nothing is kept.
     """
 
     def __init__(self, config: GenerationConfig, rows: int):
@@ -56,14 +53,9 @@ class Outputs:
     def finish(
         self, sequences: torch.Tensor, columns: int, past: Cache | None, is_encoder_decoder: bool, report: Any
     ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """The output of `generate`, with the report as an attribute: Whisper would split an item of it by row.
+        """The output of `generate` for sequences [B, L + columns]; rows may have emitted more.
 
-        Args:
-            sequences: [B, L + columns] int64.
-            columns: emitted columns to return; rows may have emitted more.
-            past: the cache to return.
-            is_encoder_decoder: of the model.
-            report: becomes `speculation_report`.
+        The report is its attribute, not an item, since Whisper splits every item by row.
         """
         kind: Any = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
         kept = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
@@ -76,11 +68,7 @@ class DeadEnds:
     """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
 
     A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
-    neither is an error.
-
-    Args:
-        processors: the target's; they know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
-        stopping: says how many tokens of each row will surely be in the text.
+    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
     """
 
     def __init__(self, processors: Processors, stopping: Stopping):
@@ -119,7 +107,7 @@ class Stream:
     Args:
         streamer: None if there is none.
         by: "token" hands over one token at a time, as `generate` does; "run" all that a round has emitted.
-        stopping: says how many tokens of each row will surely be in the text.
+        stopping: knows how many tokens of each row will surely be in the text.
     """
 
     def __init__(self, streamer: BaseStreamer | None, by: str, stopping: Stopping):

@@ -28,8 +28,7 @@ class RequestQueue:
 
     Args:
         models: the target, and the draft if it is a model.
-        requests: lists of tokens, or `Request`.
-        options: arguments of `generate` for all of them.
+        requests: lists of tokens, or `Request`; `options` are arguments of `generate` for all of them.
         most: slots of a cache, rows times their length; None is no limit.
         logprobs: whether completions have those of their tokens.
 
@@ -163,10 +162,10 @@ class RequestQueue:
         by_limit = self.entries[0].stopping.by_limit(output.sequences, new.shape[1])
         self.close(0, new[0].tolist(), by_limit)
 
-    def handed_on(self) -> Iterator[Completion]:
+    def handed_on(self) -> list[Completion]:
         """What is done or was refused since the last time."""
         done, self.completed = self.completed, []
-        yield from done
+        return done
 
     def _peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
@@ -182,17 +181,18 @@ class RequestQueue:
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:
-                self.next = self._prepare(index, request)
+                entry = self.preparing.entry(index, request)
+                told = (
+                    f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is "
+                )
+                told += (
+                    f"room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory "
+                )
+                require(self._fits([entry]), f"{told}holds); raise it, lower max_new_tokens, or shorten the prompt.")
+                self.next = entry
             except ValueError as error:
                 self.refuse(index, error)
         return self.next
-
-    def _prepare(self, index: int, request: Request) -> Entry:
-        entry = self.preparing.entry(index, request)
-        told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is room "
-        told += f"for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
-        require(self._fits([entry]), f"{told}raise it, lower max_new_tokens, or shorten the prompt.")
-        return entry
 
     def _take(self) -> Entry:
         """The request that `_peek` has shown."""

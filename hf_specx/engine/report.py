@@ -45,7 +45,7 @@ class SpeculationReport:
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
-        seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
+        seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
         costs: the strategy's cost table.
         matching: how the draft's tokens became the target's; None if both have the same tokenizer.

@@ -109,9 +109,6 @@ class Preparing:
     Args:
         model: the target.
         options: arguments of `generate` for all requests, and the tokenizer.
-
-    Raises:
-        ValueError: what is wrong with the options for any request.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
@@ -131,11 +128,7 @@ class Preparing:
         return replace(found, inputs_tensor=ids if self.model.config.is_encoder_decoder else None)
 
     def entry(self, index: int, request: Request) -> Entry:
-        """A request by itself.
-
-        Raises:
-            ValueError: if it cannot be served.
-        """
+        """A request by itself; raises a ValueError if it cannot be served."""
         ids = as_ids(request.input_ids)
         _check(request, ids)
         unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
@@ -165,11 +158,7 @@ class Preparing:
         return _prepared(self.model, ids, torch.ones_like(ids), options)
 
     def _with_masks(self, given: Prepared) -> tuple[Sequence[Processor], str]:
-        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given.
-
-        Raises:
-            ValueError: if something that keeps state was given for all requests.
-        """
+        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given."""
         ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
@@ -187,10 +176,9 @@ class Preparing:
         remedies = {"logits_processor": "give each its own, to generate_many as Request(..., logits_processor=[...])"}
         remedies["stopping_criteria"] = "call generate for each"
         for name, remedy in remedies.items():
-            kinds = [type(given).__name__ for given in self.options.get(name) or []]
-            shared = next((kind for kind in kinds if kind in stateful), None)
-            told = f"{shared} may keep state, and all requests would share it; {remedy}, or set its attribute "
-            require(shared is None, f"{told}stateless = True if it keeps none.")
+            for kind in (type(given).__name__ for given in self.options.get(name) or []):
+                told = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
+                require(kind not in stateful, f"{told}stateless = True if it keeps none.")
 
 
 def as_ids(given: Any) -> torch.Tensor:

@@ -242,33 +242,32 @@ def test_a_short_prompt_beside_a_draft_that_rested():
     assert strategy.report.accepted > 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "options", "told"),
-    [
-        ([[]], {}, r"input_ids=\[\] is no prompt; give a list of token ids"),
-        ([Request([1], seed=-1)], {}, "seed=-1"),
-        ([Request([1], max_new_tokens=200)], {}, "position"),
-        ([[1.5]], {}, r"input_ids=\[1.5\] is no prompt; give"),
-        ([None], {}, "input_ids=None is no prompt; give"),
-        (["a b"], {}, "input_ids='a b' is no prompt; give"),
-        ([{"input_ids": [1]}], {}, "is no prompt; give"),
-        ([torch.ones(3, dtype=torch.int64, device="meta")], {}, "device='meta'.* is no prompt; give"),
-        ([[1, VOCAB_SIZE]], {}, f"the token id {VOCAB_SIZE}"),
-        ([[-1]], {}, "the token id -1"),
-        ([Request([1], max_new_tokens="3")], {}, "max_new_tokens='3' is no number"),
-        ([Request([1], logits_processor=max)], {}, "put a single one into a list"),
-    ],
-)
+NOT_SERVED = [
+    ([], r"input_ids=\[\] is no prompt; give a list of token ids"),
+    (Request([1], seed=-1), "seed=-1"),
+    (Request([1], max_new_tokens=200), "position"),
+    ([1.5], r"input_ids=\[1.5\] is no prompt; give"),
+    (None, "input_ids=None is no prompt; give"),
+    ("a b", "input_ids='a b' is no prompt; give"),
+    (torch.ones(3, dtype=torch.int64, device="meta"), "device='meta'.* is no prompt; give"),
+    ([1, VOCAB_SIZE], f"the token id {VOCAB_SIZE}"),
+    ([-1], "the token id -1"),
+    (Request([1], max_new_tokens="3"), "max_new_tokens='3' is no number"),
+    (Request([1], logits_processor=max), "put a single one into a list"),
+]
+
+
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_requests_that_cannot_be_served(asked: list, options: dict, told: str, batch_size: int):
+def test_requests_that_cannot_be_served(batch_size: int):
+    """Each is refused by its number, and those around them get their texts."""
     target = tiny("gpt2")
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
-    found = completed(strategy, target, [[1, 2], *asked, [3]], batch_size=batch_size, **GREEDY | options)
-    assert found[1].finish_reason == "refused"
-    assert re.search(f"request 1: .*{told}", found[1].error)
-    assert [found[index].tokens for index in (0, 2)] == [
-        alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])
-    ]
+    asked = [[1, 2], *(wrong for wrong, _ in NOT_SERVED), [3]]
+    found = completed(strategy, target, asked, batch_size=batch_size, **GREEDY)
+    for number, (_, told) in enumerate(NOT_SERVED, 1):
+        assert found[number].finish_reason == "refused"
+        assert re.search(f"request {number}: .*{told}", found[number].error)
+    assert [found[n].tokens for n in (0, 12)] == [alone(target, Request(ids), **GREEDY) for ids in ([1, 2], [3])]
 
 
 @pytest.mark.parametrize("wrong", ["a text", [0.5, 1.0], [[1, 2]]])
@@ -290,36 +289,26 @@ def test_the_type_of_the_first_prompt_is_that_of_all(wrong: object):
         ({"batch_size": 0}, "batch_size=0"),
         ({"max_batch_tokens": -1}, "max_batch_tokens=-1"),
         ({"seeds": [1]}, "seeds= belongs to one call"),
-        ({"num_return_sequences": 2}, "num_return_sequences= belongs"),
         ({"foo": 2}, "unknown argument 'foo'; generate_many takes those of generate, and SpeculativeDecoding"),
         ({"max_new_token": 2}, "unknown argument 'max_new_token'; did you mean 'max_new_tokens'"),
         ({"do_sample": True, "temperature": -1.0}, "temperature"),
+        ({"requests": 7}, "requests is an int; give a list of prompts, each a list of token ids"),
+        ({"requests": "a text"}, "requests is a str; give"),
+        ({"requests": {"input_ids": [[1, 2]]}}, "requests is a dict; give"),
+        ({"requests": [1, 2]}, "requests is a single prompt; give a list of prompts"),
+        (
+            {"requests": torch.tensor([[0, 0, 4], [1, 2, 3]])},
+            "a Tensor of 2 dimensions, whose rows may hold pads; ",
+        ),
     ],
 )
 def test_arguments_that_are_refused(options: dict, told: str):
+    """Before anything is iterated over."""
     target = tiny()
     strategy = SpeculativeDecoding(near(target, 0.2))
     with Forwards(target) as forwards, pytest.raises(ValueError, match=told):
         strategy.generate_many(target, **{"requests": [[1]]} | GREEDY | options)
     assert not forwards.ids
-
-
-@pytest.mark.parametrize(
-    ("requests", "told"),
-    [
-        (7, "requests is an int; give a list of prompts, each a list of token ids"),
-        ("a text", "requests is a str; give"),
-        ({"input_ids": [[1, 2]]}, "requests is a dict; give"),
-        ([1, 2], "requests is a single prompt; give a list of prompts"),
-        (torch.ones(3, dtype=torch.int64), "requests is a single prompt; give a list of prompts"),
-        (torch.tensor([[0, 0, 4], [1, 2, 3]]), "a Tensor of 2 dimensions, whose rows may hold pads; give a list"),
-    ],
-)
-def test_prompts_that_are_no_list(requests: object, told: str):
-    """Said before anything is iterated over."""
-    target = tiny()
-    with pytest.raises(ValueError, match=told):
-        SpeculativeDecoding(near(target, 0.2)).generate_many(target, requests)
 
 
 def test_an_error_of_the_input_loses_nothing_that_was_taken():
