@@ -179,10 +179,7 @@ def positions_of(prompt: Prompt) -> int:
 def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
     """Check that a table of positions, if the model has one, is long enough; plain `generate` fails beyond its end.
 
-    Args:
-        model: the target.
-        prompt_tokens: positions of the prompt, of its longest row; for an encoder-decoder of what its decoder reads.
-        new_tokens: the most that may follow; the last one of them is not fed.
+    The last one of the new tokens is not fed. Of an encoder-decoder the prompt is what its decoder reads.
     """
     table = position_table(model)
     if table is None or prompt_tokens + new_tokens - 1 <= table:

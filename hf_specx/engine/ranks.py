@@ -21,12 +21,8 @@ from hf_specx.drafting.schedule import Drafting, Schedule
 class Agreed(Schedule):
     """The numbers of the first rank, for ranks that hold parts of one model and decode the same rows.
 
-    Each rank has its own clock and so finds its own numbers; with other numbers than the others it would wait for
+    Each rank has its own clock and so finds its `own` numbers; with other numbers than the others it would wait for
     ever in the midst of a forward.
-
-    Args:
-        own: what this rank would draft.
-        device: numbers are exchanged on it.
     """
 
     def __init__(self, own: Schedule, device: torch.device):

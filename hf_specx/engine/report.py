@@ -31,7 +31,7 @@ class SpeculationReport:
     Attributes:
         verification: "greedy", "token", "block" or "coupled"; "plain" where transformers' own sampler decoded it.
         layout: how rows shared the batch, "plain" as well; `layout_reason` says why.
-        limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
+        limit_reason: what kept the number of candidates below what was asked for, if anything did.
         rounds: target forwards with candidates; `plain_steps`: those without, the prompts' own among them.
         forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
