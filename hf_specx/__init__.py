@@ -15,10 +15,10 @@ if TYPE_CHECKING:  # what type checkers and editors see
     from hf_specx.drafting.early_exit import EarlyExitDraft
     from hf_specx.drafting.suffix import SuffixDraft
     from hf_specx.drafting.suffix_pool import SuffixPool
+    from hf_specx.engine.outputs import BatchStreamer
     from hf_specx.engine.report import SpeculationReport
     from hf_specx.engine.requests import Completion, Request
     from hf_specx.engine.strategy import SpeculativeDecoding
-    from hf_specx.engine.streaming import BatchStreamer
     from hf_specx.metrics.check import check
     from hf_specx.metrics.result import CheckResult
     from hf_specx.pairs.generate import generate
@@ -54,10 +54,10 @@ _MODULES = {
     "drafting.early_exit": ("EarlyExitDraft",),
     "drafting.suffix": ("SuffixDraft",),
     "drafting.suffix_pool": ("SuffixPool",),
+    "engine.outputs": ("BatchStreamer",),
     "engine.report": ("SpeculationReport",),
     "engine.requests": ("Completion", "Request"),
     "engine.strategy": ("SpeculativeDecoding",),
-    "engine.streaming": ("BatchStreamer",),
     "metrics.check": ("check",),
     "metrics.result": ("CheckResult",),
     "pairs.generate": ("generate",),

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from hf_specx.drafting import costs
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models import compiled, regions
 
 
@@ -39,7 +39,7 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}
 
     monkeypatch.setattr(costs, "timed", paying)
-    monkeypatch.setattr(start, "assumed_times", paying)
+    monkeypatch.setattr(run, "assumed_times", paying)
     monkeypatch.setattr(costs.Pace, "_ratios", lambda pace, rows: (1.0, 1.0))
     monkeypatch.setattr(costs.Pace, "has_seen_plain", lambda pace, rows: True)
 
@@ -47,7 +47,7 @@ def draft_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """No size tells what forwards cost, as where they are compiled: they are timed before the first token."""
-    monkeypatch.setattr(start, "assumed_times", lambda *models: None)
+    monkeypatch.setattr(run, "assumed_times", lambda *models: None)
 
 
 def pytest_unconfigure(config):

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.errors import require
-from hf_specx.common.padding import padded_rows
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.pairs.pair import DraftTargetPair
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from hf_specx.common.errors import require
-from hf_specx.engine.check_choices import check_choices
+from hf_specx.engine.check_options import check_choices
 from hf_specx.hub.folders import check_writable
 from hf_specx.pairs.results_file import check_results_path
 

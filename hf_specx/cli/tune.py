@@ -10,7 +10,7 @@ from rich.text import Text
 from hf_specx.bench.checks import check_runs
 from hf_specx.bench.ways import SEVERAL_EXITS
 from hf_specx.common.errors import require
-from hf_specx.engine.check_choices import check_choices
+from hf_specx.engine.check_options import check_choices
 from hf_specx.hub.folders import check_folder
 
 from .console import Output, error_line, figure, imports, steps

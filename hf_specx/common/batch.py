@@ -1,8 +1,6 @@
-"""The text of a batch while it grows: prompts, emitted tokens, and which rows still decode.
+"""The text of a batch while it grows, laid out as `generate` does, since processors and criteria must see just that.
 
-Laid out as `generate` does (prompts padded on the left, one new column for each emitted token), because logits
-processors and stopping criteria must see exactly that. Ends and lengths are kept as numbers and never read from token
-ids: the pad id may be the end id, and a model may emit either.
+Ends and lengths are numbers, never read from token ids: the pad id may be the end id, and a model may emit either.
 """
 
 import copy
@@ -37,6 +35,7 @@ class Batch:
         counts: [B], tokens emitted so far; `limits`: [B], the most that each row may emit.
         rows: [R], the numbers of the rows that still decode, in ascending order.
         index: [R] int64, the same as a tensor.
+        pad_token_id: what stands after the end of a row.
         ends: [R] int64, the column of each decoding row's next token.
         together: tokens emitted so far, if no row has left and all have emitted equally many; else None.
         lockstep: whether all rows advance by as many tokens as the row that accepted fewest.
@@ -50,13 +49,7 @@ class Batch:
         lockstep: bool = False,
         limits: list[int] | None = None,
     ):
-        """
-        Args:
-            input_ids: [B, L] int64, left-padded.
-            attention_mask: [B, L], 0 at the pads; None where there are none.
-            pad_token_id: what stands after the end of a row.
-            lockstep, limits: as the attributes; without limits rows have none.
-        """
+        """Take input_ids [B, L], left-padded, and attention_mask [B, L], 0 at the pads; None where there are none."""
         self.ids, self.writes = input_ids.to(torch.int64, copy=True), 0
         self.width, self.pad_token_id, self.lockstep = input_ids.shape[1], pad_token_id, lockstep
         rows, device = input_ids.shape[0], input_ids.device
@@ -147,15 +140,10 @@ class Batch:
         forward: Any = None,
         scores: torch.Tensor | None = None,
     ) -> Round:
-        """Emit the accepted candidates and the token after them, up to a stop.
+        """Emit the accepted candidates and the token after them, up to a stop; `forward`, `scores` are for the record.
 
         This is the rollback as well: what was not accepted lies after the row's new end, where nothing looks, and both
         models are fed by the ends of the rows.
-
-        Args:
-            draft, judgement: of the R rows.
-            stopping: says where they end.
-            forward, scores: the target's, for the record.
         """
         rows, before = self.rows, [self.counts[row] for row in self.rows]
         accepted, next_token, *figures = judgement
@@ -291,9 +279,15 @@ def _as_lists(
 
     All go in one transfer; ids are exact also as float32, which has 24 bits.
     """
-    figures = [x if x.dtype == torch.float64 else x.float() for x in figures]  # scores may have half precision
-    parts = [accepted[:, None], tokens, *figures]
-    table = torch.cat(parts, 1).tolist()
-    ends = list(itertools.accumulate([part.shape[1] for part in parts]))
-    new = [list(map(int, row[1 : ends[1]])) for row in table]
-    return new, [int(row[0]) for row in table], [[row[i:j] for row in table] for i, j in itertools.pairwise(ends[1:])]
+    parts = [accepted[:, None], tokens]
+    for figure in figures:  # scores may have half precision
+        parts.append(figure if figure.dtype == torch.float64 else figure.float())
+    columns = list(itertools.accumulate(part.shape[1] for part in parts))
+    new, accepts = [], []
+    found: list[list[list[float]]] = [[] for _ in figures]
+    for row in torch.cat(parts, 1).tolist():
+        accepts.append(int(row[0]))
+        new.append(list(map(int, row[1 : columns[1]])))
+        for numbers, first, end in zip(found, columns[1:], columns[2:], strict=False):
+            numbers.append(row[first:end])
+    return new, accepts, found

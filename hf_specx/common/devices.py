@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers import PreTrainedModel
 
 
@@ -107,3 +107,13 @@ def _named(hook: object) -> Iterator[torch.device]:
     device = getattr(hook, "execution_device", None)
     if device is not None:
         yield torch.device(device)
+
+
+def in_group() -> bool:
+    """Whether this process is in a process group of torch."""
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return distributed.get_world_size() if in_group() else 1

@@ -7,15 +7,7 @@ from typing import Any
 
 
 def require(ok: bool, message: str) -> None:
-    """Validate a plain value: its type, its range, or that it is one of a few choices.
-
-    Args:
-        ok: whether the value will do.
-        message: names the value and the remedy.
-
-    Raises:
-        ValueError: with the message, unless `ok`.
-    """
+    """Raise a ValueError with this message, which names the value and the remedy, unless `ok`."""
     if not ok:
         raise ValueError(message)
 

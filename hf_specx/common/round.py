@@ -16,10 +16,9 @@ class Draft(NamedTuple):
         probs: [R, K, V], the distribution q that each candidate was drawn from; None if they were not drawn from one.
         source: who proposed them; a list [R] where rows have different sources.
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
-        estimate: for each row the estimated chance that its first i candidates are all kept, i = 1 to its length; None
-            if the drafter has no such estimate.
-        free: [R] bool, rows whose candidates took no steps of a draft model while others may have taken some; None if
-            all took as many steps as candidates.
+        estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
+            drafter has no such estimate.
+        free: [R] bool, rows whose candidates took no steps of a draft model; None if all took as many as candidates.
     """
 
     tokens: torch.Tensor
@@ -88,9 +87,9 @@ class RoundRecord(NamedTuple):
         emitted: tokens that entered the text, after such a cut.
         judged: candidates whose predecessors were all kept, as far as the round went.
         gained: tokens by which the row went on, before a cut at a stop; in lockstep all have that of the slowest row.
-        longest: candidates of the row that had most of them.
+        width: candidates that the forwards of the round were made for: those of the row that had most of them.
         forced: positions of candidates that were the only token allowed.
-        steps: steps of a draft model in the round; None if as many as candidates of that row.
+        draft_steps: steps of a draft model in the round.
     """
 
     drafted: int
@@ -98,19 +97,9 @@ class RoundRecord(NamedTuple):
     emitted: int
     judged: int = 0
     gained: int = 0
-    longest: int = 0
+    width: int = 0
     forced: tuple[int, ...] = ()
-    steps: int | None = None
-
-    @property
-    def draft_steps(self) -> int:
-        """Steps of the draft in the round."""
-        return self.width if self.steps is None else self.steps
-
-    @property
-    def width(self) -> int:
-        """Candidates that the forwards of the round were made for."""
-        return max(self.drafted, self.longest)
+    draft_steps: int = 0
 
 
 @dataclass
@@ -165,13 +154,13 @@ class Round:
     @property
     def records(self) -> list[RoundRecord]:
         """[R], the part of each row."""
-        longest, flags = max(self.draft.lengths), self.draft.forced
-        steps = None if flags is None and self.draft.free is None else self.draft.steps
-        counts = zip(self.draft.lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
+        lengths, flags, steps = self.draft.lengths, self.draft.forced, self.draft.steps
         found = []
-        for index, record in enumerate(counts):
+        for index, counts in enumerate(
+            zip(lengths, self.accepted, self.emitted, self.judged, self.gained, strict=True)
+        ):
             forced = () if flags is None else tuple(i for i, is_forced in enumerate(flags[index]) if is_forced)
-            found.append(RoundRecord(*record, longest, forced, steps))
+            found.append(RoundRecord(*counts, max(lengths), forced, steps))
         return found
 
 
@@ -179,4 +168,4 @@ class Listener(Protocol):
     """An object that wants to know what became of each round."""
 
     def observe(self, done: Round) -> None:
-        """Called after each round, once the text has grown."""
+        """Called once the text has grown."""

@@ -9,10 +9,8 @@ from transformers import PreTrainedModel
 def unwrapped(model: Any, adapters: bool = False) -> Any:
     """The model inside the wrapper of `torch.compile`, which has no `generate` of its own; anything else as it is.
 
-    Args:
-        model: what was given as target or draft.
-        adapters: whether to remove PEFT's wrapper too. LoRA layers are kept, they are part of the model inside; a
-            tuned prompt is lost. So this is for drafts, whose tokens may come from any distribution.
+    With `adapters` inside that of PEFT too. LoRA layers are kept, they are part of the model inside; a tuned prompt is
+    lost. So this is for drafts, whose tokens may come from any distribution.
     """
     compiled = getattr(model, "_modules", {}).get("_orig_mod")
     if compiled is not None:

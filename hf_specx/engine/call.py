@@ -4,15 +4,14 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-from transformers.generation.logits_process import LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedModel
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 from hf_specx.common.architectures import vocabulary
-from hf_specx.common.errors import require
-from hf_specx.common.round import Listener
+from hf_specx.common.devices import world_size
+from hf_specx.common.errors import is_int, one_of, require
 from hf_specx.drafting.drafter import Drafter
 from hf_specx.drafting.schedule import Drafting, choose_drafting
 from hf_specx.models.choose import choose_layout, layouts_of
@@ -24,15 +23,22 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_calls import check_asked, check_noise, check_past
-from .check_many import why_uncached, why_whole
-from .check_models import OWN_TEXT_LAYOUTS
-from .check_options import check_assistant_settings
-from .check_rows import check_seeds, check_synced
+from .check_inputs import (
+    as_list,
+    check_guidance,
+    check_inputs,
+    check_mode,
+    check_noise,
+    check_positions,
+    check_seeds,
+    positions_of,
+    width_of,
+)
+from .check_models import OWN_TEXT_LAYOUTS, check_own_text, check_pair, check_target, why_uncached
+from .entry import Prepared
 from .queue import RequestQueue
-from .ranks import is_synced, shares_rows
+from .ranks import check_synced, shares_rows, synced_by_default
 from .report import PLAINLY
-from .requests import Prepared
 
 
 LOCKSTEP_COST = (
@@ -40,20 +46,7 @@ LOCKSTEP_COST = (
     "gain less: no other layout has been shown to be exact for these models and inputs. Pass layout='lockstep' to "
     "silence this warning."
 )
-
-
-class Options(Protocol):
-    """The options of a strategy that a call goes by; see `SpeculativeDecoding`."""
-
-    verification: str | None
-    layout: str
-    compile: bool
-    streamer: BaseStreamer | None
-    stream_by: str
-    num_draft_tokens: str | int
-    tokenizer: PreTrainedTokenizerBase | None
-    draft_tokenizer: PreTrainedTokenizerBase | None
-    listeners: tuple[Listener, ...]
+SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 @dataclass(frozen=True)
@@ -101,7 +94,7 @@ class Call:
     """One call of `generate`, or one batch of a queue.
 
     Attributes:
-        options: of the strategy.
+        options: a copy of the `SpeculativeDecoding`.
         prompt: the target's, made of what `generate` has given.
         processors: those given, with masks of grammars in place of some; `stopping`: made of its criteria.
         drafter: who proposes; `drafting`: how many candidates in a round.
@@ -114,7 +107,7 @@ class Call:
         queue: what follows in the places of rows that end; None for a call of its own.
     """
 
-    options: Options
+    options: Any
     prompt: Prompt
     given: Prepared
     processors: Sequence[Processor]
@@ -131,75 +124,53 @@ class Call:
 
 
 def make_call(
-    options: Options,
+    options: Any,
     given: Prepared,
     drafter: Drafter,
     withheld: Withheld = NONE_WITHHELD,
-    seeds: list[int] | None = None,
+    seeds: Any = None,
     queue: RequestQueue | None = None,
 ) -> Call:
     """What one call asks for, and how it is decoded.
 
     Args:
-        options: of the strategy.
-        given: what `generate` has prepared.
-        drafter: who proposes.
+        options, given, drafter, seeds, queue: as in `Call`; a queue has begun a batch of requests.
         withheld: what else is known of the call.
-        seeds: one for each row.
-        queue: that has begun a batch of requests; None for a call of its own.
 
     Raises:
         ValueError: if what was asked for cannot be done exactly.
     """
     models = [given.model] if drafter.model is None else [given.model, drafter.model]
-    synced, shared = is_synced(withheld.synced_gpus, *models), shares_rows(*models)
+    synced = shared = False
+    if world_size() > 1:
+        synced = synced_by_default(*models) if withheld.synced_gpus is None else withheld.synced_gpus
+        shared = shares_rows(*models)
     stopping = given.stopping if queue is None else queue.stopping
-    prompt = _prompt(given, drafter, stopping, synced, queue)
-    check_asked(prompt, given.processors, drafter, options, None if queue is None else queue.longest)
-    processors, stateful = _with_own_masks(given.processors, prompt, stopping, queue)
-    plain, sampled = why_plain(prompt, stateful), given.config.do_sample
+    wants_past = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
+    prompt = Prompt(
+        given.model,
+        given.input_ids,
+        given.config,
+        given.kwargs,
+        stopping.max_new_tokens,
+        keeps_past=bool(wants_past) and not synced,  # it may take forwards that other ranks do not run
+        gives_hidden=drafter.needs_hidden,
+        limits=None if queue is None else [entry.limit for entry in queue.entries],
+    )
+    _check_asked(options, prompt, given, drafter, queue)
+    processors, plain = (given.processors, "") if queue is not None else _with_masks(given, prompt)
+    seeds = None if seeds is None else as_list(seeds)
     layout = Layout(PLAINLY, PLAINLY, plain) if plain else _layout(options, prompt, drafter)
-    if queue is not None and (whole := why_whole(models, layout.target, layout.draft)):
+    if queue is not None and (whole := _why_whole(models, layout)):
         layout = replace(layout, refills=False, reason=f"{layout.reason}; whole batches, since {whole}")
     elif queue is not None:
         prompt = replace(prompt, max_new_tokens=UNLIMITED)
-    call = Call(
-        copy.copy(options),  # which may change later
-        prompt,
-        given,
-        processors,
-        stopping,
-        drafter,
-        drafting=choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model),
-        verification=_verification(options, layout, drafter, seeds) if sampled else "greedy",
-        layout=layout,
-        plain=plain,
-        seeds=seeds,
-        synced=synced,
-        shared=shared,
-        queue=queue,
-    )
-    return _checked(call)
-
-
-def why_plain(prompt: Prompt, stateful: list[str]) -> str:
-    """Why a call cannot be speculated exactly; empty if it can.
-
-    Args:
-        prompt: the target's.
-        stateful: names of processors and criteria that keep state, or may.
-    """
-    if stateful:
-        return (
-            f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
-            "stateless = True if it keeps none)"
-        )
-    config = prompt.generation_config
-    names = ("output_attentions", "output_hidden_states")
-    asked = [name for name in names if config.return_dict_in_generate and getattr(config, name)]
-    if asked:
-        return f"{asked[0]}=True wants what the model gives for each token alone"
-    return why_uncached(prompt.model)
+    drafting = choose_drafting(options.num_draft_tokens, withheld.drafting, given.config, drafter.model)
+    verification = _verification(options, layout, drafter, seeds) if given.config.do_sample else "greedy"
+    asked = copy.copy(options), prompt, given, processors, stopping  # the options may change later
+    call = Call(*asked, drafter, drafting, verification, layout, plain, seeds, synced, shared, queue)
+    _check_together(call)
+    return call
 
 
 def warn_once(call: Call, asked: str, said: set[str]) -> None:
@@ -214,41 +185,52 @@ def warn_once(call: Call, asked: str, said: set[str]) -> None:
         warnings.warn(LOCKSTEP_COST, UserWarning, stacklevel=3)
 
 
-def _prompt(given: Prepared, drafter: Drafter, stopping: Stopping, synced: bool, queue: RequestQueue | None) -> Prompt:
-    keeps = given.config.return_dict_in_generate or getattr(given.past, "_is_user_defined", False)
-    return Prompt(
-        given.model,
-        given.input_ids,
-        given.config,
-        given.kwargs,
-        stopping.max_new_tokens,
-        keeps_past=bool(keeps) and not synced,  # it may take forwards that other ranks do not run
-        gives_hidden=drafter.needs_hidden,
-        limits=None if queue is None else [entry.limit for entry in queue.entries],
-    )
+def _check_asked(options: Any, prompt: Prompt, given: Prepared, drafter: Drafter, queue: RequestQueue | None) -> None:
+    """Check that both models can be served, and what they are given to read."""
+    model, tokenizers = prompt.model, (options.tokenizer, options.draft_tokenizer)
+    longest = width_of(prompt) + prompt.max_new_tokens if queue is None else queue.longest
+    check_target(model, longest)
+    check_mode(prompt, options.streamer)
+    check_inputs(prompt)
+    if queue is None:  # else each request was checked by itself
+        check_positions(model, positions_of(prompt), prompt.max_new_tokens)
+    for processor in given.processors:
+        if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+            check_guidance(processor, model, len(prompt.input_ids))
+    drafter.meet(vocabulary(model), options.tokenizer)
+    if drafter.model is not None and drafter.own_text:
+        check_own_text(model, drafter.model, *tokenizers, prompt.input_ids.shape[1])
+    elif drafter.model is not None:
+        check_pair(model, drafter.model, *tokenizers)
 
 
-def _with_own_masks(
-    given: LogitsProcessorList, prompt: Prompt, stopping: Stopping, queue: RequestQueue | None
-) -> tuple[Sequence[Processor], list[str]]:
-    """Processors with `TokenMasks` in place of some, and names of what must be shown each token once, in order.
+def _with_masks(given: Prepared, prompt: Prompt) -> tuple[Sequence[Processor], str]:
+    """Processors with `TokenMasks` in place of some, and why the call cannot be speculated; empty if it can."""
+    processors = masked(given.processors, prompt.input_ids, vocabulary(prompt.model), given.stopping)
+    stateful = []
+    for each in processors:
+        if not (can_look_ahead(each) or is_guidance(each, prompt)):
+            stateful.append(type(each).__name__)
+    stateful += given.stopping.stateful
+    if stateful:
+        told = f"{', '.join(stateful)} may keep state, and must be shown each token once, in order (set its attribute "
+        return processors, f"{told}stateless = True if it keeps none)"
+    config = prompt.generation_config
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            return processors, f"{name}=True wants what the model gives for each token alone"
+    return processors, why_uncached(prompt.model)
 
-    Requests have their own, and those that need such an order are decoded as calls of their own.
-    """
-    if queue is not None:
-        return given, []
-    ours = masked(given, prompt.input_ids, vocabulary(prompt.model), stopping)
-    unknown = [p for p in ours if not (can_look_ahead(p) or is_guidance(p, prompt))]
-    return ours, [type(p).__name__ for p in unknown] + stopping.stateful
 
-
-def _layout(options: Options, prompt: Prompt, drafter: Drafter) -> Layout:
+def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
     past: Any = prompt.kwargs.get("past_key_values")
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        check_past(options.layout)
+        told = f"layout={options.layout!r} needs the keys of all tokens, and past_key_values= does not have them (a "
+        told += "window drops some); use layout='auto' or leave past_key_values out."
+        require(options.layout == "auto", told)
         chosen, reason = "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
     if drafter.model is None:
         return Layout(chosen, chosen, reason, able[0] == "lockstep")
@@ -259,29 +241,43 @@ def _layout(options: Options, prompt: Prompt, drafter: Drafter) -> Layout:
     return Layout(chosen, chosen if chosen in of_draft else of_draft[0], reason, states)
 
 
-def _verification(options: Options, layout: Layout, drafter: Drafter, seeds: list[int] | None) -> str:
+def _why_whole(models: Sequence[PreTrainedModel], layout: Layout) -> str:
+    """Why prompts cannot be read in the places of rows that have ended; empty if they can."""
+    for model in models:
+        if model.config.is_encoder_decoder:
+            return f"{type(model).__name__} has an encoder"
+    if layout.target == layout.draft:
+        return "" if layout.target == "ragged" else f"the layout is {layout.target!r}"
+    return f"the layout is {layout.target!r}, that of the draft {layout.draft!r}"
+
+
+def _verification(options: Any, layout: Layout, drafter: Drafter, seeds: list[int] | None) -> str:
     if options.verification is not None:
         return options.verification
     tied = seeds is not None and layout.lockstep  # then only the text of "coupled" is that of a row alone
     return "coupled" if tied or not drafter.has_probs else "block"
 
 
-def _checked(call: Call) -> Call:
-    """The call itself; raises a `ValueError` if it asks for something that does not go with how it is decoded."""
-    drafting, drafter, ids, ranks = call.drafting, call.drafter, call.prompt.input_ids, call.synced or call.shared
-    check_assistant_settings(drafting.number, drafting.schedule, drafting.threshold)
+def _check_together(call: Call) -> None:
+    """Check that what a call asks for goes with how it is decoded."""
+    drafting, drafter, ids = call.drafting, call.drafter, call.prompt.input_ids
+    number, schedule, threshold = drafting
+    told = f"num_assistant_tokens={number!r} is not an int of 1 or more; give one, or leave it out for 'auto'."
+    require(number is None or (is_int(number) and number >= 1), told)
+    one_of("num_assistant_tokens_schedule", schedule, SCHEDULES)
+    told = f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
+    require(isinstance(threshold, float | int) and 0 <= threshold <= 1, told)
     if call.seeds is not None:
-        layout = "lockstep" if call.layout.lockstep else call.layout.target
-        check_seeds(call.seeds, len(ids), call.verification, layout)
+        check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep)
     if call.plain:
-        return call
+        return
     check_noise(ids.device, call.verification)
     if call.options.compile:
         told = f"{type(drafter).__name__} reads hidden states, which compiled forwards do not give; use compile=False."
         require(not drafter.needs_hidden, told)
+        ranks = call.synced or call.shared
         check_compile(call.prompt.model, call.layout.target, call.layout.reason, ranks)
         if drafter.model is not None and not drafter.own_text:  # whose queries have any length
             check_compile(drafter.model, call.layout.draft, "its best for a draft", ranks)
     if call.synced:
-        check_synced(call.layout.states, drafting.schedule, drafting.threshold, drafter)
-    return call
+        check_synced(call.layout.states, drafting, drafter)

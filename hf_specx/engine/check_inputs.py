@@ -1,164 +1,80 @@
-"""Checks of the text that a call gives: token ids, embeddings, masks and positions."""
+"""Whether what a call gives can be decoded: its text, masks, positions, cache, seeds, and ways of generating."""
 
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel, StaticCache
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hf_specx.common.errors import require
-from hf_specx.models.prompts import position_table
+from hf_specx.common.errors import is_int, kind, require
+from hf_specx.models.prompts import Prompt, position_table
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
+NOISE_DEVICES = ("cpu", "cuda")  # on others `generate` draws noise ahead, or the generator cannot be read
+MAX_SEED = 2**63
+OTHER_MODES = {  # fields of a config that select another way of generating
+    "penalty_alpha": "contrastive search",
+    "dola_layers": "DoLa",
+    "prompt_lookup_num_tokens": "prompt lookup",
+    "assistant_early_exit": "early exit",
+    "use_mtp": "multi-token prediction heads",
+    "speculation_type": "a kind of draft that transformers makes itself",
+    "assistant_ensemble_weight": "a mixture of draft and target",
+    "constraints": "decoding under constraints",
+    "force_words_ids": "decoding with forced words",
+}
+DRAFTS_INSTEAD = {"prompt_lookup_num_tokens": "SuffixDraft", "assistant_early_exit": "EarlyExitDraft"}
+
+
+def check_mode(prompt: Prompt, streamer: Any) -> None:
+    """Check that a call asks for greedy decoding or sampling, with a cache and a stream that can be kept."""
+    config, rows = prompt.generation_config, len(prompt.input_ids)
+    for name in ("num_beams", "num_beam_groups"):
+        value = getattr(config, name, None)
+        told = f"{name}={value} is beam search, which is not supported; set {name}=1 for greedy text or sampling."
+        require(value in (None, 1), told)
+    for name, mode in OTHER_MODES.items():
+        value, remedy = getattr(config, name, None), "leave it out, also of model.generation_config."
+        told = f"{name}={value!r} selects {mode}, which is not supported; for greedy decoding or sampling {remedy}"
+        if name in DRAFTS_INSTEAD:
+            ours = f"SpeculativeDecoding({DRAFTS_INSTEAD[name]}({value}))"
+            told = f"{name}={value!r} selects {mode}, a draft here: use {ours} and {remedy}"
+        require(value is None or value is False, told)
+    told = "use_cache=False cannot be honoured: judging candidates needs a cache; pass use_cache=True."
+    require(prompt.kwargs.get("use_cache") is not False, told)
+    cache, past = config.cache_implementation, prompt.kwargs.get("past_key_values")
+    told = f"cache_implementation={cache!r} cannot be honoured: speculative decoding keeps a cache of its own; pass "
+    require(cache in (None, "dynamic"), f"{told}cache_implementation='dynamic'.")
+    told = f"past_key_values is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
+    require(not isinstance(past, StaticCache), told)
+    told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave the "
+    tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
+    require(streamer is None or rows == 1 or tags_rows, f"{told}streamer out.")
+
+
+def check_noise(device: torch.device, verification: str) -> None:
+    """Check that the random numbers of a call can be drawn where its text is; "greedy" draws none."""
+    told = "sampling draws numbers of 64 bits, which device type 'mps' does not have; use do_sample=False or the CPU."
+    require(verification == "greedy" or device.type != "mps", told)
+    told = f"verification='coupled' cannot redraw the noise of plain sampling on device type {device.type!r}; pass "
+    require(verification != "coupled" or device.type in NOISE_DEVICES, f"{told}verification='token' or 'block' there.")
 
 
 def unknown_token(model: PreTrainedModel, input_ids: torch.Tensor, encoded: bool = False) -> None:
     """Check that a model knows all tokens; `encoded` asks its encoder."""
-    size = _known_tokens(model, encoded)
-    if size is None or not input_ids.numel():
+    config, embedding = model.config, _embedding(model, encoded)
+    if embedding is None or not input_ids.numel():
         return
+    size = embedding.num_embeddings
+    if not encoded:
+        if config.get_text_config(decoder=True) is not config:
+            return  # higher ids may be something other than text
+        size = max(size, getattr(config, "vocab_size", 0))  # a table may be spread over devices
     lowest, highest = torch.stack(torch.aminmax(input_ids)).tolist()
-    require(
-        lowest >= 0 and highest < size,
-        f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
-        f"{size - 1}; use the model's own tokenizer, or model.resize_token_embeddings for tokens added to it.",
-    )
-
-
-def check_inputs(
-    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> None:
-    """Check the text that one call of `generate` is given.
-
-    Args:
-        model: the target.
-        input_ids: [B, L] int64, as `generate` prepared them; for an encoder-decoder what its decoder starts with.
-        generation_config, model_kwargs: as `generate` prepared them.
-    """
-    decodes = "encoder_outputs" in model_kwargs
-    embeds = None if decodes else model_kwargs.get("inputs_embeds")
-    shape, dtype = tuple(input_ids.shape), input_ids.dtype
-    require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
-    is_integer = not (dtype.is_floating_point or dtype == torch.bool)
-    require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
-    require(
-        bool(input_ids.numel()) or embeds is not None,
-        f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row, for example the bos token.",
-    )
-    if embeds is None:
-        unknown_token(model, input_ids)
-    else:
-        embedding = _embedding(model)
-        require(
-            embedding is None or embeds.shape[-1] == embedding.embedding_dim,
-            f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which "
-            f"embeds in {getattr(embedding, 'embedding_dim', '')}; make them with model.get_input_embeddings().",
-        )
-    _check_past_and_mask(model, input_ids, embeds, generation_config, model_kwargs)
-
-
-def _check_past_and_mask(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    embeds: torch.Tensor | None,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
-    shape, decodes = input_ids.shape, "encoder_outputs" in model_kwargs
-    past = model_kwargs.get("past_key_values")
-    held = 0 if past is None else past.get_seq_length()
-    widths = {shape[1]} if embeds is None else {shape[1], embeds.shape[1]} - {0}
-    name = "decoder_attention_mask" if decodes else "attention_mask"
-    mask, in_all = model_kwargs.get(name), widths | {width + held for width in widths}
-    known = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # drops all ones
-    if held and embeds is None and not decodes and known == shape[1]:  # `generate` then takes it for the whole text
-        require(
-            held < known,
-            f"past_key_values holds {held} tokens, and the whole text has {known}; pass the text with at least one "
-            "token more than the cache holds, or the new tokens alone with a mask for all.",
-        )
-    if mask is not None:
-        check_mask(model, name, mask, len(input_ids), in_all)
-    elif known is not None:
-        _check_width(name, known, in_all)
-    positions = None if decodes else model_kwargs.get("position_ids")
-    if positions is not None:
-        rows, width = len(input_ids), max(widths) - held
-        fits = positions.ndim > 1 and positions.shape[-2] in (1, rows) and positions.shape[-1] >= width
-        require(
-            fits or positions.ndim > 2,  # models with several kinds of positions check their own
-            f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
-            f"{(rows, width)}; pass one a token, or leave it out.",
-        )
-
-
-def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
-    """Check that a table of positions, if the model has one, is long enough; plain `generate` fails beyond its end.
-
-    Args:
-        model: the target.
-        prompt_tokens: positions of the prompt, of its longest row; for an encoder-decoder of what its decoder reads.
-        new_tokens: the most that may follow; the last one of them is not fed.
-    """
-    table = position_table(model)
-    if table is None or prompt_tokens + new_tokens - 1 <= table:
-        return
-    room = table + 1 - prompt_tokens
-    less = f"set max_new_tokens={room} or less, or shorten the prompt"
-    require(
-        False,
-        f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has a "
-        f"table of {table} positions, beyond which plain generate fails; "
-        f"{less if room > 0 else f'shorten the prompt to {table} tokens or fewer'}.",
-    )
-
-
-def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
-    """Check that the encoder of a model has a position for each token of a prompt."""
-    table = position_table(model, encoder=True)
-    require(
-        table is None or prompt_tokens <= table,
-        f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
-        "positions; shorten the prompt.",
-    )
-
-
-def check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor, rows: int, widths: set[int]) -> None:
-    """Check a mask of the text, which may have any of these widths."""
-    shape, kind = tuple(mask.shape), type(model).__name__
-    is_flat = len(shape) == 2
-    require(is_flat, f"{name} of shape {shape} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad.")
-    told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
-    require(len(mask) == rows, told)
-    _check_width(name, mask.shape[1], widths)
-    mask = mask.cpu()  # so that all that follow wait for the device once
-    seen = mask.bool()
-    strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
-    require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
-    unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
-    empty, ends_in_pad = _first(~seen.any(-1)), _first(~seen[:, -1])
-    told = f"the prompt of row {empty} is empty ({name} is all 0); pass at least one token a row."
-    require(empty is None, f"{told} {unset}")
-    told = f"row {ends_in_pad} of {name} ends in 0: prompts must be padded on the left; set "
-    require(ends_in_pad is None, f"{told}tokenizer.padding_side='left'. {unset}")
-    no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
-    told = f"{name} has zeros between tokens of a row, which {kind} ignores; pad its rows on the left only."
-    require(bool(no_holes), told)
-
-
-def _check_width(name: str, width: int, widths: set[int]) -> None:
-    wanted = " or ".join(map(str, sorted(widths)))
-    require(
-        width in widths,
-        f"{name} has {width} columns, and the text {wanted}; pass the mask that came with input_ids, with columns for "
-        "the tokens of past_key_values before them if there are any.",
-    )
-
-
-def _first(rows: torch.Tensor) -> int | None:
-    """The number of the first row [B] that is True; None if there is none."""
-    return rows.int().argmax().item() if rows.any() else None  # type: ignore[return-value]
+    told = f"input_ids has the token id {lowest if lowest < 0 else highest}, and {type(model).__name__} embeds 0 to "
+    told += f"{size - 1}; use the model's own tokenizer, or model.resize_token_embeddings for tokens added to it."
+    require(lowest >= 0 and highest < size, told)
 
 
 def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedding | None:
@@ -170,11 +86,155 @@ def _embedding(model: PreTrainedModel, encoded: bool = False) -> torch.nn.Embedd
     return embedding if isinstance(embedding, torch.nn.Embedding) else None
 
 
-def _known_tokens(model: PreTrainedModel, encoded: bool) -> int | None:
-    """How many token ids can be read; None if a model may use higher ids for something other than text."""
-    config, embedding = model.config, _embedding(model, encoded)
-    if embedding is not None and encoded:
-        return embedding.num_embeddings
-    if embedding is None or config.get_text_config(decoder=True) is not config:
-        return None
-    return max(embedding.num_embeddings, getattr(config, "vocab_size", 0))  # a table may be spread over devices
+def check_inputs(prompt: Prompt) -> None:
+    """Check the text that one call of `generate` is given, as `generate` has prepared it."""
+    model, input_ids, kwargs = prompt.model, prompt.input_ids, prompt.kwargs
+    decodes = "encoder_outputs" in kwargs
+    embeds = None if decodes else kwargs.get("inputs_embeds")
+    shape, dtype = tuple(input_ids.shape), input_ids.dtype
+    require(len(shape) == 2, f"input_ids of shape {shape} is no batch of texts; pass [rows, tokens].")
+    is_integer = not (dtype.is_floating_point or dtype == torch.bool)
+    require(is_integer, f"input_ids has dtype {dtype}; pass integers, for example input_ids.long().")
+    told = (
+        f"the prompt is empty (input_ids of shape {shape}); pass at least one token a row, for example the bos token."
+    )
+    require(bool(input_ids.numel()) or embeds is not None, told)
+    if embeds is None:
+        unknown_token(model, input_ids)
+    elif (embedding := _embedding(model)) is not None:
+        told = f"inputs_embeds of width {embeds.shape[-1]} cannot be read by the target {type(model).__name__}, which "
+        told += f"embeds in {embedding.embedding_dim}; make them with model.get_input_embeddings()."
+        require(embeds.shape[-1] == embedding.embedding_dim, told)
+    _check_past_and_mask(prompt, embeds, "decoder_attention_mask" if decodes else "attention_mask")
+
+
+def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
+    """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
+    (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
+    past, decodes = kwargs.get("past_key_values"), name != "attention_mask"
+    held = 0 if past is None else past.get_seq_length()
+    widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
+    mask = kwargs.get(name)
+    known = getattr(prompt.generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # if all ones
+    if held and embeds is None and not decodes and known == width:  # `generate` then takes it for the whole text
+        told = f"past_key_values holds {held} tokens, and the whole text has {known}; pass the text with at least one "
+        require(held < known, f"{told}token more than the cache holds, or the new tokens alone with a mask for all.")
+    if mask is not None:
+        told = (
+            f"{name} of shape {tuple(mask.shape)} is no 2D mask; pass [rows, tokens], 1 for a token and 0 for a pad."
+        )
+        require(mask.ndim == 2, told)
+        told = f"{name} has {len(mask)} rows and the batch {rows}; pass the mask that came with input_ids."
+        require(len(mask) == rows, told)
+    fits = known is None or known in widths or known - held in widths
+    told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
+    told += f"came with input_ids, with columns before them for the {held} tokens of past_key_values."
+    require(fits, told)
+    if mask is not None:
+        _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once
+    positions = None if decodes else kwargs.get("position_ids")
+    if positions is not None and positions.ndim <= 2:  # models with several kinds of positions check their own
+        new = max(widths) - held
+        fits = positions.ndim == 2 and positions.shape[0] in (1, rows) and positions.shape[1] >= new
+        told = f"position_ids of shape {tuple(positions.shape)} has no position for each token of the prompt of shape "
+        require(fits, f"{told}{(rows, new)}; pass one a token, or leave it out.")
+
+
+def _check_mask(model: PreTrainedModel, name: str, mask: torch.Tensor) -> None:
+    """Check what a mask [B, W] says of each row."""
+    seen = mask.bool()
+    strange = mask[(mask != 0) & (mask != 1)][:1].tolist()
+    require(not strange, f"{name} has the value {(strange or [0])[0]}; pass 1 for a token and 0 for a pad.")
+    filled, ends = seen.any(-1).tolist(), seen[:, -1].tolist()
+    unset = f"If you passed no mask, transformers took the pad id for padding; pass {name} with a 1 for each token."
+    if not all(filled):
+        told = f"the prompt of row {filled.index(False)} is empty ({name} is all 0); pass at least one token a row."
+        raise ValueError(f"{told} {unset}")
+    if not all(ends):
+        told = f"row {ends.index(False)} of {name} ends in 0: prompts must be padded on the left; set "
+        raise ValueError(f"{told}tokenizer.padding_side='left'. {unset}")
+    told = f"{name} has zeros between tokens of a row, which {type(model).__name__} ignores; pad its rows on the left "
+    no_holes = model.config.model_type not in WITHOUT_HOLES or (seen.cummax(-1).values == seen).all()
+    require(bool(no_holes), f"{told}only.")
+
+
+def width_of(prompt: Prompt) -> int:
+    """Columns of the text so far, also if it is passed as embeddings, or only what a cache does not hold."""
+    if prompt.model.config.is_encoder_decoder:
+        return prompt.input_ids.shape[1]
+    mask = prompt.kwargs.get("attention_mask")
+    known = getattr(prompt.generation_config, "_mask_length", prompt.input_ids.shape[1])
+    return known if mask is None else mask.shape[-1]
+
+
+def positions_of(prompt: Prompt) -> int:
+    """Positions of the text so far, of its longest row; pads have none, unless positions are those of columns."""
+    positions = None if prompt.model.config.is_encoder_decoder else prompt.kwargs.get("position_ids")
+    if positions is None or positions.ndim != 2 or position_table(prompt.model) is None:
+        return width_of(prompt)
+    return int(positions.max()) + 1
+
+
+def check_positions(model: PreTrainedModel, prompt_tokens: int, new_tokens: int) -> None:
+    """Check that a table of positions, if the model has one, is long enough; plain `generate` fails beyond its end.
+
+    The last one of the new tokens is not fed. Of an encoder-decoder the prompt is what its decoder reads.
+    """
+    table = position_table(model)
+    if table is None or prompt_tokens + new_tokens - 1 <= table:
+        return
+    room = table + 1 - prompt_tokens
+    remedy = f"set max_new_tokens={room} or less, or shorten the prompt"
+    told = f"the prompt has {prompt_tokens} tokens and may get {new_tokens} new ones, and {type(model).__name__} has "
+    told += f"a table of {table} positions, beyond which plain generate fails; "
+    raise ValueError(f"{told}{remedy if room > 0 else f'shorten the prompt to {table} tokens or fewer'}.")
+
+
+def check_encoder_positions(model: PreTrainedModel, prompt_tokens: int) -> None:
+    """Check that the encoder of a model has a position for each token of a prompt."""
+    table = position_table(model, encoder=True)
+    told = f"the prompt has {prompt_tokens} tokens, and the encoder of {type(model).__name__} has a table of {table} "
+    require(table is None or prompt_tokens <= table, f"{told}positions; shorten the prompt.")
+
+
+def as_list(seeds: Any) -> Any:
+    """Seeds as a list of ints, if that is what a list, tuple, range, tensor or array holds; else what was given."""
+    seeds = seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    if not isinstance(seeds, list | tuple | range):
+        return seeds
+    return [seed.tolist() if hasattr(seed, "tolist") else seed for seed in seeds]
+
+
+def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool) -> None:
+    """Check that `seeds` can make each of so many rows independent of the others."""
+    ints = isinstance(seeds, list) and all(map(is_int, seeds))
+    require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
+    told = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
+    require(len(seeds) == rows, told)
+    wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
+    told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
+    require(wrong is None, told)
+    told = f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
+    told += "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or "
+    told += "another layout if the model takes one."
+    require(rows == 1 or not lockstep or verification not in ("token", "block"), told)
+
+
+def check_guidance(
+    processor: UnbatchedClassifierFreeGuidanceLogitsProcessor, model: PreTrainedModel, rows: int
+) -> None:
+    """Check that a model can be guided by negative prompts, and that these fit a batch of so many rows."""
+    told = f"guidance_scale= works for decoder-only models, here as in transformers, and {type(model).__name__} has "
+    require(not model.config.is_encoder_decoder, f"{told}an encoder; leave it out.")
+    context: dict[str, Any] = processor.unconditional_context
+    ids, mask = context["input_ids"], context["attention_mask"]
+    if ids is None or not context["first_pass"]:
+        return
+    told = f"negative_prompt_ids has {len(ids)} rows and the batch {rows} (num_return_sequences included); give one "
+    require(len(ids) == rows, f"{told}negative prompt a row.")
+    if mask is not None:
+        told = f"negative_prompt_attention_mask of shape {tuple(mask.shape)} does not fit negative_prompt_ids of "
+        require(mask.shape == ids.shape, f"{told}shape {tuple(ids.shape)}; pass both as the tokenizer gives them.")
+        ends = mask[:, -1].bool().tolist()
+        told = f"row {ends.index(False) if False in ends else 0} of negative_prompt_attention_mask ends in 0: "
+        require(all(ends), f"{told}pad it on the left; set tokenizer.padding_side='left'.")

@@ -1,22 +1,35 @@
-"""Checks of a target, and of a draft for it."""
+"""Whether a target and a draft can be served, and whether the draft's tokens mean what the target's mean."""
 
 import inspect
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.hub import try_to_load_from_cache
 
-from hf_specx.common.architectures import ENCODERS, vocabulary
+from hf_specx.common.architectures import ENCODERS, WHOLE, vocabulary
 from hf_specx.common.errors import require
 from hf_specx.common.tokenizers import same_tokens, vocabulary_of
 from hf_specx.models.choose import layouts_of
 
-from .check_vocabularies import compare_vocabularies
-
 
 OWN_TEXT_LAYOUTS = ("ragged", "padded")  # of a draft with other tokens, whose rows grow each by its own number
 OF_OTHER_HEADS = ("summary", "classifier")  # of no language model
+TOKENIZER_FILE = "tokenizer.json"
+GIVE_BOTH = (
+    "pass tokenizer= and draft_tokenizer= to SpeculativeDecoding, which then compares and matches their tokens."
+)
+GIVE_ITS_OWN = (
+    "pass the draft's own tokenizer as draft_tokenizer=, or, if the draft was trained for the target's tokens, save "
+    "the target's tokenizer in its folder."
+)
+COMPARED: WeakKeyDictionary[PreTrainedModel, WeakSet[PreTrainedModel]] = WeakKeyDictionary()  # targets of each draft
+TokenizerOrNone = PreTrainedTokenizerBase | None
 
 
 def check_target(model: PreTrainedModel, max_length: int) -> None:
@@ -24,27 +37,31 @@ def check_target(model: PreTrainedModel, max_length: int) -> None:
     check_adapter(model)
     _check_ready("target", model)
     config = model.config.get_text_config(decoder=True)
-    require(
-        config.model_type not in ENCODERS or config.is_decoder,
-        f"{type(model).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
-        "change the distribution of the tokens before it; set is_decoder=True in its config.",
-    )
+    told = f"{type(model).__name__} attends in both directions (config.is_decoder=False), so that a candidate would "
+    told += "change the distribution of the tokens before it; set is_decoder=True in its config."
+    require(config.model_type not in ENCODERS or config.is_decoder, told)
     frequencies_that_change(model, max_length)
+
+
+def why_uncached(model: PreTrainedModel) -> str:
+    """Why the cache of a model cannot be used, so that transformers' own sampler has to; empty if it can."""
+    return f"{type(model).__name__} is exact without a cache only" if model.config.model_type in WHOLE else ""
 
 
 def frequencies_that_change(target: PreTrainedModel, max_length: int) -> None:
     """Check that rotary frequencies stay the same up to this length."""
     config = target.config.get_text_config(decoder=True)
     parameters = getattr(config, "rope_parameters", None) or {}
-    for rope in [parameters, *(p for p in parameters.values() if isinstance(p, dict))]:
-        kind, limit = rope.get("rope_type", "default"), getattr(config, "max_position_embeddings", None)
+    for rope in (parameters, *parameters.values()):  # one for each kind of layer, in some models
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             limit = rope.get("original_max_position_embeddings", limit)
-        require(
-            kind not in ("dynamic", "longrope") or limit is None or max_length <= limit,
-            f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates would reach too "
-            f"early; keep prompt and new tokens within {limit} (they may be {max_length}).",
-        )
+        told = f"rope_type={kind!r} changes its frequencies after position {limit}, which candidates would reach too "
+        told += f"early; keep prompt and new tokens within {limit} (they may be {max_length})."
+        require(limit is None or max_length <= limit, told)
 
 
 def check_adapter(inner: PreTrainedModel) -> None:
@@ -55,96 +72,31 @@ def check_adapter(inner: PreTrainedModel) -> None:
     require(not getattr(config, "is_prompt_learning", False), f"{told}the text; use adapters in the weights, as LoRA.")
 
 
-def check_lifted(model: PreTrainedModel) -> None:
-    """Refuse a call by string in which Whisper's own `generate` has seen a draft, and so changes the distribution."""
-    require(
-        model.config.model_type != "whisper",
-        f"{type(model).__name__} drops begin_suppress_tokens where it is given assistant_model=, so that the text "
-        "would not be the same; pass the draft as draft_model=.",
-    )
-
-
-def check_pair(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-) -> None:
-    """Check that the draft can run, and that its token ids mean what the target's mean."""
-    _check_ready("draft", draft)
-    _check_encoder(target, draft)
-    if tokenizer is None or draft_tokenizer is None:
-        vocabularies_of_other_sizes(target, draft)
-    elif not same_tokens(tokenizer, draft_tokenizer):
-        token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
-        told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
-        told += (
-            "target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that it is given as a model."
-        )
-        raise ValueError(told)
-    if None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer:
-        compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
-
-
-def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Check that both score equally many tokens."""
-    sizes = [vocabulary(model) for model in (target, draft)]
-    require(
-        sizes[0] == sizes[1],
-        f"the target scores {sizes[0]} tokens and the draft {sizes[1]}; pass tokenizer= and draft_tokenizer= to "
-        "SpeculativeDecoding, which then compares them, and matches their tokens where they differ.",
-    )
-
-
-def check_own_text(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    draft_tokenizer: PreTrainedTokenizerBase | None,
-    width: int,
-) -> None:
-    """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
-    name = type(draft).__name__
-    require(
-        not draft.config.is_encoder_decoder,
-        f"the draft {name} has an encoder and another tokenizer than the target, so it cannot read what the target's "
-        "encoder reads; choose a decoder-only draft, or one with the target's tokenizer.",
-    )
-    require(
-        not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS),
-        f"the draft {name} has another tokenizer than the target, so that rows of its text grow by unequal numbers of "
-        "tokens, which it can only take one row at a time; choose a draft with attention alone, or one with the "
-        "target's tokenizer.",
-    )
-    told = f"the draft {name} has another tokenizer than the target and cannot read inputs_embeds; pass input_ids= as "
-    require(width > 0, f"{told}well.")
-    _check_ready("draft", draft)
-    for role, model, own in (("target", target, tokenizer), ("draft", draft, draft_tokenizer)):
-        if own is not None:
-            _check_tokenizer(role, model, own)
-
-
 def _check_ready(role: str, model: PreTrainedModel) -> None:
     """Check that a model has its weights, and that nothing in it is random or without a cache."""
-    empty = [parameter for parameter in model.parameters() if parameter.is_meta]
-    training = [module for module in model.modules() if module.training]
-    require(
-        not empty or any(hasattr(module, "_hf_hook") for module in model.modules()),
-        f"the {role} model has parameters on the meta device and no offload hook to load them; load its weights "
-        "first, for example with from_pretrained(..., device_map='auto').",
-    )
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            told = f"the {role} model has parameters on the meta device and no offload hook to load them; load its "
+            told += "weights first, for example with from_pretrained(..., device_map='auto')."
+            require(any(hasattr(module, "_hf_hook") for module in model.modules()), told)
+            break
+    for module in model.modules():
+        if module.training:
+            _check_training(role, model)
+            break
+
+
+def _check_training(role: str, model: PreTrainedModel) -> None:
+    """Check a model that is in training mode, or has a module that is."""
     names = list(_active_dropout(model))
     shown = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)
-    require(
-        not names,
-        f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
-        f"{role}.eval(), or set these probabilities to 0.",
+    told = f"the {role} is in training mode, where its text is random or its statistics change ({shown}); call "
+    require(not names, f"{told}{role}.eval(), or set these probabilities to 0.")
+    told = f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval()"
+    checkpoints = any(
+        module.training and getattr(module, "gradient_checkpointing", False) for module in model.modules()
     )
-    require(
-        not any(getattr(module, "gradient_checkpointing", False) for module in training),
-        f"the {role} is in training mode with gradient checkpointing, which turns its cache off; call {role}.eval() "
-        "or gradient_checkpointing_disable() while it generates.",
-    )
+    require(not checkpoints, f"{told} or gradient_checkpointing_disable() while it generates.")
 
 
 def _active_dropout(model: PreTrainedModel) -> Iterator[str]:
@@ -163,50 +115,177 @@ def _active_dropout(model: PreTrainedModel) -> Iterator[str]:
             yield f"{name}.p={module.p}"
 
 
+def check_pair(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
+) -> None:
+    """Check that the draft can run, and that its token ids mean what the target's mean."""
+    _check_ready("draft", draft)
+    _check_encoder(target, draft)
+    if tokenizer is None or draft_tokenizer is None:
+        vocabularies_of_other_sizes(target, draft)
+    elif not same_tokens(tokenizer, draft_tokenizer):
+        token, number = min(tokenizer.get_vocab().items() ^ draft_tokenizer.get_vocab().items())
+        told = f"the two tokenizers differ, for instance in {token!r} with id {number}; choose a draft with the "
+        raise ValueError(
+            f"{told}target's tokenizer, or have SpeculativeDecoding match the tokens of a draft that is a model."
+        )
+    known = COMPARED.setdefault(draft, WeakSet())
+    if target not in known and (None in (tokenizer, draft_tokenizer) or draft_tokenizer is tokenizer):
+        compare_vocabularies(target, draft, tokenizer, draft_tokenizer)
+        known.add(target)
+
+
+def vocabularies_of_other_sizes(target: PreTrainedModel, draft: PreTrainedModel) -> None:
+    """Check that both score equally many tokens."""
+    size, draft_size = vocabulary(target), vocabulary(draft)
+    told = f"the target scores {size} tokens and the draft {draft_size}; pass tokenizer= and draft_tokenizer= to "
+    told += "SpeculativeDecoding, which then compares them, and matches their tokens where they differ."
+    require(size == draft_size, told)
+
+
 def _check_encoder(target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Check that a draft can read what the target's encoder reads, or gives."""
-    name, encodes = type(draft).__name__, target.config.is_encoder_decoder
-    require(
-        encodes or not draft.config.is_encoder_decoder,
-        f"the draft {name} is an encoder-decoder, the target {type(target).__name__} is decoder-only; choose a "
-        "decoder-only draft with the target's tokenizer.",
+    name, encodes, draft_encodes = (
+        type(draft).__name__,
+        target.config.is_encoder_decoder,
+        draft.config.is_encoder_decoder,
     )
-    if encodes and draft.config.is_encoder_decoder and draft.get_encoder() is not target.get_encoder():
-        reads = [model.main_input_name for model in (target, draft)]
-        bins = [getattr(model.config, "num_mel_bins", None) for model in (target, draft)]
-        require(
-            reads[0] != "input_ids" or reads[1] == "input_ids",
-            f"the target {type(target).__name__} reads {reads[0]} and the draft {name} {reads[1]}; choose a draft "
-            "that reads what the target reads.",
-        )
-        require(
-            None in bins or bins[0] == bins[1],
-            f"the target hears {bins[0]} mel bins and the draft {bins[1]}, so they cannot read the same features; "
-            f"choose a draft with num_mel_bins={bins[0]}.",
-        )
-    shares = "encoder_outputs" in inspect.signature(draft.forward).parameters and not draft.config.is_encoder_decoder
-    widths = [getattr(model.config, "d_model", None) for model in (target, draft)]
-    require(
-        not (shares and encodes) or None in widths or widths[0] == widths[1],
-        f"the draft {name} reads encoder outputs of width {widths[1]}, and the target's have {widths[0]}; choose a "
-        f"draft with its own encoder, or with d_model={widths[0]}.",
-    )
+    told = f"the draft {name} is an encoder-decoder, the target {type(target).__name__} is decoder-only; choose a "
+    require(encodes or not draft_encodes, f"{told}decoder-only draft with the target's tokenizer.")
+    if draft_encodes and draft.get_encoder() is not target.get_encoder():
+        reads, draft_reads = target.main_input_name, draft.main_input_name
+        told = f"the target {type(target).__name__} reads {reads} and the draft {name} {draft_reads}; choose a draft "
+        require(reads != "input_ids" or draft_reads == "input_ids", f"{told}that reads what the target reads.")
+        bins, draft_bins = (getattr(model.config, "num_mel_bins", None) for model in (target, draft))
+        told = f"the target hears {bins} mel bins and the draft {draft_bins}, so they cannot read the same features; "
+        require(None in (bins, draft_bins) or bins == draft_bins, f"{told}choose a draft with num_mel_bins={bins}.")
+    elif encodes and not draft_encodes and "encoder_outputs" in inspect.signature(draft.forward).parameters:
+        width, draft_width = (getattr(model.config, "d_model", None) for model in (target, draft))
+        told = f"the draft {name} reads encoder outputs of width {draft_width}, and the target's have {width}; choose "
+        told += f"a draft with its own encoder, or with d_model={width}."
+        require(None in (width, draft_width) or width == draft_width, told)
+
+
+def check_own_text(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    tokenizer: TokenizerOrNone,
+    draft_tokenizer: TokenizerOrNone,
+    width: int,
+) -> None:
+    """Check that a draft with another tokenizer can run; `width` is the columns of the target's prompts in ids."""
+    told = f"the draft {type(draft).__name__} has"
+    why = "an encoder and another tokenizer than the target, so it cannot read what the target's encoder reads; "
+    encodes = draft.config.is_encoder_decoder
+    require(not encodes, f"{told} {why}choose a decoder-only draft, or one with the target's tokenizer.")
+    told = f"{told} another tokenizer than the target"
+    why = "so that rows of its text grow by unequal numbers of tokens, which it can only take one row at a time; "
+    able = not set(layouts_of(draft, drafts=True)).isdisjoint(OWN_TEXT_LAYOUTS)
+    require(able, f"{told}, {why}choose a draft with attention alone, or one with the target's tokenizer.")
+    require(width > 0, f"{told} and cannot read inputs_embeds; pass input_ids= as well.")
+    _check_ready("draft", draft)
+    for role, model, own in (("target", target, tokenizer), ("draft", draft, draft_tokenizer)):
+        if own is not None:
+            _check_tokenizer(role, model, own)
 
 
 def _check_tokenizer(role: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a tokenizer is that of a model, as far as one can tell."""
     added, size = tokenizer.added_tokens_decoder, vocabulary(model)
     ids = tokenizer.get_vocab() if vocabulary_of(tokenizer).largest >= size else {}
-    beyond = {number: token for token, number in ids.items() if number >= size}
-    plain = sorted(beyond.keys() - added.keys())
-    told = f"the {role}'s tokenizer is not that of {type(model).__name__}:"
-    if plain:
-        shown = f"{beyond[plain[0]]!r} has id {plain[0]}"
-        raise ValueError(f"{told} {shown}, and the model scores {size} tokens; pass its own.")
+    beyond = {number: token for token, number in ids.items() if number >= size and number not in added}
+    told, number = f"the {role}'s tokenizer is not that of {type(model).__name__}:", min(beyond, default=0)
+    shown = f"{beyond.get(number)!r} has id {number}"
+    require(not beyond, f"{told} {shown}, and the model scores {size} tokens; pass its own.")
     ends = getattr(model.generation_config, "eos_token_id", None)
     for number in [] if ends is None else ends if isinstance(ends, list) else [ends]:
-        special = number in added or number in tokenizer.all_special_ids
-        text = None if number >= size or special else tokenizer.convert_ids_to_tokens(number)
-        require(
-            text is None, f"{told} the model's texts end at id {number}, which means {text!r} there; pass its own."
-        )
+        special = number >= size or number in added or number in tokenizer.all_special_ids
+        text = None if special else tokenizer.convert_ids_to_tokens(number)
+        shown = f"the model's texts end at id {number}, which means {text!r} there"
+        require(text is None, f"{told} {shown}; pass its own.")
+
+
+def compare_vocabularies(
+    target: PreTrainedModel, draft: PreTrainedModel, tokenizer: TokenizerOrNone, draft_tokenizer: TokenizerOrNone
+) -> None:
+    """Compare what is known of two tokenizers of equally many tokens, and warn where that is too little.
+
+    A tokenizer that was not given is looked for where its model was loaded from, in a folder or in the cache of the
+    Hub, without the network. Where one is not found, two models count as alike if they are of one type and their
+    texts begin and end with the same ids. The same object given twice is said to be of both.
+
+    Raises:
+        ValueError: if most ids stand for other tokens; a few do no harm, as candidates are judged.
+    """
+    shared = tokenizer is not None and draft_tokenizer is tokenizer
+    file, draft_file = _file_of(target), _file_of(draft)
+    if file and draft_file and (file == draft_file or file.read_bytes() == draft_file.read_bytes()):
+        return
+    tokens, draft_tokens = _tokens(tokenizer, file), _tokens(None if shared else draft_tokenizer, draft_file)
+    if not (tokens and draft_tokens):
+        why = "" if shared else _differ((target, draft), (tokenizer, draft_tokenizer))
+        if why:
+            told = "target and draft score equally many tokens, and whether these are the same tokens is not known, "
+            told += (
+                f"since {why}. If they are not, hardly any candidate is accepted (the text stays right); {GIVE_BOTH}"
+            )
+            warnings.warn(told, UserWarning, stacklevel=2)
+        return
+    both = tokens.keys() & draft_tokens.keys()
+    apart = [number for number in both if tokens[number] != draft_tokens[number]]
+    number = max(apart, default=0)
+    told = (
+        f"target and draft score equally many tokens and have different tokenizers: {len(apart)} of {len(both)} ids "
+    )
+    told += (
+        f"stand for other tokens, for instance {number} for {tokens.get(number)!r} and {draft_tokens.get(number)!r}"
+    )
+    require(2 * len(apart) <= len(both), f"{told}; {GIVE_ITS_OWN if shared else GIVE_BOTH}")
+
+
+def _file_of(model: PreTrainedModel) -> Path | None:
+    """The tokenizer's file beside the files that a model was loaded from, if it is on this disk."""
+    name = str(getattr(model, "name_or_path", None) or "")
+    if not name:
+        return None
+    if Path(name).is_dir():
+        path = Path(name) / TOKENIZER_FILE
+        return path if path.is_file() else None
+    try:
+        found = try_to_load_from_cache(name, TOKENIZER_FILE, revision=getattr(model.config, "_commit_hash", None))
+    except ValueError:  # a name that is no id on the Hub
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def _tokens(tokenizer: TokenizerOrNone, file: Path | None) -> dict[int, str] | None:
+    """The tokens by their ids; None where they are not known."""
+    if tokenizer is None and file is not None:
+        try:
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file))
+        except Exception:  # the tokenizers library raises plain Exceptions for a file that it cannot read
+            return None
+    return None if tokenizer is None else {number: token for token, number in tokenizer.get_vocab().items()}
+
+
+def _differ(
+    models: tuple[PreTrainedModel, PreTrainedModel], tokenizers: tuple[TokenizerOrNone, TokenizerOrNone]
+) -> str:
+    """What speaks against one tokenizer of target and draft; empty if nothing does."""
+    kind, draft_kind = (model.config.get_text_config(decoder=True).model_type for model in models)
+    if kind != draft_kind:
+        return f"the target is of type {kind} and the draft of type {draft_kind}"
+    for name, what in (("bos_token_id", "begin with"), ("eos_token_id", "end at")):
+        ids, draft_ids = (_special(name, *known) for known in zip(models, tokenizers, strict=True))
+        if ids and draft_ids and not ids & draft_ids:
+            return f"the target's texts {what} id {min(ids)}, and the draft's {what} id {min(draft_ids)}"
+    return ""
+
+
+def _special(name: str, model: PreTrainedModel, tokenizer: TokenizerOrNone) -> set[int]:
+    """The ids of a special token, by both configs of a model and by its tokenizer."""
+    found: set[int] = set()
+    for told in (model.config.get_text_config(decoder=True), model.generation_config, tokenizer):
+        ids: Any = getattr(told, name, None)
+        found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return found

@@ -1,84 +1,249 @@
-"""Scores and logits of a call, one entry for each emitted column, as in `generate`.
+"""What a call hands out: scores and logits, streams of text, and the error of a row that has no next token."""
 
-Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it feeds to
-the row; here are zeros of the same shape. A call that wants attentions or hidden states is decoded in `plain.py`.
-"""
-
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import Queue
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 from transformers.cache_utils import Cache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.streamers import BaseStreamer
 
+from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.sampling.processors import Processors
+from hf_specx.sampling.stopping import Stopping
 
 
 class Outputs:
-    """Collects what a call returns for each emitted token besides the token.
+    """Scores and logits of a call, one entry for each emitted column, as in `generate`.
 
-    Args:
-        generation_config: of the call; without `return_dict_in_generate` nothing is kept.
-        rows: B.
+    Up to the end of a row its values are those of `generate`. After it `generate` has values of the pads that it
+    feeds to the row; here are zeros of the same shape.
+    Without `return_dict_in_generate` nothing is kept.
     """
 
-    def __init__(self, generation_config: GenerationConfig, rows: int):
-        config = generation_config if generation_config.return_dict_in_generate else GenerationConfig()
-        self.scores = Steps(rows) if config.output_scores else None
-        self.logits = Steps(rows) if config.output_logits else None
+    def __init__(self, config: GenerationConfig, rows: int):
+        self.rows, self.entries = rows, dict[str, list[torch.Tensor]]()
+        for name in ("scores", "logits") if config.return_dict_in_generate else ():
+            if getattr(config, f"output_{name}"):
+                self.entries[name] = []
 
     def observe(self, done: Round) -> None:
         """Keep what belongs to the tokens that a round emitted."""
-        if self.scores is None and self.logits is None:
-            return
-        cells = [(index, n) for index, number in enumerate(done.emitted) for n in range(number)]
+        cells = [(i, n) for i, number in enumerate(done.emitted) for n in range(number)] if self.entries else []
         if not cells:
             return
         index, position = torch.tensor(cells).unbind(1)  # [N]
-        row = [done.rows[i] for i, _ in cells]
-        step = [done.before[i] + n for i, n in cells]
-        for steps, values in ((self.scores, done.scores), (self.logits, done.forward.logits)):
-            if steps is not None:
-                steps.put(row, step, values[index, position].float())
+        rows, steps = [done.rows[i] for i, _ in cells], [done.before[i] + n for i, n in cells]
+        for name, entries in self.entries.items():
+            values = done.scores if name == "scores" else done.forward.logits
+            self._put(entries, rows, steps, values[index, position].float())
+
+    def _put(self, entries: list[torch.Tensor], rows: list[int], steps: list[int], values: torch.Tensor) -> None:
+        """Keep values [N, V] of rows [N]; a step [N] is the number of tokens that a row has emitted before."""
+        while len(entries) <= max(steps):
+            entries.append(values.new_zeros(self.rows, values.shape[1]))
+        for step in set(steps):
+            here = [n for n, other in enumerate(steps) if other == step]
+            entries[step][[rows[n] for n in here]] = values[here]
 
     def finish(
         self, sequences: torch.Tensor, columns: int, past: Cache | None, is_encoder_decoder: bool, report: Any
     ) -> GenerateDecoderOnlyOutput | GenerateEncoderDecoderOutput:
-        """The output of `generate`.
+        """The output of `generate` for sequences [B, L + columns]; rows may have emitted more.
 
-        Args:
-            sequences: [B, L + columns] int64.
-            columns: emitted columns to return; rows may have emitted more.
-            past: the cache to return.
-            is_encoder_decoder: of the model.
-            report: becomes the attribute `speculation_report`, but no item, since Whisper splits every item by row.
+        The report is its attribute, not an item, since Whisper splits every item by row.
         """
-        kind = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
-        output = kind(
-            sequences=sequences,  # type: ignore[arg-type]
-            scores=None if self.scores is None else tuple(self.scores.entries[:columns]),  # type: ignore[arg-type]
-            logits=None if self.logits is None else tuple(self.logits.entries[:columns]),  # type: ignore[arg-type]
-            past_key_values=past,
-        )
+        kind: Any = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
+        kept = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
+        output = kind(sequences=sequences, past_key_values=past, **kept)
         output.speculation_report = report
         return output
 
 
-class Steps:
-    """Values [V] of rows at their steps. A step is the number of tokens that a row has emitted before.
+class DeadEnds:
+    """Raises the error that `generate` would raise, once a row without a token to choose is part of the text.
 
-    Attributes:
-        entries: of each step [B, V], zeros in rows that had none.
+    A candidate that is rejected may follow such a position, and without an end token a row may run ahead of the text;
+    neither is an error. Processors know after which prefixes `prefix_allowed_tokens_fn` allows nothing.
     """
 
-    def __init__(self, rows: int):
-        self.rows = rows
-        self.entries: list[torch.Tensor] = []
+    def __init__(self, processors: Processors, stopping: Stopping):
+        self.processors, self.stopping = processors, stopping
+        self.found: dict[int, tuple[int, Exception]] = {}  # the first of each row: tokens before it, and the error
 
-    def put(self, rows: list[int], steps: list[int], values: torch.Tensor) -> None:
-        """Keep values [N, V] of rows [N] at steps [N]."""
-        while len(self.entries) <= max(steps):
-            self.entries.append(values.new_zeros(self.rows, values.shape[1]))
-        for step in set(steps):
-            here = [n for n, other in enumerate(steps) if other == step]
-            self.entries[step][[rows[n] for n in here]] = values[here]
+    def observe(self, done: Round) -> None:
+        """Look for them among the tokens that a round emitted."""
+        barred = self.processors.barred
+        for row, first, number, position in zip(done.rows, done.before, done.emitted, done.undefined, strict=True):
+            for count in range(first, first + number) if barred else ():
+                if (row, count) in barred:
+                    self.found.setdefault(row, (count, barred[row, count]))
+            count = first + position
+            if position < number and count < self.found.get(row, (count + 1,))[0]:
+                told = f"row {row} has no next token after {count} new ones: the target's logits are not finite "
+                told += "(check its dtype and weights), or the logits processors exclude every token (leave one out)."
+                self.found[row] = (count, RuntimeError(told))
+        if self.found:
+            settled = self.stopping.settled(done.batch)
+            for row, (count, error) in self.found.items():
+                if count < settled[row]:
+                    raise error
+
+    def admit(self, row: int) -> None:
+        """A new prompt has the place of a row."""
+        self.found.pop(row, None)
+
+
+class Stream:
+    """Hands the text of one call to a streamer, never a token that may be taken back.
+
+    A streamer with `put_row` and `end_row`, as `BatchStreamer`, is told each part's row. Any other serves one row,
+    and gets what `generate` gives it.
+
+    Args:
+        streamer: None if there is none.
+        by: "token" hands over one token at a time, as `generate` does; "run" all that a round has emitted.
+        stopping: knows how many tokens of each row will surely be in the text.
+    """
+
+    def __init__(self, streamer: BaseStreamer | None, by: str, stopping: Stopping):
+        self.stopping, self.by = stopping, by
+        self.streamer: Any = streamer
+        self.tags_rows = hasattr(streamer, "put_row")
+        self.given: list[int] = []  # how many emitted tokens of each row were handed over
+        self.waiting: list[list[int]] = []  # those that were not
+        self.ended: set[int] = set()
+
+    def prompt(self, batch: Batch) -> None:
+        """Hand over the prompts: [1, L] with its pads, as `generate` does, or each row [l] without pads."""
+        if self.streamer is None:
+            return
+        self.given, self.waiting = [0] * len(batch.counts), [[] for _ in batch.counts]
+        if not self.tags_rows:
+            self.streamer.put(batch.prefix(0).cpu())
+        for row in range(len(batch.counts)) if self.tags_rows else ():
+            self.streamer.put_row(row, batch.row(row).cpu())
+
+    def observe(self, done: Round) -> None:
+        """Hand over what will surely be in the text."""
+        if self.streamer is None:
+            return
+        for row, tokens in zip(done.rows, done.tokens, strict=True):
+            self.waiting[row] += tokens
+        settled, new = self.stopping.settled(done.batch), []
+        for waiting, given, end in zip(self.waiting, self.given, settled, strict=True):
+            new.append(waiting[: end - given])
+            del waiting[: end - given]
+        self.given = settled
+        over = self.stopping.stopped_at.keys() if self.stopping.pads_finished_rows else set()
+        self.hand_on(new, over - self.ended)
+        self.ended |= over
+
+    def hand_on(self, new: Sequence[Sequence[int]], ended: Iterable[int]) -> None:
+        """Hand over the new tokens of each of the B rows, and end the rows in `ended`."""
+        for row, tokens in enumerate(new):
+            step = 1 if self.by == "token" else max(1, len(tokens))
+            for first in range(0, len(tokens), step):
+                part = torch.tensor(tokens[first : first + step])
+                if self.tags_rows:
+                    self.streamer.put_row(row, part)
+                else:
+                    self.streamer.put(part)
+        for row in ended if self.tags_rows else ():
+            self.streamer.end_row(row)
+
+
+@contextmanager
+def ended(streamer: BaseStreamer | None) -> Iterator[None]:
+    """End a streamer at the end of this context, also after an error."""
+    try:
+        yield
+    finally:
+        if streamer is not None:
+            streamer.end()
+
+
+class BatchStreamer(BaseStreamer):
+    """The texts of many rows at once, each part with its row, for a reader in another thread.
+
+    Rows are those of the output, after `num_return_sequences`. The words of a row come as from `TextStreamer`: as soon
+    as they are whole, and the rest when the row ends.
+
+    Args:
+        tokenizer: decodes the tokens.
+        skip_prompt: whether to leave out the prompts; else each row begins with its own, without pads.
+        timeout: seconds that the reader waits for a part before `queue.Empty` is raised; None is for ever.
+        **decode_kwargs: for `tokenizer.decode`, as `skip_special_tokens`.
+
+    Example:
+        >>> streamer = BatchStreamer(tokenizer, skip_prompt=True)
+        >>> strategy = SpeculativeDecoding(draft_model, streamer=streamer)
+        >>> Thread(target=model.generate, kwargs={**inputs, "custom_generate": strategy}).start()
+        >>> texts = [""] * len(inputs["input_ids"])
+        >>> for row, text in streamer:
+        ...     texts[row] += text
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        skip_prompt: bool = False,
+        timeout: float | None = None,
+        **decode_kwargs: Any,
+    ):
+        self.tokenizer, self.skip_prompt, self.timeout = tokenizer, skip_prompt, timeout
+        self.decode_kwargs = decode_kwargs
+        self.queue: Queue[tuple[int, str] | None] = Queue()
+        self.rows: dict[int, TextStreamer] = {}
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompts [B, L], and after them one token of each row [B], as `generate` hands them over."""
+        for row, tokens in enumerate(value):
+            self.put_row(row, tokens.reshape(-1))
+
+    def put_row(self, row: int, tokens: torch.Tensor) -> None:
+        """Take the prompt [l] of a row, without pads and perhaps empty, and after it the row's next tokens [n]."""
+        if row not in self.rows:
+            self.rows[row] = _RowStreamer(self, row)
+        self.rows[row].put(tokens)
+
+    def end_row(self, row: int) -> None:
+        """Pass on the rest of a row's text: no tokens of it follow."""
+        self.rows.pop(row).end()
+
+    def end(self) -> None:
+        """Pass on the rest of all rows: nothing follows. The streamer can then serve another call."""
+        try:
+            for row in list(self.rows):
+                self.end_row(row)
+        finally:
+            self.queue.put(None)
+
+    def on_finalized_text(self, row: int, text: str, stream_end: bool = False) -> None:
+        """Queue a part of a row's text, its last one if `stream_end`; override this to do something else with it."""
+        if text:
+            self.queue.put((row, text))
+
+    def __iter__(self) -> "BatchStreamer":
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        part = self.queue.get(timeout=self.timeout)
+        if part is None:
+            raise StopIteration
+        return part
+
+
+class _RowStreamer(TextStreamer):
+    """One row of a `BatchStreamer`."""
+
+    def __init__(self, batch: BatchStreamer, row: int):
+        super().__init__(batch.tokenizer, batch.skip_prompt, **batch.decode_kwargs)
+        self.batch, self.row = batch, row
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.batch.on_finalized_text(self.row, text, stream_end)

@@ -12,9 +12,9 @@ from hf_specx.common.errors import require
 from hf_specx.sampling.stopping import Stopping
 
 from .call import Call
+from .outputs import Stream
 from .report import PLAINLY, SpeculationReport
-from .start import make_batch
-from .streaming import Stream
+from .run import make_batch
 
 
 def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
@@ -23,23 +23,21 @@ def decode_plainly(call: Call) -> tuple[Any, SpeculationReport]:
     Raises:
         ValueError: if there are several rows with seeds, since this sampler draws for all rows at once.
     """
-    prompt, seeds, stream = (
-        call.prompt,
-        call.seeds,
-        Stream(call.options.streamer, call.options.stream_by, call.stopping),
-    )
+    prompt, options, begun = call.prompt, call.options, time.perf_counter()
     ids, config = prompt.input_ids, prompt.generation_config
-    alone = seeds is None or len(ids) == 1 or not config.do_sample
     told = f"seeds= for {len(ids)} rows cannot be kept apart by transformers' own sampler, which decodes this call: "
+    alone = call.seeds is None or len(ids) == 1 or not config.do_sample
     require(alone, f"{told}{call.plain}; call generate for each row, or leave the seeds out.")
-    watch, begun = _Watch(call.stopping, stream, ids), time.perf_counter()
+    stream = Stream(options.streamer, options.stream_by, call.stopping)
+    watch = _Watch(call.stopping, stream, ids)
     stream.prompt(make_batch(prompt))
     model: Any = prompt.model
-    with _seeded(None if seeds is None else seeds[0], ids.device):
+    with _seeded(None if call.seeds is None else call.seeds[0], ids.device):
         output = model._sample(ids, call.given.processors, watch, config, synced_gpus=call.synced, **prompt.kwargs)
     columns = getattr(output, "sequences", output).shape[1] - ids.shape[1]
     report = SpeculationReport(PLAINLY, PLAINLY, f"transformers' own sampler: {call.plain}", len(ids))
-    report.note_plain(columns, watch.emitted.clamp(max=columns).tolist(), time.perf_counter() - begun)
+    report.plain_steps, report.emitted_per_row = columns, watch.emitted.clamp(max=columns).tolist()
+    report.seconds["total"] = time.perf_counter() - begun
     return output, report
 
 
@@ -62,18 +60,16 @@ class _Watch(StoppingCriteriaList):
         self.live = self.live & ~stopped
         self.emitted += shown
         if self.stream.streamer is not None:
-            new = [ids[-1:] if is_shown else ids[:0] for ids, is_shown in zip(input_ids, shown.tolist(), strict=True)]
+            last = zip(input_ids[:, -1].tolist(), shown.tolist(), strict=True)
             ended = (shown & ~self.live).nonzero()[:, 0].tolist() if self.pads else []
-            self.stream.hand_on(new, ended)
+            self.stream.hand_on([[token] * is_shown for token, is_shown in last], ended)
         return stopped
 
 
 @contextmanager
 def _seeded(seed: int | None, device: torch.device) -> Iterator[None]:
     """Draw from the default generator as after this seed, and leave it as it was; None changes nothing."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None):
+        if seed is not None:
+            torch.manual_seed(seed)
         yield

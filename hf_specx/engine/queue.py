@@ -1,19 +1,23 @@
-"""Requests that wait, and those of the batch that is decoded: who has the place of a row that ends."""
+"""Any number of requests: who waits, who has the place of a row that ends, and what became of each."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.errors import require
-from hf_specx.common.padding import padded_rows
 from hf_specx.common.round import Round
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
 from hf_specx.sampling.processors import can_look_ahead
 
+from .entry import Prepared
 from .ranks import synced_by_default
-from .requests import Completion, Entry, Prepared, Preparing, Request, as_ids
+from .requests import Completion, Entry, Preparing, Request, as_ids
 
 
 LEFT_OVER = 4096  # columns before all prompts that are left over from a longer one, at most
@@ -24,8 +28,7 @@ class RequestQueue:
 
     Args:
         models: the target, and the draft if it is a model.
-        requests: lists of tokens, or `Request`.
-        options: arguments of `generate` for all of them.
+        requests: lists of tokens, or `Request`; `options` are arguments of `generate` for all of them.
         most: slots of a cache, rows times their length; None is no limit.
         logprobs: whether completions have those of their tokens.
 
@@ -130,14 +133,39 @@ class RequestQueue:
         self.completed.append(Completion(self.entries[row].index, tokens, reason, *given))
         self.chances[row] = []
 
+    def refuse_alone(self, error: ValueError) -> None:
+        """The one request of this batch cannot be served; an error that is not its own concerns all of them."""
+        if self.entries[0].alike:
+            raise error
+        self.refuse(self.entries[0].index, error)
+
     def refuse(self, index: int, error: ValueError) -> None:
         """A request cannot be served; the others go on."""
         self.completed.append(Completion(index, None, "refused", error=f"request {index}: {error}"))
 
-    def handed_on(self) -> Iterator[Completion]:
+    def as_call(self, given: Prepared) -> Prepared:
+        """The one request of this batch as any call of `generate`, with all its processors."""
+        config, processors = given.config, LogitsProcessorList(self.entries[0].processors)
+        config.return_dict_in_generate, config.output_attentions, config.output_hidden_states = True, False, False
+        if self.logprobs:
+            config.output_scores = config.output_logits = True
+            processors.insert(0, _Copied())
+        return replace(given, processors=processors, criteria=self.entries[0].stopping.all)
+
+    def take_up(self, output: Any) -> None:
+        """What such a call has returned."""
+        new = output.sequences[:, len(self.entries[0].input_ids) :]
+        if self.logprobs:
+            kinds = [torch.cat(each).float().log_softmax(-1) for each in (output.scores, output.logits)]
+            found = [each.gather(-1, new.mT.to(each.device))[:, 0].tolist() for each in kinds]
+            self.chances[0] = list(zip(*found, strict=True))
+        by_limit = self.entries[0].stopping.by_limit(output.sequences, new.shape[1])
+        self.close(0, new[0].tolist(), by_limit)
+
+    def handed_on(self) -> list[Completion]:
         """What is done or was refused since the last time."""
         done, self.completed = self.completed, []
-        yield from done
+        return done
 
     def _peek(self) -> Entry | None:
         """The next request that can be served; those before it that never can be are refused. None at the end."""
@@ -153,17 +181,18 @@ class RequestQueue:
             if index == 0:  # the type of the first is that of all
                 as_ids(request.input_ids)
             try:
-                self.next = self._prepare(index, request)
+                entry = self.preparing.entry(index, request)
+                told = (
+                    f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is "
+                )
+                told += (
+                    f"room for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory "
+                )
+                require(self._fits([entry]), f"{told}holds); raise it, lower max_new_tokens, or shorten the prompt.")
+                self.next = entry
             except ValueError as error:
                 self.refuse(index, error)
         return self.next
-
-    def _prepare(self, index: int, request: Request) -> Entry:
-        entry = self.preparing.entry(index, request)
-        told = f"the prompt has {len(entry.given)} tokens and may get {entry.limit} new ones, more than there is room "
-        told += f"for: max_batch_tokens={self.max_batch_tokens} (by default, what half of the free memory holds); "
-        require(self._fits([entry]), f"{told}raise it, lower max_new_tokens, or shorten the prompt.")
-        return entry
 
     def _take(self) -> Entry:
         """The request that `_peek` has shown."""
@@ -185,6 +214,15 @@ def _chances(done: Round, index: int, row: int) -> list[tuple[float, float]]:
     kinds = (done.scores[index, :number], done.forward.logits[index, :number])
     found = [logits.float().log_softmax(-1).gather(-1, tokens)[:, 0].tolist() for logits in kinds]
     return list(zip(*found, strict=True))
+
+
+class _Copied(LogitsProcessor):
+    """Keeps the logits of the model from processors that write to what they are given."""
+
+    stateless = True
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.clone()
 
 
 def in_order(completions: Iterator[Completion]) -> Iterator[Completion]:

@@ -1,7 +1,9 @@
 """What a call did: counters kept round by round, and ratios computed when they are read."""
 
+import copy
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
@@ -12,17 +14,14 @@ from hf_specx.drafting.drafter import TokenizerMatch
 
 
 PLAINLY = "plain"  # verification and layout of a call that transformers' own sampler decoded
-REPORTED = ["verification", "layout", "layout_reason", "limit_reason", "rows", "rounds", "rounds_per_row"]
-REPORTED += ["plain_steps", "compilations", "num_draft_tokens", "mean_draft_tokens", "drafted", "forced", "judged"]
-REPORTED += ["accepted", "emitted", "drafted_per_row", "accepted_per_row", "emitted_per_row", "sources"]
-REPORTED += ["drafted_per_position", "judged_per_position", "accepted_per_position", "acceptance_rate", "alpha"]
-REPORTED += ["mean_acceptance_length", "tokens_per_round", "tokenizer_match", "cost_coefficient"]
-REPORTED += ["expected_speedup", "forward_limited_speedup", "seconds"]
-
-SUMS = ["rounds", "plain_steps", "drafted", "judged", "accepted", "forced", "overlap", "gained", "steps"]
-SUMS += ["gained_in_steps", "compilations"]
-SUMS_OF_LISTS = ["rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"]
-SUMS_OF_LISTS += ["drafted_per_position", "judged_per_position", "accepted_per_position"]
+REPORTED = """
+    verification layout layout_reason limit_reason rows rounds rounds_per_row plain_steps compilations
+    num_draft_tokens mean_draft_tokens drafted forced judged accepted emitted drafted_per_row accepted_per_row
+    emitted_per_row sources drafted_per_position judged_per_position accepted_per_position acceptance_rate alpha
+    mean_acceptance_length tokens_per_round tokenizer_match cost_coefficient expected_speedup forward_limited_speedup
+    seconds
+""".split()  # noqa: SIM905
+LARGEST = ("rows", "num_draft_tokens")  # of several calls the larger one, where other numbers are added
 
 
 @dataclass
@@ -32,21 +31,21 @@ class SpeculationReport:
     Attributes:
         verification: "greedy", "token", "block" or "coupled"; "plain" where transformers' own sampler decoded it.
         layout: how rows shared the batch, "plain" as well; `layout_reason` says why.
-        limit_reason: what kept the number of candidates below what was asked for; empty if nothing did.
+        limit_reason: what kept the number of candidates below what was asked for, if anything did.
         rounds: target forwards with candidates; `plain_steps`: those without, the prompts' own among them.
-        drafted, judged, accepted, forced: candidates of all rows; those whose predecessors were all kept; those kept,
-            before any cut at a stop; those that were the only token allowed.
+        forced: candidates that were the only token allowed.
         overlap: sum over judged candidates of sum_x min(p, q); under greedy, the number of matches.
         gained: tokens by which rows went on in rounds with candidates, before a cut at a stop.
         rounds_per_row, drafted_per_row, accepted_per_row, emitted_per_row: [B]; tokens are emitted after such a cut.
-        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round.
+        drafted_per_position, judged_per_position, accepted_per_position: by the position in the round; candidates,
+            those whose predecessors were all kept, and those kept, before a cut.
         steps: how often a row took a step, and what it gained in these, by (candidates, steps of the draft, candidates
             that the forward was made for); those that read the prompts of a call are not among them.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.
         sources: by who proposed, "rounds" of rows, candidates "drafted" and "accepted", before any cut.
-        seconds: wall time, in all and in each phase; on an accelerator a phase may end before its work.
+        seconds: wall time, in all and in each phase, which on an accelerator may end before its work.
         compilations: forwards that torch compiled for this call, because their sizes had not occurred before.
         costs: the strategy's cost table.
         matching: how the draft's tokens became the target's; None if both have the same tokenizer.
@@ -61,9 +60,6 @@ class SpeculationReport:
     limit_reason: str = ""
     rounds: int = 0
     plain_steps: int = 0
-    drafted: int = 0
-    judged: int = 0
-    accepted: int = 0
     forced: int = 0
     overlap: float = 0.0
     gained: int = 0
@@ -89,15 +85,8 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        self.history = [[] for _ in range(self.rows)]
-
-    def note_time(self, phase: str, seconds: float) -> None:
-        """Add the seconds that a phase of a round took."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-    def note_plain(self, columns: int, emitted: list[int], seconds: float) -> None:
-        """Count a call without candidates: its forwards, the tokens of each row [B], and the time that it took."""
-        self.plain_steps, self.emitted_per_row, self.seconds = columns, emitted, {"total": seconds}
+        while len(self.history) < self.rows:
+            self.history.append([])
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -105,28 +94,26 @@ class SpeculationReport:
         self.rounds += longest > 0
         self.plain_steps += longest == 0
         self.num_draft_tokens = max(self.num_draft_tokens, longest)
-        self.overlap += sum(sum(shares[:judged]) for shares, judged in zip(done.overlap, done.judged, strict=True))
+        for shares, judged in zip(done.overlap, done.judged, strict=True):
+            self.overlap += sum(shares[:judged])
         kept, tried = self.survival
         for chances in done.chances:
             kept, tried = kept + sum(chances), tried + sum([1.0, *chances][: len(chances)])
         self.survival = kept, tried
         for row, record, source in zip(done.rows, done.records, done.draft.sources, strict=True):
-            self._count(row, record, source)
+            if record.drafted or self.emitted_per_row[row]:
+                self.steps[record.drafted, record.draft_steps, record.width] += 1
+                self.gained_in_steps += record.gained
+            self.emitted_per_row[row] += record.emitted
+            history = self.history[row]
+            history.append(record)
+            if self.keeps is not None and len(history) > 2 * self.keeps:
+                del history[: self.keeps]
+            if record.drafted:
+                self._count(row, record, source)
 
     def _count(self, row: int, record: RoundRecord, source: str) -> None:
-        """Count the part of one row in a round."""
-        if record.drafted or self.emitted_per_row[row]:
-            self.steps[record.drafted, record.draft_steps, record.width] += 1
-            self.gained_in_steps += record.gained
-        self.emitted_per_row[row] += record.emitted
-        self.history[row].append(record)
-        if self.keeps is not None and len(self.history[row]) > 2 * self.keeps:
-            del self.history[row][: self.keeps]
-        if not record.drafted:
-            return
-        self.drafted += record.drafted
-        self.judged += record.judged
-        self.accepted += record.accepted
+        """Count the candidates of one row in a round."""
         self.forced += len(record.forced)
         self.gained += record.gained
         self.rounds_per_row[row] += 1
@@ -137,46 +124,58 @@ class SpeculationReport:
             counts += [0] * (record.drafted - len(counts))
             for position in range(number):
                 counts[position] += 1
-        self._add_source(source, {"rounds": 1, "drafted": record.drafted, "accepted": record.accepted})
-
-    def _add_source(self, source: str, counts: dict[str, int]) -> None:
-        known = self.sources.get(source) or {}
-        self.sources[source] = {name: number + known.get(name, 0) for name, number in counts.items()}
+        of_source = self.sources.setdefault(source, {"rounds": 0, "drafted": 0, "accepted": 0})
+        of_source["rounds"] += 1
+        of_source["drafted"] += record.drafted
+        of_source["accepted"] += record.accepted
 
     def finish(self, seconds: float, columns: int) -> None:
-        """Complete the counters.
-
-        Args:
-            seconds: time of the whole call.
-            columns: emitted columns; a row may have run ahead of the text, and what it emitted after these is cut.
-        """
+        """Complete the counters after so many seconds; what a row emitted after so many columns is cut off."""
         self.seconds["total"] = seconds
         for row, records in enumerate(self.history):
             beyond = max(0, self.emitted_per_row[row] - columns)
             self.emitted_per_row[row] -= beyond
-            for i in range(len(records) - 1, -1, -1):
-                cut = min(beyond, records[i].emitted)
-                records[i] = records[i]._replace(emitted=records[i].emitted - cut)
+            last = len(records)
+            while beyond:
+                last -= 1
+                cut = min(beyond, records[last].emitted)
+                records[last] = records[last]._replace(emitted=records[last].emitted - cut)
                 beyond -= cut
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
         """Two calls as one: for each row number the rounds of both, one after another."""
-        both = replace(self, rows=max(self.rows, other.rows))
+        both = copy.copy(self)
+        for name in (each.name for each in fields(self)):
+            one, more = getattr(self, name), getattr(other, name)
+            if name in LARGEST:
+                setattr(both, name, max(one, more))
+            elif name.endswith(("_per_row", "_per_position")):
+                setattr(both, name, [a + b for a, b in zip_longest(one, more, fillvalue=0)])
+            elif isinstance(one, int | float | Counter) and name != "keeps":
+                setattr(both, name, one + more)
+        both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
+        both.seconds = _added(self.seconds, other.seconds)
+        names = self.sources | other.sources
+        both.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
         both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())]
         if both.keeps is not None:
             both.history = [records[-2 * both.keeps :] for records in both.history]
-        for name in SUMS:
-            setattr(both, name, getattr(self, name) + getattr(other, name))
-        for name in SUMS_OF_LISTS:
-            setattr(both, name, _added(getattr(self, name), getattr(other, name)))
-        names = self.seconds | other.seconds
-        both.seconds = {name: self.seconds.get(name, 0.0) + other.seconds.get(name, 0.0) for name in names}
-        both.survival = self.survival[0] + other.survival[0], self.survival[1] + other.survival[1]
-        both.num_draft_tokens = max(self.num_draft_tokens, other.num_draft_tokens)
-        both.sources = dict(self.sources)
-        for source, counts in other.sources.items():
-            both._add_source(source, counts)
         return both
+
+    @property
+    def drafted(self) -> int:
+        """Candidates of all rows."""
+        return sum(self.drafted_per_row)
+
+    @property
+    def judged(self) -> int:
+        """Candidates whose predecessors were all kept."""
+        return sum(self.judged_per_position)
+
+    @property
+    def accepted(self) -> int:
+        """Candidates that were kept, before a cut at a stop."""
+        return sum(self.accepted_per_row)
 
     @property
     def emitted(self) -> int:
@@ -295,6 +294,6 @@ class SpeculationReport:
         return "\n".join(lines)
 
 
-def _added(one: list[int], other: list[int]) -> list[int]:
-    """Sums at each place of two lists, of which one may be longer."""
-    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Sums by name; what only one has counts as it is."""
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}

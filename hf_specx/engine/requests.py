@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,11 +18,9 @@ from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import TokenMasks, masked
 from hf_specx.sampling.stopping import Stopping
 
-from .check_inputs import check_encoder_positions, check_positions, unknown_token
-from .check_many import why_uncached
-from .check_models import check_adapter, frequencies_that_change
-from .check_rows import MAX_SEED
-from .stop_strings import bind_stop_strings
+from .check_inputs import MAX_SEED, check_encoder_positions, check_positions, unknown_token
+from .check_models import check_adapter, frequencies_that_change, why_uncached
+from .entry import Prepared, bind_stop_strings
 
 
 NO_PROMPT = "input_ids={} is no prompt; give a list of token ids, one or more, as tokenizers do."
@@ -104,46 +102,12 @@ class Entry:
         return max(len(self.given), len(self.input_ids)) + self.limit
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What `generate` has prepared for a call.
-
-    Attributes:
-        model: the target.
-        input_ids: [B, L] int64, for an encoder-decoder what its decoder starts with.
-        processors, criteria, config: as they are given to a decoding method.
-        kwargs: inputs of the model's forward, the cache among them.
-        inputs_tensor: what an encoder reads, before rows were repeated; None without one.
-    """
-
-    model: PreTrainedModel
-    input_ids: torch.Tensor
-    processors: LogitsProcessorList
-    criteria: StoppingCriteriaList
-    config: GenerationConfig
-    kwargs: dict[str, Any]
-    inputs_tensor: torch.Tensor | None = None
-
-    @cached_property
-    def stopping(self) -> Stopping:
-        """When rows end."""
-        return Stopping(self.criteria, self.input_ids.shape[1], self.config.max_length)
-
-    @property
-    def past(self) -> Any:
-        """The cache, which Mamba calls by another name."""
-        return self.kwargs.get("past_key_values", self.kwargs.get("cache_params"))
-
-
 class Preparing:
     """Has `generate` prepare requests, each for a batch of one, and then batches of them.
 
     Args:
         model: the target.
         options: arguments of `generate` for all requests, and the tokenizer.
-
-    Raises:
-        ValueError: what is wrong with the options for any request.
     """
 
     def __init__(self, model: PreTrainedModel, options: dict[str, Any]):
@@ -159,60 +123,41 @@ class Preparing:
     def batch(self, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int) -> Prepared:
         """Prompts [B, L] with pads, and the mask that hides these."""
         options = self.options | {"max_new_tokens": max_new_tokens, "stop_strings": None}
-        found = prepared(self.model, ids, mask, options)
+        found = _prepared(self.model, ids, mask, options)
         return replace(found, inputs_tensor=ids if self.model.config.is_encoder_decoder else None)
 
     def entry(self, index: int, request: Request) -> Entry:
-        """A request by itself.
-
-        Raises:
-            ValueError: if it cannot be served.
-        """
-        ids = self._token_ids(request.input_ids)
-        _check_types(request)
+        """A request by itself; raises a ValueError if it cannot be served."""
+        ids = as_ids(request.input_ids)
+        _check(request, ids)
+        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
+        ids = ids.to(self.device, torch.int64)
         own = {"max_new_tokens": request.max_new_tokens, "stop_strings": request.stop_strings}
         options = self.options | {name: value for name, value in own.items() if value is not None}
         if request.logits_processor is not None:
             options["logits_processor"] = [*(options.get("logits_processor") or []), *request.logits_processor]
         bind_stop_strings(self.model, self.tokenizer, options, self.make_stop)
         given = self._alone(ids[None], options)
-        start, limit = given.input_ids[0], given.stopping.max_new_tokens
+        start, seed = given.input_ids[0], request.seed
         processors, alone = self._with_masks(given)
-        draws = request.seed is None and given.config.do_sample
-        seed = int(torch.randint(MAX_SEED - 1, ())) if draws else 0 if request.seed is None else request.seed
-        told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
-        require(is_int(seed) and 0 <= seed < MAX_SEED, told)
+        if seed is None:
+            seed = int(torch.randint(MAX_SEED - 1, ())) if given.config.do_sample else 0
         alike = request.logits_processor is None
         entry = Entry(index, ids, start, seed, request.seed is not None, processors, alike, given.stopping, alone)
         frequencies_that_change(self.model, entry.longest)
-        check_positions(self.model, len(start), limit)
+        check_positions(self.model, len(start), entry.limit)
         if self.model.config.is_encoder_decoder:
             check_encoder_positions(self.model, len(ids))
         return entry
 
     def _alone(self, ids: torch.Tensor, options: dict[str, Any]) -> Prepared:
-        """As `prepared`, for ids [1, L] without pads."""
+        """As `_prepared`, for ids [1, L] without pads."""
         if self.model.config.is_encoder_decoder:  # the encoder reads a batch; here only processors are prepared
             options = options | {"encoder_outputs": BaseModelOutput(torch.zeros(*ids.shape, 1, device=ids.device))}
-        return prepared(self.model, ids, torch.ones_like(ids), options)
-
-    def _token_ids(self, given: Any) -> torch.Tensor:
-        """A prompt as [L] int64 where the model is.
-
-        Raises:
-            ValueError: if it is something else, or the model does not know a token.
-        """
-        ids = as_ids(given)
-        require(len(ids) > 0, NO_PROMPT.format(brief(given)))
-        unknown_token(self.model, ids, self.model.config.is_encoder_decoder)
-        return ids.to(self.device, torch.int64)
+        return _prepared(self.model, ids, torch.ones_like(ids), options)
 
     def _with_masks(self, given: Prepared) -> tuple[Sequence[Processor], str]:
-        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given.
-
-        Raises:
-            ValueError: if something that keeps state was given for all requests.
-        """
+        """Processors with the masks of grammars; and why the request needs a batch of its own, with all as given."""
         ours = masked(given.processors, given.input_ids, vocabulary(self.model), given.stopping)
         masks = [p for p in ours if isinstance(p, TokenMasks)]
         stateful = [type(p).__name__ for p in ours if not can_look_ahead(p)] + given.stopping.stateful
@@ -230,10 +175,9 @@ class Preparing:
         remedies = {"logits_processor": "give each its own, to generate_many as Request(..., logits_processor=[...])"}
         remedies["stopping_criteria"] = "call generate for each"
         for name, remedy in remedies.items():
-            kinds = [type(given).__name__ for given in self.options.get(name) or []]
-            shared = next((kind for kind in kinds if kind in stateful), None)
-            told = f"{shared} may keep state, and all requests would share it; {remedy}, or set its attribute "
-            require(shared is None, f"{told}stateless = True if it keeps none.")
+            for kind in (type(given).__name__ for given in self.options.get(name) or []):
+                told = f"{kind} may keep state, and all requests would share it; {remedy}, or set its attribute "
+                require(kind not in stateful, f"{told}stateless = True if it keeps none.")
 
 
 def as_ids(given: Any) -> torch.Tensor:
@@ -247,16 +191,19 @@ def as_ids(given: Any) -> torch.Tensor:
     return ids
 
 
-def _check_types(request: Request) -> None:
+def _check(request: Request, ids: torch.Tensor) -> None:
     """Raise a ValueError for what `generate` has errors of other kinds for."""
-    limit, own = request.max_new_tokens, request.logits_processor
+    limit, own, seed = request.max_new_tokens, request.logits_processor, request.seed
+    require(len(ids) > 0, NO_PROMPT.format(brief(request.input_ids)))
     told = f"max_new_tokens={brief(limit)} is no number of tokens; give an int of 1 or more, or None."
     require(limit is None or is_int(limit), told)
     told = f"logits_processor={brief(own)} is no list of processors; put a single one into a list."
     require(own is None or (isinstance(own, Sequence) and all(map(callable, own))), told)
+    told = f"seed={seed!r} is no int from 0 to 2**63 - 1; give one, or leave it out."
+    require(seed is None or (is_int(seed) and 0 <= seed < MAX_SEED), told)
 
 
-def prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prepared:
+def _prepared(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, options: dict[str, Any]) -> Prepared:
     """What `generate` would decode with for [B, L] ids; completions have no outputs but their tokens."""
     found: list[Prepared] = []
 

@@ -1,80 +1,190 @@
-"""What decodes one call, and what it does around each round."""
+"""What decodes one call: put together before anything is read, so that refusals come before any forward."""
 
+import copy
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Listener, Round
-from hf_specx.drafting.drafter import Drafter, Reading
-from hf_specx.drafting.schedule import Schedule
-from hf_specx.models.decoder import Decoder
+from hf_specx.drafting.costs import Costs, Pace
+from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
+from hf_specx.drafting.drafter import Reading
+from hf_specx.drafting.forced import ForcedDrafter
+from hf_specx.drafting.forward_times import assumed_times, size_of
+from hf_specx.drafting.schedule import Schedule, make_schedule
+from hf_specx.models.choose import make_decoder
+from hf_specx.models.guidance import guide
+from hf_specx.models.prompts import Prompt, draft_prompt
 from hf_specx.models.slots import fill
 from hf_specx.sampling.per_request import RequestProcessors
-from hf_specx.sampling.processors import Processors
-from hf_specx.sampling.rules import Rule
-from hf_specx.sampling.stopping import Stopping
+from hf_specx.sampling.processors import Processors, can_look_ahead
+from hf_specx.sampling.rules import make_rule
 
 from .call import Call
-from .dead_ends import DeadEnds
-from .outputs import Outputs
-from .ranks import Ranks
+from .outputs import DeadEnds, Outputs, Stream
+from .ranks import Agreed, OneNumber, any_rank
 from .report import SpeculationReport
-from .streaming import Stream
 
 
-@dataclass
+KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
+NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
+
+
 class Run:
-    """The decoding of one call; nothing is read before `admit`.
+    """The decoding of one call.
+
+    Args:
+        call: what was asked for.
+        costs: what "auto" goes by.
 
     Attributes:
-        call: what was asked for.
-        target, drafter, rule, processors, batch: see their classes.
+        batch: the text; `finished` says whether all of its rows have ended.
+        target, rule, drafter, schedule: what the loop asks in each round.
+        processors: the target's; `draft_processors`, the draft's, are without those that keep state.
         report, outputs, stream: what the caller gets.
-        ranks: processes that hold parts of the models.
-        dead_ends: raises the error of a row that has no token to choose.
-        reading: what the drafter is told of the call; `vocab_size` is that of the target's logits once there are some.
-        make_schedule: makes the schedule once both models have read the prompts; it may time their forwards.
-        finished: whether all rows have ended.
-        started, lapped: when the call and its current phase began.
     """
 
-    call: Call
-    target: Decoder
-    drafter: Drafter
-    rule: Rule
-    processors: Processors
-    batch: Batch
-    report: SpeculationReport
-    outputs: Outputs
-    stream: Stream
-    ranks: Ranks
-    dead_ends: DeadEnds
-    reading: Reading
-    make_schedule: Callable[["Run"], Schedule]
-    finished: bool = False
-    schedule: Schedule = field(init=False)
-    lapped: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    schedule: Schedule
 
-    @property
-    def stopping(self) -> Stopping:
-        """When rows end."""
-        return self.call.stopping
+    def __init__(self, call: Call, costs: Costs):
+        prompt, options, rows = call.prompt, call.options, len(call.prompt.input_ids)
+        self.call, self.costs, self.stopping = call, costs, call.stopping
+        self.batch, self.finished = make_batch(prompt, call.layout.lockstep), False
+        self.target = make_decoder(call.layout.target, prompt, compiled=options.compile)
+        self.processors, self.draft_processors = self._processors()
+        most = call.drafting.number or call.drafter.max_candidates or MAX_DRAFT_TOKENS
+        self.rule = make_rule(call.verification, prompt.input_ids, NOISE_WINDOW * (1 + most), call.seeds)
+        # a draft that goes by times would differ from rank to rank
+        self.pace = Pace(None if call.shared else costs, call.verification in ("greedy", "coupled"))
+        model = None if call.drafter.own_text else call.drafter.model
+        self.draft_prompt = None if model is None else draft_prompt(model, prompt, call.given.inputs_tensor)
+        # all ranks need the same numbers, and so do compiled forwards
+        self.forces, self.drafter = not (call.synced or options.compile), call.drafter
+        masks = call.queue is not None or self.draft_processors.mask_size > 0  # later requests may have some
+        if self.forces and masks and not self.drafter.has_probs:  # a draft model's own drafter adds forced tokens
+            self.drafter = ForcedDrafter(self.drafter)
+        back, told = self.processors.max_rollback, ""
+        if back < most:
+            name = self.processors.limited_by
+            told = f"no row has more than {back} candidates: {name} takes back {back} tokens at most"
+        described = call.verification, call.layout.target, call.layout.reason, rows
+        self.report = SpeculationReport(
+            *described,
+            limit_reason=told,
+            costs=costs,
+            keeps=None if call.queue is None else KEPT_ROUNDS,
+            matching=call.drafter.matching,
+        )
+        self.outputs = Outputs(prompt.generation_config, rows)
+        self.stream = Stream(options.streamer, options.stream_by, call.stopping)
+        self.dead_ends = DeadEnds(self.processors, call.stopping)
+        self.started = self.lapped = time.perf_counter()
+
+    def _processors(self) -> tuple[Processors, Processors]:
+        """Those of the target, and those of the draft, which share what is computed once for a call."""
+        call, prompt, ends = self.call, self.call.prompt, self.stopping.eos_token_id
+        if call.queue is not None:
+            return call.queue.processors(), call.queue.processors(look_ahead=True)
+        of_draft = Processors(list(filter(can_look_ahead, call.processors)), ends)
+        own = [p if can_look_ahead(p) else guide(p, prompt, call.layout.target) for p in call.processors]
+        return Processors(own, ends, of_draft.memory), of_draft
 
     def begin(self) -> None:
-        """Read the prompts with both models."""
+        """Read the prompts, and decide how many candidates to draft."""
         self.stream.prompt(self.batch)
+        self.read()
+        self.schedule = self._make_schedule()
+        self.lapped = time.perf_counter()
+
+    def read(self) -> None:
+        """Read the prompts with both models."""
+        call = self.call
         self.target.read()
         self.rule.begin()  # `generate` draws its first random number after this forward
-        self.reading.vocab_size = self.target.after_prompt.shape[-1]
-        self.drafter.read(self.reading)
-        self.schedule = self.make_schedule(self)
-        self.lapped = time.perf_counter()
+        reading = Reading(
+            batch=self.batch,
+            target=self.target,
+            vocab_size=self.target.after_prompt.shape[-1],
+            rule=self.rule,
+            processors=self.draft_processors,
+            threshold=call.drafting.threshold,
+            prompt=self.draft_prompt,
+            layout=call.layout.draft,
+            compiled=call.options.compile,
+            forces=self.forces,
+            pace=self.pace,
+            number=call.drafting.number,
+            alpha=None if call.shared else self.costs.alpha.get(call.verification),
+        )
+        self.drafter.read(reading)
+
+    def _make_schedule(self) -> Schedule:
+        """How many candidates rows draft; costs that this needs are measured first."""
+        call, batch, drafter, pace = self.call, self.batch, self.drafter, None
+        requests = [] if call.queue is None else call.queue.entries
+        alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in requests)
+        fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
+        if not fixed and (call.synced or self.stopping.max_new_tokens > 2):
+            step = drafter.cost(batch)
+            if step is not None:
+                self._measure(step)
+                pace = Pace(self.costs, self.pace.online) if call.shared else self.pace
+        number, alike = call.drafting.number or drafter.max_candidates, call.synced and pace is None
+        schedule = make_schedule(number, pace, call.verification, batch, self.processors, alike)
+        if call.synced and pace is not None:
+            return OneNumber(schedule, batch.ids.device)
+        return Agreed(schedule, batch.ids.device) if call.shared else schedule
+
+    def _measure(self, step: Callable[[int], object]) -> None:
+        """Have times of this batch size: assumed, or measured once; ranks that keep step measure together."""
+        call, costs, rows = self.call, self.costs, len(self.batch.rows)
+        forward, device = partial(self.target.rehearse, self.batch), self.batch.ids.device
+        if call.synced:
+            if any_rank(rows not in costs.table, device):
+                costs.measure(rows, forward, step)
+            return
+        assumed = None
+        if not (costs.knows(rows) or call.shared or call.options.compile):  # which only timing tells
+            target, draft = size_of(self.target.model), self.drafter.size()
+            assumed = None if target is None or draft is None else assumed_times(target, draft, rows, device)
+        costs.prepare(rows, forward, step, assumed)
+
+    def calibrate(self) -> None:
+        """Time bare forwards of both models after the prompts, and put the times into the costs."""
+        self.read()
+        step = self.drafter.cost(self.batch) or (lambda _: None)
+        self.costs.measure(len(self.batch.rows), partial(self.target.rehearse, self.batch), step)
+
+    def active(self) -> bool:
+        """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
+        while self.call.synced and any_rank(not self.finished, self.batch.ids.device):
+            if not self.finished:
+                return True
+            self.idle()
+        return not self.finished
+
+    def idle(self) -> None:
+        """Run the forwards of a round on a copy of the finished text, whose last rows are still in the caches."""
+        batch = copy.copy(self.batch)
+        counts = [batch.counts[row] for row in batch.rows]
+        batch.ids = batch.ids.clone()
+        batch.ends = batch.width + torch.tensor(counts, device=batch.ids.device)  # rows may have been cut
+        draft = batch.take(self.drafter.propose(batch, self.schedule.idle(batch)))
+        self.processors(batch, draft, self.target(batch, draft).logits)  # guidance has a forward as well
+
+    def publish(self, done: Round) -> None:
+        """Tell those of a round who only look on."""
+        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.options.listeners]
+        for listener in told:
+            listener.observe(done)
+        if self.call.queue is not None:
+            self.call.queue.observe(done)
 
     def admit(self, done: Round) -> None:
         """Let rows that ended leave, or read the prompts of the next requests in their places."""
@@ -89,34 +199,20 @@ class Run:
         self.lap("verify")
         for row, entry in coming.items():
             self.rule.admit(row, entry.seed)
-            for processors in (self.processors, self.reading.processors):
+            for processors in (self.processors, self.draft_processors):
                 assert isinstance(processors, RequestProcessors)
                 processors.admit(row, entry.processors, entry.alike)
-            self.schedule.admit(row, entry.seeded and self.report.verification in ("token", "block"))
+            self.schedule.admit(row, entry.seeded and self.call.verification in ("token", "block"))
             self.dead_ends.admit(row)
         if coming:
             self.target.admit(self.batch, list(coming))
             self.drafter.admit(self.batch, list(coming))
             self.lap("read")
 
-    def active(self) -> bool:
-        """Whether some row goes on; while only other ranks have such rows, forwards are run here to keep step."""
-        while not self.ranks.all_finished(self.finished):
-            if not self.finished:
-                return True
-            self.ranks.idle(self.target, self.drafter, self.processors, self.batch, self.schedule)
-        return False
-
-    def publish(self, done: Round) -> None:
-        """Tell those of a round who only look on."""
-        told: list[Listener] = [self.dead_ends, self.report, self.outputs, self.stream, *self.call.options.listeners]
-        for listener in [*told, *([] if self.call.queue is None else [self.call.queue])]:
-            listener.observe(done)
-
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase of the report."""
         now = time.perf_counter()
-        self.report.note_time(phase, now - self.lapped)
+        self.report.seconds[phase] = self.report.seconds.get(phase, 0.0) + now - self.lapped
         self.lapped = now
 
     def finish(self) -> torch.Tensor:
@@ -130,11 +226,20 @@ class Run:
 
     def output(self, text: torch.Tensor, report: SpeculationReport | None) -> Any:
         """What `generate` returns: the text, or an output with this report; a cache of the user is filled."""
-        prompt, columns = self.call.prompt, self.stopping.columns
-        user_cache: Any = prompt.kwargs.get("past_key_values", prompt.kwargs.get("cache_params"))
-        given = getattr(user_cache, "_is_user_defined", False)  # it was read alone before
+        prompt, columns, given = self.call.prompt, self.stopping.columns, self.call.given.past
         past = self.target.past(self.batch, columns) if prompt.keeps_past else None
-        past = fill(user_cache, past) if given else past
+        if getattr(given, "_is_user_defined", False):  # it was read alone before
+            past = fill(given, past)
         if not prompt.generation_config.return_dict_in_generate:
             return text
         return self.outputs.finish(text, columns, past, prompt.model.config.is_encoder_decoder, report)
+
+
+def make_batch(prompt: Prompt, lockstep: bool = False) -> Batch:
+    """The text of a call, before its first token."""
+    name = "decoder_attention_mask" if prompt.model.config.is_encoder_decoder else "attention_mask"
+    mask, width = prompt.kwargs.get(name), prompt.input_ids.shape[1]
+    mask = None if mask is None or width == 0 else mask[:, -width:]
+    pad = prompt.generation_config._pad_token_tensor
+    limits = [prompt.max_new_tokens] * len(prompt.input_ids) if prompt.limits is None else prompt.limits
+    return Batch(prompt.input_ids, mask, 0 if pad is None else int(pad), lockstep, limits)

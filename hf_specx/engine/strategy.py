@@ -1,9 +1,10 @@
-"""The strategy: check what a call asks for, choose layouts and the number of candidates, run the loop."""
+"""The strategy that users give to `generate`: its options, and what it remembers from call to call."""
 
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,37 +22,31 @@ from hf_specx.drafting.candidates import AnyDraft, make_drafter
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.draft_length import MAX_DRAFT_TOKENS
 from hf_specx.drafting.drafter import Drafter
-from hf_specx.drafting.other_tokenizer import match_tokenizers
+from hf_specx.drafting.other_tokenizer import MATCHES, match_tokenizers
+from hf_specx.models.choose import LAYOUTS
 from hf_specx.models.decoder import compilations
 from hf_specx.models.prompts import prepare
 
-from .attached import attached
-from .call import Call, Withheld, make_call, warn_once
-from .check_entry import AskedSignature, check_withheld
-from .check_many import check_many
+from .call import NONE_WITHHELD, Call, Withheld, make_call, warn_once
 from .check_options import check_options
-from .check_rows import as_list
-from .decode import decode
-from .many import complete_all
+from .decode import decode, rounds
+from .entry import AskedSignature, Prepared, check_draft, check_many, check_withheld
+from .outputs import ended
 from .plain import decode_plainly
 from .queue import RequestQueue, in_order
 from .report import SpeculationReport
-from .requests import Completion, Prepared, Request
+from .requests import Completion, Request
 from .run import Run
-from .start import calibrate, start
-from .streaming import ended
 
 
 class SpeculativeDecoding(NoModel):
     """Speculative sampling for `model.generate(..., custom_generate=strategy)`.
 
-    With `do_sample=False` the verifier is greedy whatever `verification` says. The strategy may serve many calls; it
-    remembers costs and acceptance from one to the next. Calls in several threads may share it if they have the same
-    target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that serves one call at a time. `generate`
-    takes one more argument: `seeds`, one int for each row (after `num_return_sequences`) in a list, range, tensor or
-    array, makes each row independent of the others; under "coupled" its text is that of plain `generate` for this row
-    alone under `torch.manual_seed` of its seed. What cannot be speculated exactly (a processor or criterion that may
-    keep state, attentions or hidden states as outputs) is decoded by transformers' own sampler, with a warning.
+    The strategy may serve many calls; it remembers costs and acceptance from one to the next. Calls in several threads
+    may share it if they have the same target, no streamer, and no `CandidateGenerator` or `Drafter` of yours that
+    serves one call at a time. `generate` takes one more argument: `seeds`, one int for each row (after
+    `num_return_sequences`) in a list, range, tensor or array, makes each row independent of the others. What cannot be
+    speculated exactly is decoded by transformers' own sampler, with a warning.
 
     Args:
         draft_model: a model, also wrapped by `torch.compile` or PEFT; a `CandidateGenerator` that reads text alone;
@@ -59,12 +54,12 @@ class SpeculativeDecoding(NoModel):
             forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
-            of the models tell, later as measured, which takes a twentieth of the time of calls. An int wins over
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
-            same `torch.manual_seed`. None is "block", but "coupled" if candidates are not drawn from a distribution,
-            as those of a `CandidateGenerator` or `SuffixDraft`, or rows with `seeds` advance together. "token" and
-            "block" accept a candidate x that was not drawn with probability p(x) or more.
+            same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates
+            are not drawn from a distribution, as those of a `CandidateGenerator` or `SuffixDraft`, or rows with seeds
+            advance together. With `do_sample=False` the verifier is greedy whatever this says.
         layout: how rows of unequal length share a batch: "ragged", "padded", "packed" or "lockstep"; "auto" takes the
             best one that was shown to be exact for the architecture.
         compile: whether to compile the forwards after the prompts, for fixed sizes of batch, text and query (in graphs
@@ -80,8 +75,7 @@ class SpeculativeDecoding(NoModel):
 
     Attributes:
         report: the `SpeculationReport` of the last call, None before the first.
-        costs: what "auto" goes by: times of bare forwards, times of rounds, and acceptance in the calls so far. Empty
-            again when the strategy is used with another target.
+        costs: what "auto" goes by; empty again when the strategy is used with another target.
         listeners: objects with a method `observe`, which is given the `Round` of each round.
 
     Raises:
@@ -113,19 +107,22 @@ class SpeculativeDecoding(NoModel):
         self.compile, self.streamer, self.stream_by = compile, streamer, stream_by
         self.tokenizer, self.draft_tokenizer, self.tokenizer_match = tokenizer, draft_tokenizer, tokenizer_match
         options = {name: value for name, value in vars(self).items() if name != "draft_model"} | {"costs": costs}
-        check_options(options, unknown, self.draft_model, len(misplaced))
+        choices = {"layout": LAYOUTS, "tokenizer_match": MATCHES, "stream_by": ("token", "run")}
+        check_options(options, unknown, len(misplaced), choices)
+        check_draft(self.draft_model)
         self.costs = costs if costs is not None else Costs()
         self.report: SpeculationReport | None = None
         self.listeners: tuple[Listener, ...] = ()
+        self.withheld: Withheld | None = None  # set by `hf_specx.generate`, which makes a strategy for each call
         self._said: set[str] = set()  # shared with the copies that a pair makes of its strategy
         self._served: weakref.ref[PreTrainedModel] | None = None
 
     def __repr__(self) -> str:
-        shown = "num_draft_tokens", "verification", "layout", "compile"
         several = isinstance(self.draft_model, list)
-        drafts = ", ".join(map(label_of, self.draft_model if several else [self.draft_model]))
-        told = (f"[{drafts}]" if several else drafts, *(f"{name}={getattr(self, name)!r}" for name in shown))
-        return f"SpeculativeDecoding({', '.join(told)})"
+        told = ", ".join(map(label_of, self.draft_model if several else [self.draft_model]))
+        for name in ("num_draft_tokens", "verification", "layout", "compile"):
+            told += f", {name}={getattr(self, name)!r}"
+        return f"SpeculativeDecoding({told})"
 
     __signature__ = AskedSignature()
 
@@ -141,37 +138,20 @@ class SpeculativeDecoding(NoModel):
         seeds: Any = None,
         **model_kwargs: Any,
     ) -> torch.Tensor | ModelOutput:
-        """What `GenerationMixin.generate` calls after its preparations; see there for the arguments.
+        """What `GenerationMixin.generate` calls after its preparations; see there for arguments and what is returned.
 
-        Returns:
-            [B, L + N] int64, or with `return_dict_in_generate=True` the output of `generate`, with the report as its
-            attribute `speculation_report`; see `Outputs`.
+        An output with `return_dict_in_generate=True` has the report as its attribute `speculation_report`.
 
         Raises:
             ValueError: before any forward, if the call cannot be done exactly.
         """
-        given = logits_processor, stopping_criteria, generation_config, inputs_tensor, seeds
         with ended(self.streamer):
-            check_withheld(sys._getframe())
-            return self.decode(Withheld(), model, input_ids, *given, **model_kwargs)
-
-    @torch.no_grad()
-    def decode(
-        self,
-        withheld: Withheld,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        inputs_tensor: torch.Tensor | None = None,
-        seeds: Any = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor | ModelOutput:
-        """As `__call__`, with what transformers withholds; the streamer is ended by the caller."""
-        given = model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
-        call = make_call(self, Prepared(*given), self._drafter(model), withheld, as_list(seeds))
-        return self.complete(call, self.report if withheld.adds_reports else None)
+            if self.withheld is None:
+                check_withheld(sys._getframe())
+            withheld = NONE_WITHHELD if self.withheld is None else self.withheld
+            own = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, inputs_tensor
+            call = make_call(self, Prepared(model, *own), self._drafter(model), withheld, seeds)
+            return self.complete(call, self.report if withheld.adds_reports else None)
 
     def generate_many(
         self,
@@ -195,8 +175,8 @@ class SpeculativeDecoding(NoModel):
             batch_size: the most rows that are decoded at once.
             ordered: whether completions come in the order of the requests, rather than as they are done.
             logprobs: whether completions carry log-probabilities of their tokens.
-            max_batch_tokens: the most slots of the target's cache, which is rows times the longest row with its
-                limit; compiled forwards round up. By default what half of the device's free memory holds.
+            max_batch_tokens: the most slots of the target's cache: rows times the longest row with its limit; compiled
+                forwards round up. By default what half of the device's free memory holds.
             **generate_kwargs: of `generate`, for all requests.
 
         Returns:
@@ -212,17 +192,56 @@ class SpeculativeDecoding(NoModel):
         drafter, options = self._drafter(model), {"tokenizer": self.tokenizer} | generate_kwargs
         models = [model] if drafter.model is None else [model, drafter.model]
         queue = RequestQueue(models, requests, options, max_batch_tokens or free_tokens(models), logprobs)
-        completions = complete_all(queue, self, batch_size)
+        completions = self._completions(queue, batch_size)
         return in_order(completions) if ordered else completions
 
-    def attached(self, model: PreTrainedModel) -> AbstractContextManager[PreTrainedModel]:
+    @torch.no_grad()
+    def _completions(self, queue: RequestQueue, batch_size: int) -> Iterator[Completion]:
+        """What becomes of each request, as soon as it is done.
+
+        Rows are filled again as long as the next request fits beside the others. If it does not, or rows cannot be
+        filled again, they are completed first, and another batch begins.
+        """
+        earlier: SpeculationReport | None = None
+        while queue.begin(batch_size):
+            given = queue.prepared()
+            seeds = queue.seeds(given)
+            if queue.entries[0].alone:
+                try:
+                    queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))
+                except ValueError as error:  # which its own processors may raise
+                    queue.refuse_alone(error)
+            else:
+                run = self.begin(call := self.call(given, seeds, queue))
+                warn_once(call, self.layout, self._said)
+                self.report = run.report
+                for _ in rounds(run):
+                    yield from queue.handed_on()
+                    run.lap("handing on")
+                run.finish()
+                self.end(run, earlier)
+            earlier = self.report
+            yield from queue.handed_on()
+        yield from queue.handed_on()
+        if queue.failed is not None:
+            raise queue.failed
+
+    @contextmanager
+    def attached(self, model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         """A context in which `model.generate` is speculative, for code that cannot pass `custom_generate=`.
 
         Example:
             >>> with strategy.attached(model):
             ...     trainer.train()
         """
-        return attached(unwrapped(model), self)
+        own = vars(model := unwrapped(model))
+        before = {"generate": own["generate"]} if "generate" in own else {}
+        own["generate"] = partial(type(model).generate, model, custom_generate=self)  # type: ignore[attr-defined]
+        try:
+            yield model
+        finally:
+            del own["generate"]
+            own.update(before)
 
     def _drafter(self, target: PreTrainedModel) -> Drafter:
         draft, ours, other = self.draft_model, self.tokenizer, self.draft_tokenizer
@@ -231,25 +250,30 @@ class SpeculativeDecoding(NoModel):
         return make_drafter(draft, target)
 
     def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
-        """What a batch of a queue asks for, checked; for `complete_all`."""
+        """What a batch of a queue asks for, checked."""
         return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
 
     def begin(self, call: Call) -> Run:
         """What decodes a call; nothing is read yet."""
         self.meet(call.prompt.model)
-        warn_once(call, self.layout, self._said)
-        run = start(call, self.costs)
-        self.report = run.report
-        return run
+        return Run(call, self.costs)
+
+    def meet(self, model: PreTrainedModel) -> None:
+        """Forget costs if the last call had another target."""
+        model = unwrapped(model, adapters=True)
+        if self._served is not None and self._served() is not model:
+            self.costs = Costs()
+        self._served = weakref.ref(model)
 
     def complete(self, call: Call, earlier: SpeculationReport | None) -> torch.Tensor | ModelOutput:
         """Decode a call to its end; the report goes on from an earlier one."""
+        warn_once(call, self.layout, self._said)
         if not call.plain:
             run = self.begin(call)
+            self.report = run.report
             text = decode(run)
             self.end(run, earlier)
             return run.output(text, self.report)
-        warn_once(call, self.layout, self._said)
         output, report = decode_plainly(call)
         self.report = report if earlier is None else earlier + report
         if call.prompt.generation_config.return_dict_in_generate:
@@ -263,23 +287,15 @@ class SpeculativeDecoding(NoModel):
         self.costs.remember(report.verification, report.survival_rate, report.survival[1], report.rounds)
         self.report = report if earlier is None else earlier + report
 
-    def meet(self, model: PreTrainedModel) -> None:
-        """Forget costs if the last call had another target."""
-        model = unwrapped(model, adapters=True)
-        if self._served is not None and self._served() is not model:
-            self.costs = Costs()
-        self._served = weakref.ref(model)
-
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
         """Time bare forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`.
 
         A draft that runs no forwards takes next to no time.
         """
-        drafter = self._drafter(model := unwrapped(model))
-        self.meet(model)
+        model = unwrapped(model)
         inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
         prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
         own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
-        calibrate(start(make_call(self, Prepared(model, *own), drafter), self.costs), self.costs)
+        self.begin(self.call(Prepared(model, *own))).calibrate()

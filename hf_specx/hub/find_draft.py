@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from hf_specx.common.architectures import vocabulary
 from hf_specx.common.devices import execution_device, hardware, last_device
+from hf_specx.common.errors import require
 from hf_specx.drafting.costs import Costs
-from hf_specx.engine.check_entry import check_draft_found
 
 from .facts import COMMIT, KIND, check_kind, commit_of, model_facts
 from .fetch import HUB_OPTIONS, get_files, get_model, get_pair, get_tokenizer, is_changed
@@ -69,7 +69,13 @@ def find_source(target: PreTrainedModel, revision: str | None, hub: dict[str, An
     name = str(target.name_or_path or "")
     source = name, None if Path(name).is_dir() else revision
     if source not in LOADED.get(target, {}):
-        check_draft_found(PAIR, _why_no_pair(target, *source, hub))
+        reason = _why_no_pair(target, *source, hub)
+        told = (
+            "there is no draft: pass draft_model= or assistant_model=, or load the target from a pair, which brings "
+        )
+        told += f"its draft (this one is of no pair: {reason})."
+        gone = f" The pair {PAIR!r}, which this code was published with, is not there." if PAIR is not None else ""
+        require(reason is None, told + gone)
     return source
 
 

@@ -10,7 +10,7 @@ from hf_specx.common.errors import is_int, require
 from hf_specx.drafting.costs import Costs
 from hf_specx.drafting.early_exit import EarlyExitDraft
 from hf_specx.drafting.suffix import SuffixDraft
-from hf_specx.engine.check_choices import VERIFICATIONS
+from hf_specx.engine.check_options import VERIFICATIONS
 from hf_specx.models.choose import LAYOUTS
 
 from .schema import (

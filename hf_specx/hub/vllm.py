@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hf_specx.common.errors import require
 from hf_specx.drafting.draft_length import FIXED_DRAFT_TOKENS
-from hf_specx.engine.check_choices import check_choices
+from hf_specx.engine.check_options import check_choices
 
 from .cards import SPEECH, auto_class_of
 from .known_pairs import SEQ2SEQ, embedded_folder, is_embedded

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, overload
 
 from hf_specx.common.errors import brief, is_int, require
-from hf_specx.engine.check_many import check_many
-from hf_specx.engine.check_rows import MAX_SEED
+from hf_specx.engine.check_inputs import MAX_SEED
+from hf_specx.engine.entry import check_many
 from hf_specx.engine.queue import RequestQueue
 from hf_specx.engine.ranks import synced_by_default
 from hf_specx.engine.requests import Completion, Request

@@ -19,11 +19,8 @@ from hf_specx.drafting.schedule import given_drafting
 from hf_specx.drafting.suffix import SuffixDraft
 from hf_specx.drafting.suffix_pool import check_number
 from hf_specx.engine.call import Withheld
-from hf_specx.engine.check_entry import check_arguments, check_entry, check_healing, check_one_name
-from hf_specx.engine.check_models import check_lifted
-from hf_specx.engine.stop_strings import bind_stop_strings, setting, unset
+from hf_specx.engine.entry import bind_stop_strings, check_arguments, check_entry, check_lifted, setting, unset
 from hf_specx.engine.strategy import SpeculativeDecoding
-from hf_specx.engine.streaming import ended
 from hf_specx.hub.find_draft import find_draft
 from hf_specx.models.prompts import shallow_copy
 
@@ -193,7 +190,7 @@ def take_options(kwargs: dict[str, Any]) -> dict[str, Any]:
 def either(kwargs: dict[str, Any], ours: str, theirs: str) -> Any:
     """Take an argument that has two names, of which a call may use one; None if it is not given."""
     found = {name: value for name in (ours, theirs) if (value := kwargs.pop(name, None)) is not None}
-    check_one_name(ours, theirs, found)
+    require(len(found) < 2, f"{ours}= and {theirs}= mean the same; pass one of them.")
     return next(iter(found.values()), None)
 
 
@@ -212,15 +209,14 @@ def run(
     for name in LOADER_OPTIONS:
         kwargs.pop(name, None)
     drafting = given_drafting(kwargs, kwargs.get("generation_config"), model.generation_config)
-    withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
+    strategy.withheld = Withheld(drafting, kwargs.pop("synced_gpus", None), adds_reports=True)
     strategy.report = None
 
     @functools.wraps(strategy.__call__)
     def called(given: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         reached.append(True)
         target = model if given is served else given  # PEFT gives the model inside its wrapper
-        with ended(strategy.streamer):
-            return strategy.decode(withheld, target, *args, **kwargs)
+        return strategy(target, *args, **kwargs)
 
     bind_stop_strings(model, strategy.tokenizer, kwargs)
     heals = setting("token_healing", model, kwargs)
@@ -238,8 +234,7 @@ def healing(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -
 
     `generate` heals while it prepares a call, and has no tokenizer if it was called from here.
     """
-    check_healing(tokenizer)
-    assert tokenizer is not None
+    require(tokenizer is not None, "token_healing=True needs the tokenizer; pass tokenizer=.")
     plain = shallow_copy(model)
     vars(plain).pop("generate", None)  # healing calls `generate`, and an override would want a draft
     healed, heal = shallow_copy(plain), GenerationMixin.heal_tokens

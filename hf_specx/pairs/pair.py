@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specx.common.devices import execution_device
 from hf_specx.common.wrappers import NoModel, label_of, unwrapped, unwrapped_draft
-from hf_specx.engine.check_entry import check_entry, check_pair_call
+from hf_specx.engine.entry import check_entry, check_pair_call
 from hf_specx.engine.report import SpeculationReport
 from hf_specx.engine.strategy import SpeculativeDecoding
 from hf_specx.hub.find_draft import recommended

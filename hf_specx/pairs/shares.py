@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 
-from hf_specx.engine.ranks import in_group
+from hf_specx.common.devices import in_group
 
 
 def gathered(work: Callable[[], Iterable[Any]]) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_specx.common.devices import execution_device
-from hf_specx.common.padding import padded_rows
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.common.wrappers import unwrapped_draft
 
 

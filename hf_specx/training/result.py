@@ -10,7 +10,7 @@ from hf_specx.bench.inputs import Inputs
 from hf_specx.bench.study import Study
 from hf_specx.bench.tune import Loaded, measure_draft
 from hf_specx.common.devices import execution_device
-from hf_specx.common.padding import padded_rows
+from hf_specx.common.tokenizers import padded_rows
 from hf_specx.hub.facts import model_facts
 from hf_specx.pairs.pair import DraftTargetPair
 

@@ -7,7 +7,7 @@ from tiny import Forwards, near, prompts, tiny
 
 from hf_specx import Costs, Request, SpeculativeDecoding
 from hf_specx.drafting.schedule import Schedule
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models.decoder import Decoder
 
 
@@ -33,7 +33,7 @@ class InTurns(Schedule):
 
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "make_schedule", lambda *given: InTurns())
+    monkeypatch.setattr(run, "make_schedule", lambda *given: InTurns())
 
 
 @pytest.mark.parametrize(("layout", "between"), [(layout, 0) for layout in LAYOUTS] + [("ragged", 4), ("padded", 4)])

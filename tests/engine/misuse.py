@@ -5,7 +5,6 @@ import string
 from collections.abc import Callable
 from functools import cache
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -27,8 +26,8 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import DraftTargetPair, EarlyExitDraft, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.engine import check_calls as calls
-from hf_specx.engine import ranks as peers
+from hf_specx.engine import call as calls
+from hf_specx.engine import check_inputs
 from hf_specx.models import choose as layouts
 from hf_specx.models import compiled, regions
 
@@ -95,7 +94,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "target": tiny,
     "draft": lambda: tiny(seed=1),
     "narrow": lambda: tiny(hidden_size=16, head_dim=4),
-    "other end": lambda: tiny(seed=1, eos_token_id=2),
     "other vocabulary": lambda: tiny(vocab_size=50),
     "training": lambda: tiny(attention_dropout=0.1).train(),
     "checkpointing": lambda: checkpointing(),
@@ -104,7 +102,6 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "both ways": lambda: BertLMHeadModel(BertConfig(**SMALL)).eval(),
     "long": lambda: tiny(rope_parameters=DYNAMIC, max_position_embeddings=12),
     "sliding": lambda: tiny("mistral"),
-    "learned": lambda: tiny("gpt2"),
     "unknown": lambda: called("never_heard_of"),
     "doge": lambda: called("doge"),
     "recurrent": lambda: zoo.build("causal", "mamba2"),
@@ -231,7 +228,7 @@ def heard(draft: str):
 
 def spread(**settings):
     """As one of two ranks."""
-    with patch.object(peers, "world_size", return_value=2):
+    with patch.object(calls, "world_size", return_value=2):
         return function(synced_gpus=True, **settings)
 
 
@@ -244,16 +241,6 @@ def to_compile(options: dict | None = None, found: bool = True, **settings):
         return call({"compile": True} | (options or {}), **settings)
 
 
-def to_compile_by_an_old_torch():
-    with patch.object(compiled, "is_torch_greater_or_equal", return_value=False):
-        return to_compile()
-
-
-def to_compile_under_hooks():
-    with patch.object(get("target").model.layers[1], "_hf_hook", SimpleNamespace(), create=True):
-        return to_compile()
-
-
 def on_the_oldest(target: str):
     """As if this were the last version before the one that is needed."""
     with patch.object(layouts, "SINCE", (99, 0)):
@@ -263,7 +250,7 @@ def on_the_oldest(target: str):
 def without_a_model_elsewhere():
     """Sampling by default, "coupled" there, as if this device had other noise."""
     given = {"do_sample": True, "custom_generate": SpeculativeDecoding(SuffixDraft(), num_draft_tokens=2)}
-    with patch.object(calls, "NOISE_DEVICES", ()):
+    with patch.object(check_inputs, "NOISE_DEVICES", ()):
         return get("target").generate(**prompts(2, width=6), max_new_tokens=2, **given)
 
 
@@ -280,17 +267,6 @@ def later() -> dict[str, torch.Tensor]:
 
 def call_of_1(**settings):
     return get("target").generate(**prompts(1), **settings, max_new_tokens=2, custom_generate=strategy())
-
-
-class Wrapped(SpeculativeDecoding):
-    """With one more frame between `generate` and the strategy."""
-
-    def __call__(self, *args, **kwargs):
-        return super().__call__(*args, **kwargs)
-
-
-def call_of_wrapped(**settings):
-    return get("target").generate(**prompts(1), **settings, custom_generate=Wrapped(get("draft")))
 
 
 def directly(input_ids: torch.Tensor):

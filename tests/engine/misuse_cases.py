@@ -30,15 +30,13 @@ from misuse import (
     put,
     spread,
     to_compile,
-    to_compile_by_an_old_torch,
-    to_compile_under_hooks,
     two_tokens,
     without_a_model_elsewhere,
 )
 from transformers import StaticCache
 
 from hf_specx import generate
-from hf_specx.engine.check_calls import DRAFTS_INSTEAD
+from hf_specx.engine.check_inputs import DRAFTS_INSTEAD
 from hf_specx.engine.check_models import check_target
 from hf_specx.pairs.generate import NAMED
 
@@ -58,23 +56,13 @@ CASES = {
         "cannot compile LlamaForCausalLM: its frequencies follow the length of the text; use compile=False",
         partial(to_compile, target="long"),
     ),
-    "forward_that_cannot_be_compiled, draft": (
-        "cannot compile LlamaForCausalLM: its frequencies",
-        partial(to_compile, draft="long"),
-    ),
-    "compiled_over_several_devices": ("is on 'cpu' under hooks of accelerate; use", to_compile_under_hooks),
     "compiled_over_several_devices, ranks": ("is on 'cpu' of several ranks; use", partial(spread, compile=True)),
     "compiled_without_compiler": (
         "compile=True needs a C.. compiler for device 'cpu'; install one, or use compile=False",
         partial(to_compile, found=False),
     ),
-    "compiled_without_compiler, torch": (
-        "compile=True needs torch 2.9 or later for device 'cpu'; install one, or use compile=False",
-        to_compile_by_an_old_torch,
-    ),
     # The models
     "random_in_training": ("the target is in training mode.*target.eval", partial(call, target="training")),
-    "random_in_training, draft": ("the draft is in training mode.*draft.eval", partial(call, draft="training")),
     "trained_without_a_cache": ("with gradient checkpointing.*target.eval", partial(call, target="checkpointing")),
     "weights_not_loaded": ("the draft model has parameters on the meta device", partial(call, draft="empty")),
     "weights_not_loaded, target": ("the target model has parameters", lambda: check_target(get("empty"), 9)),
@@ -106,10 +94,6 @@ CASES = {
         "Tokens does not say which bytes its tokens stand for; load the fast one",
         partial(call, {"tokenizer": Tokens(48), "draft_tokenizer": Tokens(48, "zero")}),
     ),
-    "tokens_without_bytes, decoder": (
-        "TokenizersBackend is none of byte-level, .*its decoder is None.*choose a draft with the target's own",
-        partial(call, OTHER | {"draft_tokenizer": letters("gfe", decoder=False)}),
-    ),
     "too_few_common_tokens": (
         "only 0% of the tokens of a sample text are in both tokenizers.*choose a draft with the target's own",
         partial(call, OTHER | {"draft_tokenizer": letters("xyz"), "tokenizer_match": "tokens"}),
@@ -130,16 +114,11 @@ CASES = {
         "the draft's tokenizer is not that of LlamaForCausalLM: 'W' has id 48, and the model scores 48 tokens; pass",
         partial(call, OTHER | {"draft_tokenizer": letters(string.ascii_letters)}),
     ),
-    "tokenizer_of_another_model, end": (
-        "the draft's tokenizer is not that of LlamaForCausalLM: .* end at id 2, which means 'e' there; pass its own",
-        partial(call, OTHER, draft="other end"),
-    ),
     "check_lifted": (
         "drops begin_suppress_tokens .*pass the draft as draft_model=",
         lambda: generate(model=get("whisper"), **dict.fromkeys(NAMED) | {"assistant_model": get("draft")}),
     ),
     "type_that_is_not_exact": ("model type 'rwkv' cannot be a target.*choose an", partial(call, target="own cache")),
-    "type_that_is_not_exact, draft": ("'rwkv' cannot be a draft.*choose", partial(call, draft="own cache")),
     "attention_without_layout": ("by position only.*load it with attn_impl", partial(call, target="by mask")),
     "layout_that_is_not_exact": (
         "layout='padded' has not been shown .*'never_heard_of'.*use 'lockstep' or 'auto'",
@@ -148,10 +127,6 @@ CASES = {
     "type_of_a_later_version": ("'doge' has been shown .* 99.0 and later, not on", lambda: on_the_oldest("doge")),
     # What a call asks for
     "beam_search": ("num_beams=3 is beam search, which is not supported; set num_beams=1", partial(call, num_beams=3)),
-    "beam_search, groups": (
-        "num_beam_groups=2 is beam search, .*; set",
-        partial(call, num_beam_groups=2),
-    ),
     **{
         f"other_mode, {name}": (
             f"^{name}=.* selects .*{', a draft.*Draft' if name in DRAFTS_INSTEAD else '; for greedy'}.* leave it out",
@@ -171,30 +146,18 @@ CASES = {
         "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
         lambda: call({"layout": "packed"}, past_key_values=copy.deepcopy(two_tokens())),
     ),
-    "packed_chunks": ("not prefill_chunk_size=4; use", partial(call, {"layout": "packed"}, prefill_chunk_size=4)),
     "packed_embeds": ("and inputs_embeds was passed; use layout", partial(call, {"layout": "packed"}, **embeds())),
-    "packed_others": (
-        "and token_type_ids was passed too; use layout='ragged'",
-        partial(call, {"layout": "packed"}, target="learned", token_type_ids=torch.ones(2, 6, dtype=torch.int64)),
-    ),
-    "packed_without_positions": (
-        "has position_ids of shape .3, 2, 6.; use layout='ragged'",
-        partial(call, {"layout": "packed"}, position_ids=torch.arange(6).expand(3, 2, 6)),
-    ),
     "noise_that_cannot_be_redrawn": (
         "cannot redraw the noise .* on device type 'cpu'; pass verification='token' or 'block'",
         without_a_model_elsewhere,
     ),
     # Its text
     "unknown_token": ("has the token id 48, and.* 0 to 47; use", partial(call, input_ids=IDS.clamp(min=48))),
-    "unknown_token, negative": ("has the token id -100, and", partial(call, input_ids=IDS.clamp(max=-100))),
     "embeds_of_another_width": ("of width 16 .* the target .* in 32; make", partial(call, **embeds(width=16))),
     "embeds_for_another_draft": ("width 32 .* draft .* in 16; pass", partial(call, draft="narrow", **embeds())),
     "encoded_already": ("the draft T5.* has an encoder of its own; pass what", only_encoded),
     "positions_for_other_tokens": (".2, 5. has no position.*leave", partial(call, position_ids=torch.ones(2, 5))),
-    "positions_for_other_tokens, rows": (".3, 6. has no position", partial(call, position_ids=torch.ones(3, 6))),
     "mask_for_other_tokens": ("has 7 columns, and the text 6", partial(masked, lambda mask: torch.ones(2, 7))),
-    "mask_for_other_tokens, few": ("has 5 columns, and the text 6", partial(masked, lambda mask: torch.eye(2, 5))),
     "mask_of_other_values": ("has the value -1000.0; pass 1", partial(masked, lambda mask: (mask.tril() - 1) * 1e3)),
     "empty_row": ("the prompt of row 1 is empty .*; pass", partial(masked, put(1, slice(None)))),
     "padding_on_the_right": ("row 1 .* ends in 0.*padding_side='left'", partial(masked, put(1, slice(4, 6)))),

@@ -13,7 +13,6 @@ from misuse import (
     Tokens,
     call,
     call_of_1,
-    call_of_wrapped,
     directly,
     embeds,
     function,
@@ -30,8 +29,8 @@ from tiny import prompts
 from transformers import LlamaForCausalLM, TextStreamer
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, SuffixDraft, generate
-from hf_specx.engine.check_calls import check_noise
-from hf_specx.engine.check_entry import check_arguments
+from hf_specx.engine.check_inputs import check_noise
+from hf_specx.engine.entry import check_arguments
 
 
 SAMPLED = {"do_sample": True, "top_k": 0}
@@ -49,13 +48,11 @@ def on_meta():
 PLAIN = [
     # What a strategy is made of
     ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
-    ("draft_model='draft' is a name; load", lambda: SpeculativeDecoding(Path("draft"))),
     ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
     ("draft_model is a dict; give a model", lambda: SpeculativeDecoding({})),
     ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
     ("give it an object: custom_generate=SpeculativeDecoding.draft_model.", of_a_class),
     ("input_ids is on the meta device, which has shapes", on_meta),
-    ("attention_mask is on the meta device", lambda: call(attention_mask=ONES.to("meta"))),
     ("inputs is on the meta device", lambda: of_pair(inputs=IDS.to("meta"), input_ids=None)),
     ("LlamaModel, which scores no next token", lambda: strategy("no head")),
     ("AssistedCandidateGenerator, made for one text; give its", of_one_text),
@@ -65,17 +62,13 @@ PLAIN = [
         partial(made, num_drafts=5),
     ),
     ("num_draft_tokens='many' is not a number", partial(made, num_draft_tokens="many")),
-    ("num_draft_tokens=2.5 is not", partial(made, num_draft_tokens=2.5)),
-    ("num_draft_tokens=True is not", partial(made, num_draft_tokens=True)),
     ("num_draft_tokens=0 is below 1; give 1", partial(made, num_draft_tokens=0)),
-    ("num_draft_tokens=-3 is below 1", partial(made, num_draft_tokens=-3)),
     ("verification='typical' is unknown; choose", partial(made, verification="typical")),
     ("layout='diagonal' is unknown; choose one of auto, rag", partial(made, layout="diagonal")),
     ("stream_by='word' is unknown; choose one of token", partial(made, stream_by="word")),
     ("compile='max' is not a bool; use True", partial(made, compile="max")),
     ("streamer is an int without put and end; pass a", partial(made, streamer=3)),
     ("^tokenizer is a str without get_vocab; pass", partial(made, tokenizer="x")),
-    ("draft_tokenizer is a str without", partial(made, draft_tokenizer="x")),
     ("costs is a dict without table and best.*strategy.costs", partial(made, costs={})),
     (
         "num_assistant_tokens=-1 is not an int of 1 or more; give one",
@@ -90,7 +83,6 @@ PLAIN = [
         partial(function, assistant_confidence_threshold=1.5),
     ),
     # The models
-    ("model is a str; give the target itself", lambda: generate(IDS, model="org/target")),
     ("model is a str; give", lambda: DraftTargetPair("org/target", get("draft"))),
     ("model is a LlamaModel, which scores no next", partial(function, target="no head")),
     # What a call asks for
@@ -102,7 +94,6 @@ PLAIN = [
         lambda: call({"streamer": TextStreamer(tokenizer=None)}),
     ),
     ("pass streamer= on.*use Spec", lambda: call_of_1(streamer=Closing())),
-    ("does not pass streamer= on", lambda: call_of_wrapped(streamer=Closing())),
     ("pass assistant_model= on.*leave", lambda: call_of_1(assistant_model=get("draft"))),
     (
         "synced_gpus=True needs the same forwards on every rank, and several drafts are chosen by the text; give one",
@@ -119,10 +110,8 @@ PLAIN = [
         "attention_mask of shape .2, 1, 6. is no 2D mask; pass",
         partial(masked, lambda mask: mask[:, None] * 0, **embeds()),
     ),
-    ("has 3 rows and the batch 2; pass", partial(masked, lambda mask: torch.eye(3, 6))),
     # What ties rows together
     ("seeds=7 is not a list of ints; give one", partial(call, seeds=7)),
-    (r"seeds=\[1.5, 2\] is not a list", partial(call, seeds=[1.5, 2])),
     ("2 seeds for 4 rows", partial(call, seeds=[1, 2], num_return_sequences=2, **SAMPLED)),
     ("the seed -1 is outside of what a torch gen.*give ints from 0", partial(call, seeds=[1, -1])),
     ("has 3 rows and the batch 2.*give one", lambda: negative(ONES.T)),
@@ -130,16 +119,11 @@ PLAIN = [
     # The function
     ("there is no draft: pass draft_model= or assistant_model=", partial(function, draft_model=...)),
     ("custom_generate= has no .*; use", lambda: of_pair(custom_generate="org/x")),
-    ("draft_model= has no", lambda: of_pair(draft_model=get("narrow"))),
     ("assistant_model= mean the same; pass", lambda: function(assistant_model=get("narrow"))),
-    ("assistant_tokenizer= mean", partial(function, draft_tokenizer=Tokens(4), assistant_tokenizer=Tokens(4))),
     ("transformers ignores; pass it as a str", partial(function, custom_generate=Path("here"))),
-    ("custom_generate is a class; make a strategy", partial(function, custom_generate=SpeculativeDecoding)),
     ("is a dict; pass", lambda: function(inputs={}, input_ids=..., attention_mask=...)),
-    ("input_ids is a list; pass", lambda: function(input_ids=IDS.tolist())),
     ("generation_config is a dict; pass", partial(function, generation_config={})),
     ("is a Counting; pass a list", lambda: function(logits_processor=Counting())),
-    ("is a function; pass", lambda: function(stopping_criteria=prompts)),
     (
         "cache_implementation='paged' turns.*leave it out",
         lambda: check_arguments(None, get("target"), {"cache_implementation": "paged"}, ()),

@@ -1,7 +1,6 @@
 """`generate_many` with compiled forwards: requests take the places of others in the same buffers."""
 
 import pytest
-import torch
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
 
@@ -45,11 +44,3 @@ def test_places_are_reused_without_compilation(traced: None, monkeypatch: pytest
     assert compilations[1] == 0
     assert {capacity for _, capacity in sizes} == {96}
     assert [found[index].tokens for index in range(10)] == [alone(target, request, **SAMPLED) for request in asked]
-
-
-def test_a_wider_prompt_needs_larger_buffers(traced: None):
-    target = tiny(num_hidden_layers=1)
-    asked = [Request([1 + number] * 5, 30) for number in range(3)] + [Request(torch.arange(1, 48).tolist() * 2, 30)]
-    strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2, compile=True)
-    found = completed(strategy, target, asked, batch_size=3, **GREEDY)
-    assert [found[index].tokens for index in range(4)] == [alone(target, request, **GREEDY) for request in asked]

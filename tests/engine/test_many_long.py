@@ -6,10 +6,9 @@ import itertools
 import pytest
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
-from transformers import GenerationConfig
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
-from hf_specx.engine import outputs, queue, start
+from hf_specx.engine import queue, run
 
 
 def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
@@ -17,7 +16,7 @@ def test_memory_stays_flat(monkeypatch: pytest.MonkeyPatch):
 
     Without letting go of old rounds a request leaves some four.
     """
-    monkeypatch.setattr(start, "KEPT_ROUNDS", 8)
+    monkeypatch.setattr(run, "KEPT_ROUNDS", 8)
     target = tiny(num_hidden_layers=1)
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2)
     endless = (Request([1 + number % 40] * (1 + number % 7), 2 + number % 9) for number in itertools.count())
@@ -38,7 +37,7 @@ def test_sums_of_rounds_that_were_let_go(monkeypatch: pytest.MonkeyPatch):
     target, asked, told = tiny(num_hidden_layers=1), requests(20), []
     draft = near(target, 0.2)
     for keeps in (2, 1000):
-        monkeypatch.setattr(start, "KEPT_ROUNDS", keeps)
+        monkeypatch.setattr(run, "KEPT_ROUNDS", keeps)
         strategy = SpeculativeDecoding(draft, num_draft_tokens=3, verification="coupled")
         completed(strategy, target, asked, batch_size=3, **SAMPLED)
         told.append({name: value for name, value in strategy.report.to_dict().items() if name != "seconds"})
@@ -65,18 +64,6 @@ def test_a_long_prompt_is_not_paid_for_by_those_that_come_later(monkeypatch: pyt
     assert [found[index].tokens for index in range(24)] == [alone(target, request, **GREEDY) for request in asked]
     assert max(widths) == 60
     assert widths[-1] == 3
-
-
-def test_a_queue_keeps_no_outputs_that_nobody_can_read(monkeypatch: pytest.MonkeyPatch):
-    """Hidden states and scores that a config asks for are not in completions."""
-    monkeypatch.setattr(outputs.Steps, "put", pytest.fail)
-    target, asked = tiny(num_hidden_layers=1), requests(6)
-    wanted = GenerationConfig(return_dict_in_generate=True, output_hidden_states=True, output_scores=True)
-    strategy, asked_for = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2), []
-    target.register_forward_pre_hook(lambda _, args, given: asked_for.append(given), with_kwargs=True)
-    completed(strategy, target, asked, batch_size=2, generation_config=wanted, **GREEDY)
-    assert asked_for
-    assert not any(given.get("output_hidden_states") for given in asked_for)
 
 
 @pytest.mark.parametrize("verification", ["token", "block"])

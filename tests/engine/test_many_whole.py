@@ -1,7 +1,5 @@
 """`generate_many` where rows cannot be filled again, and where requests have processors of their own."""
 
-import warnings
-
 import pytest
 import torch
 import zoo
@@ -192,15 +190,6 @@ def test_a_request_without_a_grammar_drafts_as_alone_beside_others(kind: str, ca
     found = completed(together := strategy(), target, asked, batch_size=4, **options)
     assert [found[index].tokens for index in range(4)] == expected
     assert together.report.drafted == drafted > 0
-
-
-def test_a_minimum_below_the_limits_of_requests_warns_of_nothing():
-    target = tiny()
-    strategy = SpeculativeDecoding(near(target, 0.05), num_draft_tokens=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        (done,) = strategy.generate_many(target, [Request([4, 5], 6)], do_sample=False, min_new_tokens=4)
-    assert len(done.tokens) == 6
 
 
 def test_calibration_gives_the_encoder_of_a_draft_what_that_of_the_target_reads():

@@ -98,25 +98,6 @@ def test_encoder_decoders(pair: tuple[str, str], mode: str, ends: bool):
     assert_like_stock(generate(target, call, layout, noise=0.1), generate(target, call), counts)
 
 
-@pytest.mark.parametrize(("model_type", "layout"), PAIRS)
-def test_several_texts_of_each_prompt(model_type: str, layout: str):
-    target = model(model_type)
-    call, counts = calls(target, "coupled", ends=True, num_return_sequences=2)
-    assert len(counts) == 2 * ROWS
-    call |= EVERYTHING
-    assert_like_stock(generate(target, call, layout, noise=0.1), generate(target, call), counts)
-
-
-@pytest.mark.parametrize("name", EVERYTHING)
-def test_one_kind_alone(name: str):
-    target = model("llama")
-    call, counts = calls(target, "greedy", ends=True)
-    call[name] = True
-    output = generate(target, call, "ragged")
-    assert set(output.keys()) == {"sequences", "past_key_values", name.removeprefix("output_")}
-    assert_like_stock(output, generate(target, call), counts)
-
-
 class Divisible(StoppingCriteria):
     """Stops a row at a token that 3 divides."""
 

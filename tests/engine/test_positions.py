@@ -52,12 +52,6 @@ def test_learned_positions(way: str, learned: PreTrainedModel, draft: PreTrained
     assert not forwards
 
 
-def test_a_prompt_beyond_the_positions(learned: PreTrainedModel, draft: PreTrainedModel):
-    given = torch.ones(1, TABLE + 1, dtype=torch.int64)
-    with pytest.raises(ValueError, match="the prompt has 129 tokens.*shorten the prompt to 128 tokens or fewer"):
-        generate(given, model=learned, draft_model=draft, max_new_tokens=1)
-
-
 def test_pads_have_no_positions(learned: PreTrainedModel, draft: PreTrainedModel):
     """So rows that were padded to more columns than there are positions are no reason to refuse."""
     given = {name: torch.nn.functional.pad(each, (TABLE, 0)) for name, each in prompts(2).items()}
@@ -103,14 +97,6 @@ def test_a_table_that_grows():
     assert torch.equal(target.generate(given, **settings, custom_generate=strategy), expected)
     (done,) = strategy.generate_many(target, [given[0]], **settings)
     assert done.tokens == expected[0, 1:].tolist()
-
-
-@pytest.mark.parametrize("model_type", ["rwkv", "xlnet"])
-def test_another_reason_is_not_hidden(model_type: str):
-    """The config of each has a number under a name of a table, and neither has one."""
-    target = zoo.build("causal", model_type)
-    with pytest.raises(ValueError, match=f"model type '{model_type}' cannot be a target"):
-        generate(**prompts(2), model=target, draft_model=SuffixDraft(), max_new_tokens=2 * TABLE)
 
 
 def test_an_encoder_with_a_config_of_its_own():

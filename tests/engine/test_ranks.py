@@ -29,7 +29,8 @@ import hf_specx
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.candidates import no_candidates
 from hf_specx.drafting.costs import Costs, Pace
-from hf_specx.engine.ranks import OneNumber, Ranks, is_synced, synced_by_default
+from hf_specx.engine.ranks import OneNumber, synced_by_default
+from hf_specx.engine.run import Run
 
 
 TARGET, DRAFT, ENCODER, DONE = 10, 100, 1000, 10000  # what a rank is about to run; far from a flag of 0 or 1
@@ -154,13 +155,13 @@ def compare_sharded(rank: int) -> None:
     assert torch.equal(target.generate(**call, custom_generate=strategy), expected)
 
 
-def idle_without_drafting(self, target, drafter, processors, batch, schedule) -> None:
-    target(batch, no_candidates(batch))
+def idle_without_drafting(run) -> None:
+    run.target(run.batch, no_candidates(run.batch))
 
 
 def drafts_left_out(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ranks, "idle", idle_without_drafting)
+        patch.setattr(Run, "idle", idle_without_drafting)
         compare("sampled", rank, synced_gpus=True)
 
 
@@ -232,10 +233,6 @@ def test_ranks_out_of_step_are_seen(outcomes: list[dict[str, str]], name: str):
 
 def test_alone_there_is_nobody_to_meet():
     target, draft = models("llama")
-    assert not is_synced(True, target, draft)
-    ranks = Ranks(False, torch.device("cpu"))
-    assert ranks.all_finished(True)
-    assert not ranks.all_finished(False)
     expected = target.generate(**prompts(2), do_sample=False, max_new_tokens=9)
     output = hf_specx.generate(
         model=target, draft_model=draft, **prompts(2), do_sample=False, max_new_tokens=9, synced_gpus=True

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.generation.streamers import BaseStreamer
 
 from hf_specx import BatchStreamer, DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.hub.flatten import PACKAGE
+from hf_specx.hub.known_pairs import embedded_folder
 from hf_specx.hub.publish import write_code
 
 
@@ -26,7 +26,7 @@ TIMEOUT = 60
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
+    return AutoTokenizer.from_pretrained(embedded_folder())
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +124,6 @@ def test_every_form_streams_to_another_thread(
         assert [text for number, text in parts if number == row] == [text for text in expected if text]
 
 
-@pytest.mark.parametrize("stream_by", ["token", "run"])
-def test_the_text_that_is_streamed_is_the_text_that_is_returned(stream_by: str):
-    pair = DraftTargetPair.embedded()
-    inputs = pair.tokenizer(pair.prompts[:4], return_tensors="pt", padding=True)
-    streamer = BatchStreamer(pair.tokenizer, skip_prompt=True, timeout=TIMEOUT, skip_special_tokens=True)
-    call = partial(pair.generate, **inputs, **GREEDY, num_draft_tokens=4, streamer=streamer, stream_by=stream_by)
-    parts, output = read(streamer, call)
-    texts = pair.tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert ["".join(text for number, text in parts if number == row) for row in range(4)] == texts
-
-
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fault", ["target", "draft", "refused"])
 def test_every_form_ends_its_stream_once(world: SimpleNamespace, form: str, fault: str):
@@ -177,11 +166,3 @@ def test_a_streamer_that_is_withheld_is_ended(world: SimpleNamespace):
         assert isinstance(error, ValueError)
         assert "SpeculativeDecoding(streamer=...)" in str(error)
     assert own.ends == 2
-
-
-def test_many_rows_need_a_streamer_that_tags_them(world: SimpleNamespace):
-    collector = Collector()
-    with pytest.raises(ValueError, match="a Collector takes one row, and the batch has 4; use hf_specx.BatchStreamer"):
-        generate(**prompts(4), **GREEDY, model=world.target, draft_model=world.draft, streamer=collector)
-    assert collector.ends == 1
-    assert not collector.puts

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from hf_specx import Request, SpeculativeDecoding
 from hf_specx.drafting.costs import Costs
-from hf_specx.engine import start
+from hf_specx.engine import run
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, "eos_token_id": [5]}
@@ -66,7 +66,7 @@ def play(rank: int, folder: str, agreed: bool) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun sets them
     distributed.init_process_group("gloo", f"file://{folder}/store{agreed}", LIMIT, 2, rank)
     if not agreed:
-        start.Agreed = lambda schedule, device: schedule
+        run.Agreed = lambda schedule, device: schedule
     found = {}
     try:
         target = LlamaForCausalLM.from_pretrained(f"{folder}/target", tp_plan="auto").eval()

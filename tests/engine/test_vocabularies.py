@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_specx import DraftTargetPair, SpeculativeDecoding, generate
-from hf_specx.engine import check_vocabularies as vocabularies
+from hf_specx.engine import check_models as vocabularies
 
 
 WORDS = [f"w{number}" for number in range(VOCAB_SIZE)]
@@ -88,18 +88,12 @@ def test_nothing_to_compare():
     assert warned(target, tiny("gpt2", seed=1), tokenizer=both, draft_tokenizer=both) == []
 
 
-def test_an_unreadable_file_is_as_none(tmp_path: Path):
-    target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", seed=1)
-    (tmp_path / "draft" / "tokenizer.json").write_text("{")
-    assert warned(target, draft) == []
-
-
 def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Not on every call, of the function neither, which makes a strategy each time."""
     target, draft = loaded(tmp_path / "target", WORDS), loaded(tmp_path / "draft", RENAMED, seed=1)
     read: list[Path] = []
-    original = vocabularies._vocabulary
-    monkeypatch.setattr(vocabularies, "_vocabulary", lambda *given: read.append(given[1]) or original(*given))
+    original = vocabularies._tokens
+    monkeypatch.setattr(vocabularies, "_tokens", lambda *given: read.append(given[1]) or original(*given))
     for _ in range(3):
         generate(**prompts(2, width=6), model=target, draft_model=draft, max_new_tokens=2)
     assert read == [tmp_path / "target" / "tokenizer.json", tmp_path / "draft" / "tokenizer.json"]

@@ -15,8 +15,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.drafting.costs import Costs
-from hf_specx.drafting.schedule import Schedule
-from hf_specx.engine import start
 from hf_specx.engine.ranks import synced_by_default
 
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.slow
 CONFIG = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 SAMPLED = GREEDY | {"do_sample": True, "top_k": 0}
-CASES = {"greedy": (GREEDY, None), "coupled": (SAMPLED, "coupled"), "block": (SAMPLED, "block")}
+CASES = {"greedy": (GREEDY, None), "coupled": (SAMPLED, "coupled")}
 LENGTHS = (12, 40)  # of the new text on each rank
 TABLE = {3: {"target": {1: 1.0, 9: 1.4}, "draft": 0.1}}  # seconds for "auto", with which drafting pays
 
@@ -39,17 +37,6 @@ class Numbers:
 
     def observe(self, done):
         self.seen.append(max(done.draft.lengths))
-
-
-class Replayed(Schedule):
-    """Rounds with the numbers that were noted."""
-
-    def __init__(self, numbers: list[int]):
-        super().__init__(0)
-        self.numbers = iter(numbers)
-
-    def __call__(self, batch):
-        return [next(self.numbers)] * len(batch.rows)
 
 
 def text(target: PreTrainedModel, draft: PreTrainedModel, name: str, rank: int) -> tuple[list[list[int]], list[int]]:
@@ -93,9 +80,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str, monkeypatch: pytest.MonkeyPatch):
-    """Greedily and coupled that of plain `generate`; by block that of the same numbers of candidates, which ranks do
-    not cut at the end of a row."""
+def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str):
     assert all("error" not in seen for seen in outcomes), outcomes
     for rank, seen in enumerate(outcomes):
         assert seen["noticed"]
@@ -103,11 +88,6 @@ def test_each_rank_has_the_text_of_one_process(outcomes: list[dict], name: str, 
         found, numbers = seen[name]
         assert max(numbers) > 1
         assert len(numbers) < LENGTHS[rank]
-        if name == "block":
-            with monkeypatch.context() as patch:
-                patch.setattr(start, "make_schedule", lambda *_, n=numbers: Replayed(n))
-                assert found == text(tiny(), near(tiny(), 0.1), name, rank)[0]
-        else:
-            target, options = tiny(), CASES[name][0] | {"max_new_tokens": LENGTHS[rank]}
-            torch.manual_seed(rank)
-            assert found == target.generate(**prompts(3, seed=rank), **options).tolist()
+        target, options = tiny(), CASES[name][0] | {"max_new_tokens": LENGTHS[rank]}
+        torch.manual_seed(rank)
+        assert found == target.generate(**prompts(3, seed=rank), **options).tolist()

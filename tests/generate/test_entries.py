@@ -147,7 +147,7 @@ def test_seeds(world: SimpleNamespace, form: str):
 def test_synced_gpus_arrives(world: SimpleNamespace, form: str, monkeypatch: pytest.MonkeyPatch):
     """Were there other ranks, they would be asked whether they are finished; alone it says nothing."""
     equal(world, form, **GREEDY, stock={"synced_gpus": False}, synced_gpus=True)
-    for name in [name for name in sys.modules if name.endswith(("hf_specx.engine.ranks", "custom_generate.engine"))]:
+    for name in [name for name in sys.modules if name.endswith(("hf_specx.engine.call", "custom_generate.engine"))]:
         monkeypatch.setattr(sys.modules[name], "world_size", lambda: 2)
     world.call[form](**prompts(2), **GREEDY)
     with pytest.raises((ValueError, RuntimeError), match="process group"):

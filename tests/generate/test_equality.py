@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
 from hf_specx.common.batch import Batch
-from hf_specx.engine import start
+from hf_specx.engine import run
 from hf_specx.models.ragged import Masks, RaggedDecoder
 from hf_specx.sampling.noise import StockNoise
 from hf_specx.sampling.stopping import Stopping
@@ -131,7 +131,7 @@ def test_end_and_pad_tokens(model_type: str, settings: str, pad: str):
 @pytest.mark.parametrize("noise_window", [0, 1])
 def test_eager_attention_and_noise_that_is_drawn_again(noise_window: int, monkeypatch: pytest.MonkeyPatch):
     """Eager attention takes the same masks; noise that was dropped comes back from its saved state."""
-    monkeypatch.setattr(start, "NOISE_WINDOW", noise_window)
+    monkeypatch.setattr(run, "NOISE_WINDOW", noise_window)
     target = tiny("mistral", attn_implementation="eager")
     inputs, chosen = prompts(4), SETTINGS["plain"] | {"max_new_tokens": NEW_TOKENS}
     expected, state = stock(target, inputs, **chosen)

@@ -15,7 +15,7 @@ from tiny import near, prompts, tiny
 from transformers import PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
-from hf_specx.engine.start import make_batch
+from hf_specx.engine.run import make_batch
 from hf_specx.models import compiled, regions
 from hf_specx.models.attention import ACTIVE
 from hf_specx.models.choose import make_decoder

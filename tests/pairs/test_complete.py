@@ -16,7 +16,7 @@ import zoo
 from completing import SAMPLED, TEXTS, load, save
 from transformers import LogitsProcessor
 
-from hf_specx.engine.ranks import in_group
+from hf_specx.common.devices import in_group
 from hf_specx.pairs.complete import Completer, complete
 from hf_specx.pairs.results_file import CompletedText, NumberedText
 

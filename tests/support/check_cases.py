@@ -11,7 +11,7 @@ from tiny_tokenizer import TEXTS, tiny_tokenizer
 
 from hf_specx import CheckResult, DraftTargetPair, check
 from hf_specx.common.round import Judgement
-from hf_specx.engine import start
+from hf_specx.engine.run import Run
 from hf_specx.models.decoder import Decoder
 from hf_specx.models.ragged import Masks
 from hf_specx.sampling import rules, verify
@@ -104,12 +104,16 @@ def positions_behind(decoder, batch, emitted, longest=None):
     return RIGHT_POSITIONS(decoder, batch, emitted + 1, None if longest is None else longest + 1)
 
 
-def last_skipped(call):
+def last_skipped(run):
     """The processors of the target without the last."""
-    return RIGHT_PROCESSORS(replace(call, processors=call.processors[:-1]))[0], RIGHT_PROCESSORS(call)[1]
+    both = RIGHT_PROCESSORS(run)
+    run.call = replace(call := run.call, processors=call.processors[:-1])
+    skipped = RIGHT_PROCESSORS(run)[0]
+    run.call = call
+    return skipped, both[1]
 
 
-RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, start._processors
+RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, Run._processors
 LAWFUL, EXACT = {"token", "block"}, {"greedy", "coupled"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
@@ -122,7 +126,7 @@ FAULTS = {
     "mask that shows the next candidate": (Masks, "between", between(1), EXACT | LAWFUL, EXACT | LAWFUL),
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (
-        start,
+        Run,
         "_processors",
         last_skipped,
         {"coupled"} | LAWFUL,
