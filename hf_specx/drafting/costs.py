@@ -265,11 +265,6 @@ class Pace:
                 self._known(rows)[0].rounds.setdefault(rows, {})[drafted] = statistics.median(seen)
         self.ended, self.drafted = now, drafted
 
-    def end(self) -> None:
-        """The call is over; later ones go by what its rounds took."""
-        if self.costs is not None:
-            self.costs.remember_rounds(self.seen)
-
     def _known(self, rows: int) -> tuple[Costs, int]:
         """The costs as they were when they were first asked for, and the batch size in them that stands for `rows`."""
         if self.known is None and self.costs is not None and self.costs.table:

@@ -128,7 +128,7 @@ class Schedule:
 
     def observe(self, done: Round) -> None:
         """Count a round: one in which every candidate took a step of the draft, or none did."""
-        if not any(done.before):
+        if self.pace.costs is None or not any(done.before):
             return  # the prompts' own step has taken another time
         if done.draft.free is None:
             self.pace.observe(len(done.rows), done.draft.steps)
@@ -141,8 +141,9 @@ class Schedule:
         self.pace.skip()
 
     def end(self) -> None:
-        """The call is over."""
-        self.pace.end()
+        """The call is over; later ones go by what its rounds took."""
+        if self.pace.costs is not None:
+            self.pace.costs.remember_rounds(self.pace.seen)
 
 
 class Auto(Schedule):
