@@ -202,8 +202,7 @@ class SpeculationReport:
     @property
     def survival_rate(self) -> float:
         """The chance that a candidate is kept if those before it are, estimated at all candidates of all rounds."""
-        kept, tried = self.survival
-        return kept / tried if tried else 0.0
+        return self.survival[0] / self.survival[1] if self.survival[1] else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

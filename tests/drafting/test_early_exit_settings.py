@@ -68,7 +68,7 @@ def test_a_layer_that_is_replaced():
 
 @pytest.mark.parametrize("way", ["folder", "pipeline"])
 def test_the_setting_by_string(tmp_path: Path, way: str):
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
     model = target(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     write_code(tmp_path, str(tmp_path))
     asked: dict[str, Any] = {"custom_generate": str(tmp_path), "trust_remote_code": True, "assistant_early_exit": 2}

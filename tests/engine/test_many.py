@@ -214,14 +214,14 @@ def test_a_bounded_cache():
 @pytest.mark.parametrize("sizes", [[(80, 5), (80, 9), (90, 4), (100, 10)], [(10, 5), (10, 5), (10, 100), (10, 100)]])
 def test_buffers_do_not_double_beyond_what_can_be_needed(sizes: list, monkeypatch: pytest.MonkeyPatch):
     """Not even as other requests come, with longer prompts and limits."""
-    target, taken, written = tiny(), [], SlotLayer._written
+    target, taken, grown = tiny(), [], SlotLayer._grown
 
-    def noting(layer, stored, states):
-        stored = written(layer, stored, states)
+    def noting(layer, stored, end):
+        stored = grown(layer, stored, end)
         taken.append(stored.shape[0] * (stored.shape[2] - MARGIN))
         return stored
 
-    monkeypatch.setattr(SlotLayer, "_written", noting)
+    monkeypatch.setattr(SlotLayer, "_grown", noting)
     asked = [Request([1] * length, limit) for length, limit in sizes]
     strategy = SpeculativeDecoding(near(target, 0.2), num_draft_tokens=3)
     completed(strategy, target, asked, batch_size=2, max_batch_tokens=220, **GREEDY | {"eos_token_id": None})

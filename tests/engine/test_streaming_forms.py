@@ -26,7 +26,7 @@ TIMEOUT = 60
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    return AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ OURS = {"verification": "coupled", "num_draft_tokens": 3}
 
 def make_world(folder: Path) -> SimpleNamespace:
     """A target, a draft and their tokenizer, with the four ways to call them in `call`: {form: function}."""
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
     tokenizer.bos_token = tokenizer.eos_token
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     draft = near(target, 0.05)

@@ -81,7 +81,7 @@ def test_by_string(tmp_path: Path, rows: int):
 @pytest.mark.parametrize("rows", [1, 4])
 def test_in_a_pipeline(tmp_path: Path, rows: int):
     write_code(tmp_path, str(tmp_path))
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     for layer in target.model.layers:  # it goes by the last token alone, so that its text goes round
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)

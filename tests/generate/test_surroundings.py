@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:in this batch all rows advance")
 @pytest.fixture(scope="module")
 def world() -> SimpleNamespace:
     """A target and a draft with the vocabulary of a tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "embedded")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGE / "hub" / "embedded")
     target = tiny(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     return SimpleNamespace(tokenizer=tokenizer, target=target, draft=near(target, 0.05))
 

@@ -35,7 +35,7 @@ def names(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> dict[str, Any]:
     """What an example may take for given."""
     monkeypatch.setattr(evaluate.config, "HF_METRICS_CACHE", tmp_path)
     monkeypatch.chdir(tmp_path)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "embedded")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "hub" / "embedded")
     model = tiny(vocab_size=len(tokenizer), max_position_embeddings=512, num_hidden_layers=5)
     prompts, draft_model = ["import os", "def main("], near(model, 0.1)
     inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True))
@@ -57,4 +57,4 @@ def test_an_example_shows_what_it_says(name: str, names: dict[str, Any]):
 
 
 def test_there_are_examples():
-    assert {"hf_specx.strategy.SpeculativeDecoding", "hf_specx.engine.streaming.BatchStreamer"} <= EXAMPLES.keys()
+    assert {"hf_specx.engine.strategy.SpeculativeDecoding", "hf_specx.engine.streaming.BatchStreamer"} <= EXAMPLES.keys()

@@ -38,15 +38,15 @@ GENERATE = """
     assistant_model streamer negative_prompt_ids negative_prompt_attention_mask custom_generate kwargs
 """
 SIGNATURES = [
-    ("generate", GenerationMixin.generate, GENERATE),
-    ("layouts.decoder", GenerationMixin._prefill, "self input_ids generation_config model_kwargs is_first_iteration"),
+    ("pairs.generate", GenerationMixin.generate, GENERATE),
+    ("models.decoder", GenerationMixin._prefill, "self input_ids generation_config model_kwargs is_first_iteration"),
     ("drafting.candidates", CandidateGenerator.get_candidates, "self input_ids kwargs"),
     ("drafting.candidates", CandidateGenerator.update_candidate_strategy, "self input_ids scores num_matches"),
     ("sampling.processors", logits_process.LogitsProcessor.__call__, "self input_ids scores"),
     ("sampling.grammars", logits_process.PrefixConstrainedLogitsProcessor, "prefix_allowed_tokens_fn num_beams"),
     ("sampling.stopping", stopping_criteria.StoppingCriteria.__call__, "self input_ids scores kwargs"),
-    ("generate", stopping_criteria.StopStringCriteria, "tokenizer stop_strings"),
-    ("generate", GenerationMixin.heal_tokens, "self input_ids tokenizer"),
+    ("pairs.generate", stopping_criteria.StopStringCriteria, "tokenizer stop_strings"),
+    ("pairs.generate", GenerationMixin.heal_tokens, "self input_ids tokenizer"),
     ("engine.streaming", BaseStreamer.put, "self value"),
     ("engine.streaming", BaseStreamer.end, "self"),
     ("engine.streaming", TextStreamer, "tokenizer skip_prompt decode_kwargs"),
@@ -64,17 +64,17 @@ def test_signatures(module: str, function: Any, expected: str):
 def test_signatures_of_which_a_part_is_used():
     needed = {"input_ids", "next_sequence_length", "past_key_values", "attention_mask", "inputs_embeds"}
     found = set(parameters(GenerationMixin.prepare_inputs_for_generation))
-    assert needed | {"is_first_iteration", "kwargs"} <= found, "layouts.hosted: inputs are prepared by other names"
+    assert needed | {"is_first_iteration", "kwargs"} <= found, "models.hosted: inputs are prepared by other names"
     first = ["module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"]
-    message = "layouts.attention: GroupedAttention must take the arguments of sdpa_attention_forward"
+    message = "models.attention: GroupedAttention must take the arguments of sdpa_attention_forward"
     assert parameters(sdpa_attention_forward)[:8] == first, message
-    assert hasattr(CandidateGenerator, "requires_model_outputs"), "validation.options: generators"
+    assert hasattr(CandidateGenerator, "requires_model_outputs"), "engine.check_options: generators"
 
 
 def test_attention_functions_can_be_put_over():
     found = AttentionInterface._global_mapping["sdpa"]
-    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is found, "layouts.attention: _global_mapping is not looked at"
-    assert found is sdpa_attention_forward, "layouts.attention: sdpa is another function"
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is found, "models.attention: _global_mapping is not looked at"
+    assert found is sdpa_attention_forward, "models.attention: sdpa is another function"
 
 
 class Arrival:
@@ -106,18 +106,18 @@ def test_what_a_callable_receives():
     model, arrival, inputs = tiny(), Arrival(), prompts(2)
     model.generate(**inputs, max_new_tokens=5, eos_token_id=[3, 4], seeds=[7], custom_generate=arrival)
     given = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-    assert arrival.kwargs.keys() == given, "layouts.decoder: a decoder-only model is prepared with other inputs"
+    assert arrival.kwargs.keys() == given, "models.decoder: a decoder-only model is prepared with other inputs"
     assert torch.equal(arrival.input_ids, inputs["input_ids"])
     assert torch.equal(arrival.kwargs["attention_mask"], inputs["attention_mask"])
-    assert arrival.seeds == [7], "strategy: options that are named parameters do not arrive"
-    assert torch.equal(arrival.inputs_tensor, inputs["input_ids"]), "layouts.prompts: inputs_tensor does not arrive"
+    assert arrival.seeds == [7], "engine.strategy: options that are named parameters do not arrive"
+    assert torch.equal(arrival.inputs_tensor, inputs["input_ids"]), "models.prompts: inputs_tensor does not arrive"
     config = arrival.generation_config
-    assert config.max_length == 11 + 5, "strategy: max_length is not resolved"
+    assert config.max_length == 11 + 5, "engine.strategy: max_length is not resolved"
     assert config._eos_token_tensor.tolist() == [3, 4], "sampling.stopping: special tokens are no tensors"
-    assert int(config._pad_token_tensor) == 0, "strategy: the pad id is no tensor"
+    assert int(config._pad_token_tensor) == 0, "engine.strategy: the pad id is no tensor"
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     real = inputs["attention_mask"].bool()
-    message = "layouts.decoder: positions do not count the tokens of a row"
+    message = "models.decoder: positions do not count the tokens of a row"
     assert torch.equal(arrival.kwargs["position_ids"][real], positions[real]), message
     with pytest.raises(ValueError, match="not used by the model"):
         model.generate(**inputs, max_new_tokens=5, seed=7, custom_generate=arrival)
@@ -129,10 +129,10 @@ def test_what_an_encoder_decoder_gives_a_callable():
     arrival = Arrival()
     AutoModelForSeq2SeqLM.from_config(config).generate(**prompts(2), max_new_tokens=5, custom_generate=arrival)
     needed = {"encoder_outputs", "past_key_values", "use_cache", "attention_mask"}
-    assert needed <= arrival.kwargs.keys(), "layouts.decoder: an encoder-decoder is prepared with other inputs"
-    assert arrival.input_ids.tolist() == [[0], [0]], "layouts.decoder: its decoder starts otherwise"
+    assert needed <= arrival.kwargs.keys(), "models.decoder: an encoder-decoder is prepared with other inputs"
+    assert arrival.input_ids.tolist() == [[0], [0]], "models.decoder: its decoder starts otherwise"
     cache = arrival.kwargs["past_key_values"]
-    message = "cache.slots: the parts of an EncoderDecoderCache have other names"
+    message = "models.slots: the parts of an EncoderDecoderCache have other names"
     assert len({id(cache.self_attention_cache), id(cache.cross_attention_cache)}) == 2, message
 
 
@@ -144,7 +144,7 @@ def test_a_mask_without_pads_is_dropped_or_left():
     )
     mask, config = arrival.kwargs["attention_mask"], arrival.generation_config
     noted = getattr(config, "_mask_length", None) if mask is None else mask.shape[1]
-    assert noted == 11, "layouts.decoder: where there is no mask, _mask_length has its length"
+    assert noted == 11, "models.decoder: where there is no mask, _mask_length has its length"
 
 
 def test_what_is_withheld_from_a_callable():
@@ -154,11 +154,11 @@ def test_what_is_withheld_from_a_callable():
     arrival = Arrival()
     model.generate(**prompts(1), **names, synced_gpus=True, max_new_tokens=5, custom_generate=arrival)
     for name in (*names, "synced_gpus"):
-        assert getattr(arrival, name) is None, f"validation.entry: {name} is no longer withheld from callables"
+        assert getattr(arrival, name) is None, f"engine.check_entry: {name} is no longer withheld from callables"
     assert [value.shape for value in stream.puts] == [(1, 11)], (
-        "validation.entry: a streamer that is withheld was not given the prompt"
+        "engine.check_entry: a streamer that is withheld was not given the prompt"
     )
-    message = "validation.entry: the frame of generate is not where check_withheld looks"
+    message = "engine.check_entry: the frame of generate is not where check_withheld looks"
     assert arrival.frame.f_code.co_name == "generate", message
     found = arrival.frame.f_locals
     assert {"custom_generate", "streamer", "assistant_model", "synced_gpus"} <= found.keys(), message
@@ -170,17 +170,17 @@ def test_defaults_of_assisted_decoding():
     arrival = Arrival()
     tiny().generate(**prompts(1), max_new_tokens=5, custom_generate=arrival)
     filled = [getattr(arrival.generation_config, name) for name in names]
-    assert filled == [20, "constant", 0.4], "scheduling.schedule: other defaults, which mean unset in a callable"
+    assert filled == [20, "constant", 0.4], "drafting.schedule: other defaults, which mean unset in a callable"
     unset = [getattr(GenerationConfig(), name) for name in names]
-    assert unset == [None] * 3, "generate: a config of the user says numbers that the user did not"
+    assert unset == [None] * 3, "pairs.generate: a config of the user says numbers that the user did not"
 
 
 def test_the_config_and_the_cache_of_a_callable_are_its_own():
     model, config, arrival = tiny(), GenerationConfig(max_new_tokens=5), Arrival()
     model.generate(**prompts(1), generation_config=config, custom_generate=arrival)
-    assert arrival.generation_config is not config, "strategy: the user's config is not copied"
+    assert arrival.generation_config is not config, "engine.strategy: the user's config is not copied"
     cache = arrival.kwargs["past_key_values"]
-    message = "strategy: _is_user_defined does not tell the user's cache from one that was made"
+    message = "engine.strategy: _is_user_defined does not tell the user's cache from one that was made"
     assert not getattr(cache, "_is_user_defined", False), message
     model.generate(**prompts(1), generation_config=config, past_key_values=cache, custom_generate=arrival)
     assert arrival.kwargs["past_key_values"] is cache
@@ -202,10 +202,10 @@ def test_a_shallow_copy_of_a_model_generates_by_its_own_settings():
     vars(alike)["heal_tokens"] = lambda ids, tokenizer: healed.append(tokenizer) or ids
     ids = prompts(1)["input_ids"]
     GenerationMixin.generate(alike, ids, token_healing=True, max_new_tokens=5, custom_generate=arrival)
-    message = "generate: a shallow copy does not take the place of its model"
+    message = "pairs.generate: a shallow copy does not take the place of its model"
     assert (arrival.generation_config.top_k, arrival.model) == (7, alike), message
     assert healed == [None], message
-    assert model.generation_config.top_k is None, "layouts.prompts: a shallow copy changes its model"
+    assert model.generation_config.top_k is None, "models.prompts: a shallow copy changes its model"
 
 
 def test_a_callable_is_known_by_what_it_wraps():
@@ -216,11 +216,11 @@ def test_a_callable_is_known_by_what_it_wraps():
         return arrival(*args, **kwargs)
 
     tiny().generate(prompts(1)["input_ids"], seeds=[3], max_new_tokens=5, custom_generate=called)
-    assert arrival.seeds == [3], "generate: the parameters of a wrapped strategy are not seen"
+    assert arrival.seeds == [3], "pairs.generate: the parameters of a wrapped strategy are not seen"
 
 
 def test_a_path_is_ignored(tmp_path: Path):
-    message = "validation.entry: a Path is no longer taken for no custom_generate at all"
+    message = "engine.check_entry: a Path is no longer taken for no custom_generate at all"
     output = tiny().generate(prompts(1)["input_ids"], do_sample=False, max_new_tokens=5, custom_generate=tmp_path)
     assert output.shape == (1, 16), message
 
@@ -256,7 +256,7 @@ def test_a_folder_is_called_with_every_argument(folder: Path):
         prompts(1)["input_ids"], custom_generate=str(folder), trust_remote_code=True, revision="r"
     )
     expected = set(GENERATE.split()) - {"self", "kwargs", "custom_generate"} | {"model", "revision"}
-    assert given.keys() == expected, "generate: a folder's function is called with other arguments"
+    assert given.keys() == expected, "pairs.generate: a folder's function is called with other arguments"
 
 
 def test_a_folder_holds_flat_siblings_only(folder: Path):
@@ -270,7 +270,7 @@ def test_a_folder_holds_flat_siblings_only(folder: Path):
 
 def test_a_model_loaded_from_a_folder_has_its_function(folder: Path):
     model = type(tiny()).from_pretrained(folder, trust_remote_code=True)
-    message = "generate: from_pretrained binds the function otherwise than partial(function, model=model)"
+    message = "pairs.generate: from_pretrained binds the function otherwise than partial(function, model=model)"
     assert isinstance(model.generate, functools.partial), message
     assert model.generate.keywords == {"model": model}, message
     assert not model.generate.args, message

@@ -109,7 +109,7 @@ def test_fields_of_outputs(output: type):
 
 def test_images_are_dropped_after_the_prompt():
     names = getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
-    assert {"pixel_values", "inputs_embeds"} & set(names), "layouts.decoder: the list of inputs for the prompt moved"
+    assert {"pixel_values", "inputs_embeds"} & set(names), "models.decoder: the list of inputs for the prompt moved"
 
 
 def test_what_stock_returns():
@@ -128,7 +128,7 @@ def test_what_stock_returns():
     assert hidden == [[(2, 11, 32)] * 3] + [[(2, 1, 32)] * 3] * 3, f"{message}: hidden_states"
     attentions = [[tuple(x.shape) for x in step] for step in output.attentions]
     assert attentions == [[(2, 4, 11, 11)] * 2] + [[(2, 4, 1, 11 + t)] * 2 for t in (1, 2, 3)], message
-    assert output.past_key_values.get_seq_length() == 14, "cache.export: the returned cache has another length"
+    assert output.past_key_values.get_seq_length() == 14, "models.export: the returned cache has another length"
 
 
 def test_a_config_of_the_user_comes_before_that_of_the_model():
@@ -144,8 +144,8 @@ def test_a_config_of_the_user_comes_before_that_of_the_model():
     config = GenerationConfig(top_p=0.6, temperature=0.4, max_new_tokens=3)
     model.generate(**prompts(1), generation_config=config, temperature=0.9, custom_generate=take)
     values = [found[0].temperature, found[0].top_p, found[0].top_k]
-    assert values == [0.9, 0.6, 7], "strategy: settings take precedence otherwise"
-    assert config.temperature == 0.4, "strategy: the user's config is changed"
+    assert values == [0.9, 0.6, 7], "engine.strategy: settings take precedence otherwise"
+    assert config.temperature == 0.4, "engine.strategy: the user's config is changed"
 
 
 def states(tokens: int, first: int = 0) -> torch.Tensor:
@@ -156,60 +156,60 @@ def states(tokens: int, first: int = 0) -> torch.Tensor:
 def test_what_a_layer_of_a_cache_has_to_do():
     needed = {"lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"}
     found = cache_utils.CacheLayerMixin.__abstractmethods__
-    assert found == needed, f"cache.slots: SlotLayer has to do {found ^ needed}"
+    assert found == needed, f"models.slots: SlotLayer has to do {found ^ needed}"
     made = []
     cache = Cache(layer_class_to_replicate=lambda: made.append(1) or DynamicLayer())
     cache.update(states(3), states(3), 0)
     cache.update(states(3), states(3), 1)
-    assert len(made) == len(cache.layers) == 2, "cache.slots: layers are not made as a model asks for them"
+    assert len(made) == len(cache.layers) == 2, "models.slots: layers are not made as a model asks for them"
     both = EncoderDecoderCache(SlotCache(), DynamicCache())
-    assert isinstance(both.self_attention_cache, SlotCache), "cache.slots: with_slots puts a SlotCache in a pair"
+    assert isinstance(both.self_attention_cache, SlotCache), "models.slots: with_slots puts a SlotCache in a pair"
 
 
 def test_the_hosts_own_layers():
     cache = DynamicCache()
     cache.update(states(5), states(5), 0)
-    assert type(cache.layers[0]) is DynamicLayer, "cache.export: a cache without a config has other layers"
-    assert cache.layers[0].keys.shape == (2, 1, 5, 4), "cache.slots: keys are not [B, H, L, D]"
+    assert type(cache.layers[0]) is DynamicLayer, "models.export: a cache without a config has other layers"
+    assert cache.layers[0].keys.shape == (2, 1, 5, 4), "models.slots: keys are not [B, H, L, D]"
     cache.layers[0].crop(-2)
-    assert cache.get_seq_length() == 3, "cache.recurrent_state: a negative number crops so many tokens"
+    assert cache.get_seq_length() == 3, "models.recurrent_state: a negative number crops so many tokens"
     cache.reorder_cache(torch.tensor([1]))
-    assert cache.layers[0].keys.shape == (1, 1, 3, 4), "cache.slots: reorder_cache selects rows"
-    assert DynamicCache().get_seq_length() == 0, "cache.slots: an empty cache has no length"
+    assert cache.layers[0].keys.shape == (1, 1, 3, 4), "models.slots: reorder_cache selects rows"
+    assert DynamicCache().get_seq_length() == 0, "models.slots: an empty cache has no length"
     kinds = [type(x) for x in DynamicCache(config=tiny("qwen2").config).layers]
-    assert kinds == [DynamicLayer, DynamicSlidingWindowLayer], "cache.recurrent_state: layers by config.layer_types"
+    assert kinds == [DynamicLayer, DynamicSlidingWindowLayer], "models.recurrent_state: layers by config.layer_types"
 
 
 def test_a_window_that_records_its_past_goes_back():
     """From 5.23 on it shows what its mask has, 5.17 all that it recorded, until it is cropped."""
     layer = DynamicSlidingWindowLayer(sliding_window=4)
     layer.update(states(6), states(6))
-    assert layer.keys.shape[2] == 3, "cache.slots: a full window keeps the last of its columns only"
-    assert layer.sliding_window == 4, "cache.slots: where a window says how wide it is"
+    assert layer.keys.shape[2] == 3, "models.slots: a full window keeps the last of its columns only"
+    assert layer.sliding_window == 4, "models.slots: where a window says how wide it is"
     layer.activate_past_recording()
     extent, offset = layer.get_mask_sizes(2)
     keys, _ = layer.update(states(2, 6), states(2, 6))
-    assert (extent, offset) == (5, 3), "cache.recurrent_state: the mask of a window has other sizes"
-    assert keys[0, 0, -extent:, 0].tolist() == [3, 4, 5, 6, 7], "cache.recurrent_state: a window shows other columns"
+    assert (extent, offset) == (5, 3), "models.recurrent_state: the mask of a window has other sizes"
+    assert keys[0, 0, -extent:, 0].tolist() == [3, 4, 5, 6, 7], "models.recurrent_state: a window shows other columns"
     layer.crop(-1)
-    assert layer.get_seq_length() == 7, "cache.recurrent_state: a window counts its tokens otherwise"
-    assert layer.keys[0, 0, :, 0].tolist() == [4, 5, 6], "cache.recurrent_state: a window is cropped to other columns"
+    assert layer.get_seq_length() == 7, "models.recurrent_state: a window counts its tokens otherwise"
+    assert layer.keys[0, 0, :, 0].tolist() == [4, 5, 6], "models.recurrent_state: a window is cropped to other columns"
 
 
 def test_states_that_cannot_be_cropped():
     layer = LinearAttentionLayer()
     for name in ("conv_states", "recurrent_states", "is_recurrent_states_initialized"):
-        assert isinstance(getattr(layer, name), dict), f"cache.recurrent_state: {name} is no dict by number"
+        assert isinstance(getattr(layer, name), dict), f"models.recurrent_state: {name} is no dict by number"
     layer.update_recurrent_state(torch.ones(2, 3))
     assert layer.is_recurrent_states_initialized == {0: True}, (
-        "cache.recurrent_state: how a state is known to be there"
+        "models.recurrent_state: how a state is known to be there"
     )
     cache = Cache(layers=[layer])
     cache.reorder_cache(torch.tensor([1]))
-    assert layer.recurrent_states[0].shape == (1, 3), "cache.recurrent_state: rows of states are selected"
-    assert callable(Cache.batch_select_indices), "cache.slots: how a model's own cache selects rows"
+    assert layer.recurrent_states[0].shape == (1, 3), "models.recurrent_state: rows of states are selected"
+    assert callable(Cache.batch_select_indices), "models.slots: how a model's own cache selects rows"
     mixer = tiny("mamba2", num_heads=4, head_dim=16, state_size=8, n_groups=1, expand=2).backbone.layers[0].mixer
-    assert len(mixer.time_step_limit) == 2, "cache.recurrent_state: Mamba-2 has its limits elsewhere"
+    assert len(mixer.time_step_limit) == 2, "models.recurrent_state: Mamba-2 has its limits elsewhere"
 
 
 def test_the_first_forward_and_the_next():
@@ -220,11 +220,11 @@ def test_the_first_forward_and_the_next():
     with Forwards(model) as forwards:
         model._prefill(ids[:, :7], config, given | {"attention_mask": torch.ones(2, 7)})
         output = model._prefill(ids, config, given)
-    assert forwards.lengths == [7, 4], "layouts.decoder: a cache that was begun is continued otherwise"
-    assert output.past_key_values.get_seq_length() == 11, "layouts.decoder: what _prefill returns"
+    assert forwards.lengths == [7, 4], "models.decoder: a cache that was begun is continued otherwise"
+    assert output.past_key_values.get_seq_length() == 11, "models.decoder: what _prefill returns"
     later = torch.nn.functional.pad(ids, (0, 2))
     inputs = model.prepare_inputs_for_generation(later, next_sequence_length=2, is_first_iteration=False, **given)
-    assert inputs["input_ids"].shape == (2, 2), "layouts.hosted: next_sequence_length is the number of tokens"
+    assert inputs["input_ids"].shape == (2, 2), "models.hosted: next_sequence_length is the number of tokens"
     assert inputs["past_key_values"] is given["past_key_values"]
 
 
@@ -234,7 +234,7 @@ def test_masks_by_position(model_type: str, attention: str):
     """A 4D mask is taken as it is, bool by sdpa and additive by eager; one a kind of layer where there are several."""
     model, ids = tiny(model_type, attn_implementation=attention), prompts(2)["input_ids"]
     config = model.config.get_text_config(decoder=True)
-    assert config._attn_implementation == attention, "layouts.ragged: where the attention is named"
+    assert config._attn_implementation == attention, "models.ragged: where the attention is named"
     places = torch.arange(11)
     causal = places <= places[:, None]
     window = causal & (places > places[:, None] - WINDOW)
@@ -248,10 +248,10 @@ def test_masks_by_position(model_type: str, attention: str):
     mask = {kind: masks[kind] for kind in kinds} if kinds else one
     output = model(ids, attention_mask=mask, position_ids=places[None], logits_to_keep=2).logits
     expected = model(ids).logits[:, -2:]
-    assert torch.allclose(output, expected, atol=1e-4), "layouts.ragged: masks by position are taken otherwise"
+    assert torch.allclose(output, expected, atol=1e-4), "models.ragged: masks by position are taken otherwise"
 
 
 def test_tables_that_number_tokens_by_the_slots_before_them():
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32}
     tables = [m for m in tiny("opt", **sizes).modules() if "past_key_values_length" in signature(m.forward).parameters]
-    assert len(tables) == 1, "layouts.position_tables: position tables are told their first slot by another name"
+    assert len(tables) == 1, "models.position_tables: position tables are told their first slot by another name"

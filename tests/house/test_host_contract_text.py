@@ -179,14 +179,14 @@ def test_what_keeps_state():
     assert not torch.equal(first, synth(ids, scores)), "sampling.processors: SynthID keeps no state any more"
     guidance = logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, tiny(), ids, torch.ones_like(ids))
     held = {"input_ids", "attention_mask", "use_cache", "past_key_values", "first_pass"}
-    message = "layouts.guidance: classifier-free guidance keeps its inputs otherwise"
+    message = "models.guidance: classifier-free guidance keeps its inputs otherwise"
     assert guidance.unconditional_context.keys() == held, message
     assert guidance.guidance_scale == 2.0, message
     assert torch.equal(guidance.unconditional_context["input_ids"], ids), message
     own = guidance.model(ids).logits[:, -1].log_softmax(-1)
     scores = torch.randn(4, VOCAB_SIZE)
     expected = 2.0 * (scores.log_softmax(-1) - own) + own
-    assert torch.allclose(guidance(ids, scores), expected, atol=1e-5), "layouts.guidance: it mixes otherwise"
+    assert torch.allclose(guidance(ids, scores), expected, atol=1e-5), "models.guidance: it mixes otherwise"
 
 
 def test_every_criterion_is_known():

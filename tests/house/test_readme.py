@@ -60,7 +60,7 @@ def in_the_cache(home: Path, name: str) -> Path:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A cache with stand-ins for the README's models."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "embedded")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(PACKAGE / "hub" / "embedded")
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 512, "eos_token_id": tokenizer.eos_token_id}
     target = tiny(**sizes, num_hidden_layers=3)

@@ -250,14 +250,14 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[type]:
         (folder / f"{module}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder.parent)
-        yield import_module("published.strategy").SpeculativeDecoding
+        yield import_module("published.engine").SpeculativeDecoding
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_two_copies_of_this_package(name: str, ours_first: bool, published: type):
     """A call by one begins and ends in the middle of a call by the other, more than once; all texts are stock's."""
     expected, here, found = stock(name), threading.get_ident(), []
-    others = sys.modules[published.__module__.replace("strategy", "layouts")].ACTIVE
+    others = sys.modules[published.__module__.replace("engine", "models")].ACTIVE
     outer, inner = (SpeculativeDecoding, published) if ours_first else (published, SpeculativeDecoding)
 
     def hook(module, args):

@@ -1,6 +1,7 @@
 """What tests of the check share: a tiny pair, quick settings, and faulty variants that must be seen."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -103,7 +104,12 @@ def positions_behind(decoder, batch, emitted, longest=None):
     return RIGHT_POSITIONS(decoder, batch, emitted + 1, None if longest is None else longest + 1)
 
 
-RIGHT_POSITIONS = Decoder._positions
+def last_skipped(call):
+    """The processors of the target without the last."""
+    return RIGHT_PROCESSORS(replace(call, processors=call.processors[:-1]))[0], RIGHT_PROCESSORS(call)[1]
+
+
+RIGHT_POSITIONS, RIGHT_PROCESSORS = Decoder._positions, start._processors
 LAWFUL, EXACT = {"token", "block"}, {"greedy", "coupled"}
 # what is replaced, by what, which verifications are checked, and which of them must fail
 FAULTS = {
@@ -117,8 +123,8 @@ FAULTS = {
     "position off by one": (Decoder, "_positions", positions_behind, EXACT | LAWFUL, EXACT | LAWFUL),
     "processor skipped on the target": (
         start,
-        "_target_processors",
-        lambda processors, prompt, layout: list(processors)[:-1],
+        "_processors",
+        last_skipped,
         {"coupled"} | LAWFUL,
         {"coupled"} | LAWFUL,
     ),
