@@ -102,7 +102,7 @@ def write_cards(folder: str | Path) -> list[Path]:
 
 def auto_class_of(model: ModelSource) -> str:
     """The class of transformers that loads a model: one that we know, so that examples hold no other text."""
-    return model.auto_class if model.auto_class in AUTO_NAMES else TEXT  # type: ignore[return-value]
+    return str(model.auto_class) if model.auto_class in AUTO_NAMES else TEXT
 
 
 def _metadata(config: PairConfig, published: bool, title: str) -> ModelCardData:

@@ -99,8 +99,9 @@ def _meanings(node: ast.stmt, module: Module) -> Iterator[tuple[str, str]]:
         found = imported(node, module.room)
         origin = f"from {f'.{found.published}' if found else node.module} " if isinstance(node, ast.ImportFrom) else ""
         for alias in node.names:
-            inside = found is not None and found.published == module.published
-            yield alias.asname or alias.name, found.shown if inside else f"{origin}import {ast.unparse(alias)}"
+            inside = found and found.published == module.published
+            meaning = found.shown if found and inside else f"{origin}import {ast.unparse(alias)}"
+            yield alias.asname or alias.name, meaning
     elif isinstance(node, ast.FunctionDef | ast.ClassDef):
         yield node.name, module.shown
     elif isinstance(node, ast.Assign | ast.AnnAssign):

@@ -107,20 +107,12 @@ class EarlyExitOptions:
 
 @dataclass
 class TokenizerFacts:
-    """How the two tokenizers were compared.
+    """How the two tokenizers were compared."""
 
-    Attributes:
-        method: "content": each token and its id was compared; "one": both models share one tokenizer; "own": the draft
-            has another one.
-        tokens: how many there are.
-        special_tokens: {role: token}, such as {"eos_token": "</s>"}.
-        vocabulary: SHA-256 of all tokens and ids.
-    """
-
-    method: str
-    tokens: int
-    special_tokens: dict[str, str] = field(default_factory=dict)
-    vocabulary: str | None = None
+    method: str  # "content": each token and its id; "one": both models share one; "own": the draft has another one
+    tokens: int  # how many there are
+    special_tokens: dict[str, str] = field(default_factory=dict)  # {role: token}, such as {"eos_token": "</s>"}
+    vocabulary: str | None = None  # SHA-256 of all tokens and ids
 
 
 @dataclass
@@ -166,38 +158,23 @@ class SavedCosts:
 
 @dataclass
 class PairConfig:
-    """`specx_config.json`.
+    """`specx_config.json`; a file has `suffix`, `early_exit` and `draft_tokenizer` only where they are not None."""
 
-    Attributes:
-        target, draft: where the models are, and facts from their files; nothing is known of a draft without a model.
-        tokenizers: how they were compared; None is "not checked".
-        num_draft_tokens, verification, layout: recommended options of `SpeculativeDecoding`.
-        costs: the times by which "auto" chooses the number of candidates.
-        measurements: one for each batch size and precision; [] is "not measured".
-        prompts: texts to try the pair with.
-        license: for the model card.
-        notes: markdown for the model card: how the pair was made, what it is for.
-        suffix, early_exit: options of the draft that there is in place of a model. A file has these two, and
-            `draft_tokenizer`, only where they are not None.
-        draft_tokenizer: the draft's, where its tokens are not the target's.
-        schema: version of this format.
-    """
-
-    target: ModelSource
-    draft: ModelSource
-    tokenizers: TokenizerFacts | None = None
-    num_draft_tokens: NumDraftTokens = "auto"
+    target: ModelSource  # where the models are, and facts from their files
+    draft: ModelSource  # nothing is known of one without a model
+    tokenizers: TokenizerFacts | None = None  # how they were compared; None is "not checked"
+    num_draft_tokens: NumDraftTokens = "auto"  # recommended options of `SpeculativeDecoding`
     verification: Verification = None
     layout: LayoutName = "auto"
-    costs: SavedCosts | None = None
-    measurements: list[Measurement] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
-    license: str | None = None
-    notes: str = ""
-    suffix: SuffixOptions | None = None
-    early_exit: EarlyExitOptions | None = None
-    draft_tokenizer: DraftTokenizer | None = None
-    schema: int = SCHEMA
+    costs: SavedCosts | None = None  # the times by which "auto" chooses the number of candidates
+    measurements: list[Measurement] = field(default_factory=list)  # one for each batch size and precision
+    prompts: list[str] = field(default_factory=list)  # texts to try the pair with
+    license: str | None = None  # for the model card
+    notes: str = ""  # markdown for the model card: how the pair was made, what it is for
+    suffix: SuffixOptions | None = None  # of the draft that there is in place of a model
+    early_exit: EarlyExitOptions | None = None  # likewise
+    draft_tokenizer: DraftTokenizer | None = None  # the draft's, where its tokens are not the target's
+    schema: int = SCHEMA  # version of this format
 
     @classmethod
     def from_text(cls, text: bytes, where: str) -> "PairConfig":

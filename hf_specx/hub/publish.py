@@ -233,7 +233,7 @@ def _upload(api: HfApi, folder: Path, to: dict[str, Any], commit_message: str) -
     models = api.upload_folder(folder_path=folder, commit_message=commit_message, delete_patterns=stale, **to)
     write_code(folder, to["repo_id"], models.oid)
     message = f"Code for the models of {models.oid[:7]}"
-    options = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
+    options: dict[str, Any] = {"path_in_repo": CODE, "commit_message": message, "delete_patterns": ["*.py"]}
     return api.upload_folder(folder_path=folder / CODE, **options, **to).oid
 
 

@@ -22,7 +22,7 @@ from .shares import gathered, processes
 EMPTY = "is empty, and the tokenizer puts nothing before it"
 MAX_PROMPTS = 2**40  # so many seeds are left after the first
 LOOK_EVERY = 0.2  # seconds, at the end, for prompts that other processes leave
-OF_ONE_CALL = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "seeds", "streamer")
+OF_ONE_CALL: tuple[str, ...] = ("inputs", "input_ids", "attention_mask", "inputs_embeds", "seeds", "streamer")
 OF_ONE_CALL += ("return_dict_in_generate", "num_return_sequences")
 ELSEWHERE = dict.fromkeys(
     OF_ONE_CALL, "one call of generate; leave it out, or call pair.generate for each batch yourself"

@@ -25,19 +25,11 @@ from hf_specx.hub.find_draft import find_draft
 from hf_specx.models.prompts import shallow_copy
 
 
-STRATEGY_OPTIONS = (
-    "num_draft_tokens",
-    "verification",
-    "layout",
-    "compile",
-    "draft_tokenizer",
-    "tokenizer_match",
-    "costs",
-)
-STRATEGY_OPTIONS += ("tokenizer", "streamer", "stream_by")
+STRATEGY_OPTIONS: tuple[str, ...] = ("num_draft_tokens", "verification", "layout", "compile", "costs")
+STRATEGY_OPTIONS += ("draft_tokenizer", "tokenizer_match", "tokenizer", "streamer", "stream_by")
 NAMED = inspect.signature(GenerationMixin.generate).parameters.keys() - {"self", "inputs", "custom_generate", "kwargs"}
-LOADER_OPTIONS = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies", "repo_type")
-LOADER_OPTIONS += ("trust_remote_code",)
+LOADER_OPTIONS: tuple[str, ...] = ("revision", "token", "cache_dir", "force_download", "local_files_only")
+LOADER_OPTIONS += ("proxies", "repo_type", "trust_remote_code")
 KNOWN_EXITS: dict[int, EarlyExitDraft] = {}  # so that each remembers times and compiled forwards from call to call
 
 

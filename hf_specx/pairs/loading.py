@@ -29,24 +29,28 @@ from .placement import CACHE_TOKENS, Placement, plan
 
 
 FOR_TARGET = ("quantization_config", "offload_folder")
-OF_PAIRS = ("subfolder", "output_loading_info", "ignore_mismatched_sizes", "state_dict", "config", "variant")
+OF_PAIRS: tuple[str, ...] = (
+    "subfolder",
+    "output_loading_info",
+    "ignore_mismatched_sizes",
+    "state_dict",
+    "config",
+    "variant",
+)
 OF_PAIRS += ("num_draft_tokens", "verification", "layout", "costs")
 
 
 class LoadedPair(NamedTuple):
-    """The parts of a `DraftTargetPair`.
-
-    Attributes:
-        draft_tokenizer: None where the draft uses `tokenizer`.
-        sources: by role, where on the Hub a model was loaded from, for saving by reference; None if it was not.
-    """
+    """The parts of a `DraftTargetPair`."""
 
     target: PreTrainedModel
     draft: PreTrainedModel | WeightlessDraft
     tokenizer: PreTrainedTokenizerBase | None
-    draft_tokenizer: PreTrainedTokenizerBase | None
+    draft_tokenizer: PreTrainedTokenizerBase | None  # None where the draft uses `tokenizer`
     config: PairConfig
-    sources: dict[str, ModelSource | None]
+    sources: dict[
+        str, ModelSource | None
+    ]  # by role, where on the Hub a model was loaded from, to be saved by reference
 
 
 def load_pair(
@@ -65,7 +69,7 @@ def load_pair(
     draft_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> LoadedPair:
-    """Check all files of a pair, then load its models and tokenizers.
+    """Check all files of a pair, then load its models and tokenizers; what is wrong or unsafe is a ValueError.
 
     Args:
         name_or_path: a folder, or an id on the Hub.
@@ -77,9 +81,6 @@ def load_pair(
         use_safetensors: False also loads pickles, which may run code.
         draft_kwargs: for the draft's `from_pretrained` only.
         **kwargs: `HUB_OPTIONS`, and for `from_pretrained` of both models, those in `FOR_TARGET` for the target's.
-
-    Raises:
-        ValueError: the pair's files are incomplete, wrong or unsafe, or an argument is for a model that is not loaded.
     """
     own, hub = _own(kwargs, draft_kwargs or {}), {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     shared = kwargs | {"dtype": dtype, "use_safetensors": use_safetensors or None}
@@ -167,7 +168,8 @@ def _plan(found: dict[str, FoundModel], *how: Any) -> Placement:
     if target.model is not None:
         return Placement({})
     needs = None if draft is None or draft.model is not None else draft.config
-    return plan(target.config, needs, *how, target.trusted)
+    how += (target.trusted,)
+    return plan(target.config, needs, *how)
 
 
 def _load(found: FoundModel, **kwargs: Any) -> PreTrainedModel:

@@ -183,7 +183,8 @@ class ResultsFile:
             self.told_by.truncate(0)
             self.told_by.write(self.arguments)
             return
-        made_with, ours, earlier = self._read_arguments(), json.loads(self.arguments), None
+        made_with, ours = self._read_arguments(), json.loads(self.arguments)
+        earlier: Any = None
         with suppress(ValueError):
             earlier = json.loads(made_with)
         told = f"{self.path} is there already, and {self.told_by.name} does not say what made it; name another file."

@@ -51,19 +51,6 @@ def by_string(model: PreTrainedModel, folder: Path, **kwargs) -> torch.Tensor:
     return model.generate(**prompts(3), **SETTINGS, **loaded, **kwargs)
 
 
-def test_a_folder_by_string(target: PreTrainedModel, tmp_path: Path):
-    """With the options that the pair recommends."""
-    folder = publish(tmp_path / "pair", target, 0.1)
-    assert torch.equal(by_string(target, folder), expected(target, 0.1))
-
-
-def test_the_package_finds_it_beside_the_target(target: PreTrainedModel, tmp_path: Path):
-    folder = publish(tmp_path / "pair", target, 0.1)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(0)
-    assert torch.equal(hf_specx.generate(**prompts(3), **SETTINGS, model=model), expected(target, 0.1))
-
-
 def test_two_folders_of_one_name_have_each_its_own_draft(target: PreTrainedModel, tmp_path: Path):
     """transformers loads code under the name of its folder, once for the same content."""
     near_by, far = (publish(tmp_path / str(n) / "pair", target, noise) for n, noise in ((0, 0.1), (1, 0.4)))
