@@ -356,25 +356,23 @@ def test_greedy_requests_leave_the_random_numbers_alone():
     before = torch.get_rng_state()
     list(SpeculativeDecoding(near(target, 0.2), num_draft_tokens=2).generate_many(target, [[1], [-1]], **GREEDY))
     assert torch.equal(torch.get_rng_state(), before)
+
+
 from hf_specx.models.slots import MARGIN, SlotLayer
+
+
 """`generate_many`: each request gets the text of a batch of one, whatever has the other places."""
 
-import re
 
 import pytest
 import torch
 from all_pairs import all_pairs
-from tiny import VOCAB_SIZE, Forwards, near, tiny
-from transformers.generation.logits_process import LogitsProcessor, TopKLogitsWarper
+from tiny import VOCAB_SIZE
+from transformers.generation.logits_process import LogitsProcessor
 
 from hf_specx import (
     Completion,
-    Drafter,
     Request,
-    SampledCandidateGenerator,
-    SpeculativeDecoding,
-    SuffixDraft,
-    SuffixPool,
 )
 
 
