@@ -93,8 +93,8 @@ class RequestQueue:
         alike = [entry.alike for entry in self.entries]
         return RequestProcessors(own, self.stopping.eos_token_id, alike)
 
-    def admit(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
-        """Give the places of rows that have ended to the next requests; returns these by row."""
+    def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:
+        """Take the next requests for the places of rows that have ended; returns these by row."""
         coming: dict[int, Entry] = {}
         for row in ended:
             entry = self._peek()
@@ -106,13 +106,16 @@ class RequestQueue:
             too_wide = batch.width - widest > max(LEFT_OVER, widest)
             if not too_wide and self._fits(live, len(self.entries), batch.width):
                 coming[row] = self.entries[row] = self._take()
+        return coming
+
+    def admit(self, batch: Batch, coming: dict[int, Entry]) -> None:
+        """Put such requests in their places."""
         widest = max((len(entry.input_ids) for entry in coming.values()), default=0)
         if widest > batch.width:
             batch.widen(widest - batch.width)
         for row, entry in coming.items():
             batch.replace(row, entry.input_ids, entry.limit)
             self.stopping.admit(row, entry.stopping)
-        return coming
 
     def observe(self, done: Round) -> None:
         """Take up what rows have emitted."""

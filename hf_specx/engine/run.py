@@ -188,7 +188,8 @@ class Run:
 
     def admit(self, done: Round) -> None:
         """Let rows that ended leave, or read the prompts of the next requests in their places."""
-        coming = self.call.queue.admit(self.batch, done.ended) if self.call.queue and self.call.layout.refills else {}
+        queue = self.call.queue if self.call.layout.refills else None
+        coming = {} if queue is None else queue.followers(self.batch, done.ended)
         leaving = [row for row in done.ended if row not in coming]
         self.finished = len(leaving) == len(done.rows)  # the last rows to end stay in the batch
         stay = None if self.finished else self.batch.retire(leaving)
@@ -197,6 +198,8 @@ class Run:
         for listener in told:
             listener.observe(done)
         self.lap("verify")
+        if queue is not None:
+            queue.admit(self.batch, coming)  # only now: they were told of the text before
         for row, entry in coming.items():
             self.rule.admit(row, entry.seed)
             for processors in (self.processors, self.draft_processors):

@@ -1,10 +1,13 @@
 """`generate_many` with every kind of draft: new prompts reach each of them."""
 
 import pytest
+import torch
 from test_many import GREEDY, SAMPLED, alone, completed, requests
 from tiny import near, tiny
+from transformers.generation.candidate_generator import CandidateGenerator
 
-from hf_specx import EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx import Drafter, EarlyExitDraft, Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.drafting.drafter import no_candidates
 
 
 def repeating(number: int) -> list[Request]:
@@ -48,3 +51,41 @@ def test_a_batch_of_one_has_the_same_text(kind: str, verification: str, number: 
     strategy = SpeculativeDecoding(DRAFTS[kind](target), num_draft_tokens=number, verification=verification)
     found = completed(strategy, target, asked, batch_size=3, **SAMPLED)
     assert [found[index].tokens for index in range(10)] == expected
+
+
+class Repeats(CandidateGenerator):
+    """Proposes the last token again, and notes the texts of which it was told."""
+
+    def __init__(self):
+        self.told = []
+
+    def get_candidates(self, input_ids):
+        return torch.cat([input_ids, input_ids[:, -1:]], -1), None
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches):
+        self.told.append(input_ids[0].tolist())
+
+
+class Looks(Drafter):
+    """Proposes nothing, and notes the text of each row that has ended."""
+
+    def __init__(self):
+        self.told = []
+
+    def propose(self, batch, lengths):
+        return no_candidates(batch)
+
+    def observe(self, done):
+        self.told += [done.batch.row(row).tolist() for row in done.ended]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_drafts_are_told_of_a_text_before_the_next_has_its_place(batch_size: int):
+    """Of the tokens of the last round as well."""
+    target, texts, options = tiny(), [[1, 2, 3, 4, 5], [6, 7], [8] * 9], GREEDY | {"max_new_tokens": 7}
+    expected = [text + alone(target, Request(text), **options) for text in texts]
+    repeats, looks = Repeats(), Looks()
+    completed(SpeculativeDecoding(repeats), target, texts, batch_size=batch_size, **options)
+    completed(SpeculativeDecoding(looks), target, texts, batch_size=batch_size, **options)
+    assert all(any(told == text[: len(told)] for text in expected) for told in repeats.told)
+    assert sorted(looks.told) == sorted(expected)
