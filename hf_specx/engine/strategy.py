@@ -166,7 +166,7 @@ class SpeculativeDecoding(NoModel):
     ) -> Iterator[Completion]:
         """Complete any number of prompts; a row that ends makes place for the next one.
 
-        Each request gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
+        Each gives the tokens of a batch of one under its seed: under "coupled" those of plain `generate`.
 
         Args:
             model: the target. In the ragged layout rows are filled again; other layouts and encoder-decoders take
@@ -204,13 +204,13 @@ class SpeculativeDecoding(NoModel):
         """
         earlier: SpeculationReport | None = None
         while queue.begin(batch_size):
-            given = queue.prepared()
-            seeds = queue.seeds(given)
+            seeds = queue.seeds(given := queue.prepared())
             if queue.entries[0].alone:
                 try:
                     queue.take_up(self.complete(self.call(queue.as_call(given), seeds), earlier))
                 except ValueError as error:  # which its own processors may raise
                     queue.refuse_alone(error)
+                    self.report = earlier
             else:
                 run = self.begin(call := self.call(given, seeds, queue))
                 warn_once(call, self.layout, self._said)
@@ -250,7 +250,7 @@ class SpeculativeDecoding(NoModel):
         return make_drafter(draft, target)
 
     def call(self, given: Prepared, seeds: list[int] | None = None, queue: RequestQueue | None = None) -> Call:
-        """What a batch of a queue asks for, checked."""
+        """What a call or a batch of a queue asks for, checked."""
         return make_call(self, given, self._drafter(given.model), seeds=seeds, queue=queue)
 
     def begin(self, call: Call) -> Run:
@@ -294,8 +294,9 @@ class SpeculativeDecoding(NoModel):
         A draft that runs no forwards takes next to no time.
         """
         model = unwrapped(model)
-        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
+        prompt = prepare(
+            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        )
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
         own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
         self.begin(self.call(Prepared(model, *own))).calibrate()

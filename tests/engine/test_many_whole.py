@@ -3,9 +3,10 @@
 import pytest
 import torch
 import zoo
+from automaton import Automaton
 from grammar_cases import installed, make, pair
 from test_many import GREEDY, SAMPLED, alone, completed, requests
-from tiny import near, tiny
+from tiny import VOCAB_SIZE, near, tiny
 from transformers import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
@@ -124,6 +125,27 @@ def test_processors_of_the_requests(options: dict, kind: str):
     assert all(len(found[index].logprobs) == len(expected[index]) for index in range(10))
     assert strategy.report.emitted == sum(map(len, expected))
     assert strategy.report.accepted > 0
+
+
+class Failing(LogitsProcessor):
+    """Keeps state, and does not know what it is given."""
+
+    def __call__(self, input_ids, scores):
+        raise ValueError("not with me")
+
+
+def test_the_report_goes_on_from_the_requests_that_were_served():
+    """A refused one adds nothing to it, nor does an earlier call."""
+    target, options = tiny(), GREEDY | {"eos_token_id": None}
+    strategy = SpeculativeDecoding(near(target, 0.1), num_draft_tokens=3)
+    target.generate(torch.tensor([[1, 2]]), **options | {"max_new_tokens": 50}, custom_generate=strategy)
+    made = [[Failing()], [Counting()], [Failing()], *([[Automaton(VOCAB_SIZE, 2)]] * 2)]  # the last two share one
+    asked = [Request([1, 2], 5, None, None, processors) for processors in made]
+    for number, emitted in ((2, 5), (3, 5), (5, 10)):
+        found = completed(strategy, target, asked[:number], **options)
+        reasons = [found[index].finish_reason for index in range(number)]
+        assert reasons == ["refused", "length", "refused", "length", "refused"][:number]
+        assert strategy.report.emitted == emitted
 
 
 def test_state_that_requests_would_share_is_refused():
