@@ -85,8 +85,7 @@ class SpeculationReport:
     def __post_init__(self) -> None:
         for name in ("rounds_per_row", "drafted_per_row", "accepted_per_row", "emitted_per_row"):
             setattr(self, name, [0] * self.rows)
-        while len(self.history) < self.rows:
-            self.history.append([])
+        self.history += [[] for _ in range(self.rows - len(self.history))]
 
     def observe(self, done: Round) -> None:
         """Count a round."""
@@ -143,11 +142,14 @@ class SpeculationReport:
                 beyond -= cut
 
     def __add__(self, other: "SpeculationReport") -> "SpeculationReport":
-        """Two calls as one: for each row number the rounds of both, one after another."""
-        both = copy.copy(self)
+        """Two calls as one; names are those of the first that was speculated, and reasons that differ are joined."""
+        both = copy.copy(other if self.layout == PLAINLY else self)
+        both.keeps = other.keeps if self.keeps is None else self.keeps
         for name in (each.name for each in fields(self)):
             one, more = getattr(self, name), getattr(other, name)
-            if name in LARGEST:
+            if name.endswith("_reason"):
+                setattr(both, name, more if one in more else one if more in one else f"{one}; {more}")
+            elif name in LARGEST:
                 setattr(both, name, max(one, more))
             elif name.endswith(("_per_row", "_per_position")):
                 setattr(both, name, [a + b for a, b in zip_longest(one, more, fillvalue=0)])
@@ -157,9 +159,8 @@ class SpeculationReport:
         both.seconds = _added(self.seconds, other.seconds)
         names = self.sources | other.sources
         both.sources = {name: _added(self.sources.get(name, {}), other.sources.get(name, {})) for name in names}
-        both.history = [a + b for a, b in zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())]
-        if both.keeps is not None:
-            both.history = [records[-2 * both.keeps :] for records in both.history]
+        pairs = zip_longest(self.history, other.history, fillvalue=list[RoundRecord]())
+        both.history = [(a + b)[None if both.keeps is None else -2 * both.keeps :] for a, b in pairs]
         return both
 
     @property

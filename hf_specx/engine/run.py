@@ -28,11 +28,11 @@ from hf_specx.sampling.rules import make_rule
 
 from .call import Call
 from .outputs import DeadEnds, Outputs, Stream
+from .queue import KEPT_ROUNDS
 from .ranks import Agreed, OneNumber, any_rank
 from .report import SpeculationReport
 
 
-KEPT_ROUNDS = 256  # of each row, in the report of a queue that may have no end
 NOISE_WINDOW = 8  # rounds for which the noise of a row is kept under coupled verification
 
 

@@ -289,14 +289,10 @@ class SpeculativeDecoding(NoModel):
 
     @torch.no_grad()
     def calibrate(self, model: PreTrainedModel, input_ids: torch.Tensor) -> None:
-        """Time bare forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`.
-
-        A draft that runs no forwards takes next to no time.
-        """
+        """Time forwards of `model` and the draft after [B, L] ids of any meaning, and put the times into `costs`."""
         model = unwrapped(model)
-        prompt = prepare(
-            model, MAX_DRAFT_TOKENS + 1, {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
-        )
+        inputs = {"inputs": input_ids, "attention_mask": torch.ones_like(input_ids)}
+        prompt = prepare(model, MAX_DRAFT_TOKENS + 1, inputs)
         criteria = StoppingCriteriaList([MaxLengthCriteria(prompt.input_ids.shape[1] + prompt.max_new_tokens)])
         own = prompt.input_ids, LogitsProcessorList(), criteria, prompt.generation_config, prompt.kwargs, input_ids
         self.begin(self.call(Prepared(model, *own))).calibrate()

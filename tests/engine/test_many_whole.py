@@ -10,6 +10,7 @@ from tiny import VOCAB_SIZE, near, tiny
 from transformers import LogitsProcessor
 
 from hf_specx import Request, SpeculativeDecoding, SuffixDraft
+from hf_specx.engine.queue import KEPT_ROUNDS
 
 
 LAYOUTS = {
@@ -146,6 +147,8 @@ def test_the_report_goes_on_from_the_requests_that_were_served():
         reasons = [found[index].finish_reason for index in range(number)]
         assert reasons == ["refused", "length", "refused", "length", "refused"][:number]
         assert strategy.report.emitted == emitted
+    assert (strategy.report.layout, strategy.report.keeps) == ("ragged", KEPT_ROUNDS)
+    assert "Counting may keep state" in strategy.report.layout_reason
 
 
 def test_state_that_requests_would_share_is_refused():

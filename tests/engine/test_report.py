@@ -179,3 +179,18 @@ def test_several_calls_add_up():
         assert (total.seconds["draft"], total.seconds["total"]) == (1.5, 2.0)
         assert list(map(len, total.history)) == [6, 5, 2]
     assert (first.rounds, len(first.history[0]), first.sources["none"]["drafted"]) == (3, 4, 13)  # as they were
+
+
+def test_a_plain_call_says_only_why_it_was_plain():
+    """Whether it was the first or the last; the same reason is said once."""
+    costs = Costs()
+    plain = SpeculationReport("plain", "plain", "keeps state", rows=1)
+    quick = SpeculationReport("block", "ragged", "chosen", rows=2, costs=costs, limit_reason="no more than 3", keeps=1)
+    for _ in range(9):
+        quick.observe(made_round([1, 1], [1, 1]))
+    for total in (plain + quick + quick, quick + plain + quick, plain + plain + quick, quick + quick + plain):
+        assert (total.verification, total.layout, total.limit_reason) == ("block", "ragged", "no more than 3")
+        assert sorted(total.layout_reason.split("; ")) == ["chosen", "keeps state"]
+        assert total.costs is costs
+        assert list(map(len, total.history)) == [2, 2]
+    assert ((plain + plain).layout, (plain + plain).layout_reason) == ("plain", "keeps state")
