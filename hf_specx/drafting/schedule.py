@@ -130,8 +130,9 @@ class Schedule:
         """Count a round: one in which every candidate took a step of the draft, or none did."""
         if self.pace.costs is None or not any(done.before):
             return  # the prompts' own step has taken another time
-        if done.draft.free is None:
-            self.pace.observe(len(done.rows), done.draft.steps)
+        draft = done.draft
+        if draft.free is None and draft.steps == max(draft.lengths):
+            self.pace.observe(len(done.rows), draft.steps)
         else:
             self.pace.skip()
 

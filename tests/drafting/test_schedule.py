@@ -1,11 +1,14 @@
 """The number of candidates, its schedule and the confidence threshold: where they count, and what each row drafts."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
+from rounds import made_round
 from transformers import GenerationConfig
 
 from hf_specx.common.batch import Batch
+from hf_specx.drafting.costs import Costs, Pace
 from hf_specx.drafting.schedule import (
     UNSET,
     Drafting,
@@ -77,3 +80,16 @@ def test_rows_draft_no_more_than_they_can_emit():
     batch.counts = [1, 2, 4]
     assert numbers(batch) == [2, 1, 0]
     assert Schedule(3, alike=True)(batch) == [3, 3, 3]  # where all ranks must draft alike
+
+
+def test_rounds_with_forced_candidates_are_no_plain_steps_and_no_shorter_rounds():
+    """Their forwards are longer than the steps of the draft tell."""
+    pace = Pace(Costs(clock=iter(range(99)).__next__))
+    schedule = Schedule(5, pace=pace)
+    kinds = {"plain": ([0], None), "forced": ([4], [[True] * 4]), "some": ([4], [[True, True, False, True]])}
+    kinds["drafted"] = ([4], [[False] * 4])
+    for kind in ("plain", "plain", "forced", "some", "drafted", "drafted"):
+        lengths, forced = kinds[kind]
+        done = made_round(lengths, lengths)
+        schedule.observe(replace(done, draft=done.draft._replace(forced=forced)))
+    assert {kind: list(seconds) for kind, seconds in pace.seen.items()} == {(1, 0): [1], (1, 4): [1]}
