@@ -26,7 +26,9 @@ def unwrapped_draft(draft: Any) -> Any:
 
 
 def label_of(part: Any) -> str:
-    """What a `repr` says of a model, its class and where it was loaded from, or of another draft."""
+    """What a `repr` says of a model, its class and where it was loaded from, of another draft, or of a list."""
+    if isinstance(part, list):
+        return f"[{', '.join(map(label_of, part))}]"
     name = type(part).__name__
     if isinstance(part, torch.nn.Module):
         return f"{name} {getattr(part, 'name_or_path', '') or ''}".strip()

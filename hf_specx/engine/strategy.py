@@ -118,8 +118,7 @@ class SpeculativeDecoding(NoModel):
         self._served: weakref.ref[PreTrainedModel] | None = None
 
     def __repr__(self) -> str:
-        several = isinstance(self.draft_model, list)
-        told = ", ".join(map(label_of, self.draft_model if several else [self.draft_model]))
+        told = label_of(self.draft_model)
         for name in ("num_draft_tokens", "verification", "layout", "compile"):
             told += f", {name}={getattr(self, name)!r}"
         return f"SpeculativeDecoding({told})"

@@ -47,6 +47,9 @@ class Tokens:
     def get_vocab(self) -> dict[str, int]:
         return self.vocab
 
+    def __len__(self) -> int:
+        return len(self.vocab)
+
 
 def letters(tokens: str, decoder: bool = True) -> PreTrainedTokenizerFast:
     """A tokenizer of single letters, ids in their order; `decoder` says what they stand for."""

@@ -146,7 +146,7 @@ CASES = {
         "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
         lambda: call({"layout": "packed"}, past_key_values=copy.deepcopy(two_tokens())),
     ),
-    "packed_embeds": ("and inputs_embeds was passed; use layout", partial(call, {"layout": "packed"}, **embeds())),
+    "packed_embeds": ("and inputs_embeds was passed too; use layout", partial(call, {"layout": "packed"}, **embeds())),
     "noise_that_cannot_be_redrawn": (
         "cannot redraw the noise .* on device type 'cpu'; pass verification='token' or 'block'",
         without_a_model_elsewhere,

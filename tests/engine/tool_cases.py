@@ -98,7 +98,7 @@ PLAIN = [
     ),
     (
         "the target is an encoder-decoder .AutoModelForSeq2SeqLM., which vLLM does not serve",
-        exported(ModelSource("org/target", model_type="t5"), DRAFT),
+        exported(ModelSource("org/target", auto_class="AutoModelForSeq2SeqLM"), DRAFT),
     ),
     (
         "the draft 'org/my-dflash' has 'dflash' in its name, .*rename or move it",

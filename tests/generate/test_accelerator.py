@@ -162,7 +162,6 @@ OVER = {  # kinds that are over the bounds, by how much and why
     "masks, sampled": "6.8 waits: as above",
     "criterion": "2.3 waits: a criterion is asked when the text is known, which takes the round's one transfer",
     "watermark": "7.4 waits: the last tokens are read back, since transformers draws the list of each on the host",
-    "streamer": "2.3 waits: the tokens are read back once more for it",
 }
 
 
