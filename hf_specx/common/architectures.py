@@ -1,6 +1,6 @@
 """In which layouts each architecture was shown to be exact on transformers 5.23, by tests/generate/test_sweep.py.
 
-Types of vision-language models were run with and without images, by tests/layouts/test_vision.py or by hand. Names are
+Types of vision-language models were run with and without images, by tests/models/test_vision.py or by hand. Names are
 `model_type` of a config; `python scripts/architectures.py --discover` tries every layout and prints them anew.
 """
 

@@ -18,7 +18,7 @@ class Draft(NamedTuple):
         forced: [R, K], which of them are the only token that the processors allow there; None if that is not known.
         estimate: for each row the chance that its first i candidates are all kept, i = 1 to its length; None if the
             drafter has no such estimate.
-        free: [R] bool, rows whose candidates took no steps of a draft model; None if all took as many as candidates.
+        free: [R] bool, rows whose candidates took no steps of a draft model; None if all rows are alike.
     """
 
     tokens: torch.Tensor
@@ -43,7 +43,10 @@ class Draft(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps of a draft model the candidates took: positions where a row has one that is not forced."""
+        """How many steps of the draft the candidates took: positions where a row has one that is not forced.
+
+        Rows that are `free` take none; if all rows are alike, candidates count as steps of any draft.
+        """
         if self.forced is None:
             return max(self.drafted, default=0)
         proposed = [flags[:length] for flags, length in zip(self.forced, self.drafted, strict=True)]

@@ -262,7 +262,9 @@ class Pace:
             seen = self.seen.setdefault((rows, drafted), deque(maxlen=RECENT))
             seen.append(now - self.ended)
             if self.online and len(seen) >= ENOUGH:
-                self._known(rows)[0].rounds.setdefault(rows, {})[drafted] = statistics.median(seen)
+                known, _ = self._known(rows)
+                if known is not NOT_TIMED:
+                    known.rounds.setdefault(rows, {})[drafted] = statistics.median(seen)
         self.ended, self.drafted = now, drafted
 
     def _known(self, rows: int) -> tuple[Costs, int]:

@@ -1,6 +1,6 @@
 """How many candidates give the most tokens a second: formulas of Leviathan et al. 2022, and estimates of a call.
 
-There is only arithmetic here, no model and no clock. How long rounds take is in `pace`.
+There is only arithmetic here, no model and no clock. How long rounds take is in `costs.py`.
 """
 
 import math

@@ -71,8 +71,9 @@ class Reading:
 class Drafter(Protocol):
     """Proposes candidates for all rows of a batch; a class that inherits from this needs `propose` alone.
 
-    A call drives it in this order: `of`, `meet`, `read`, then in each round `propose` and `observe`. What `of` returns
-    serves one call at a time, and holds all that belongs to it.
+    A call drives it in this order: `of`, `meet`, `read`, under "auto" `cost` and perhaps `size`, then in each round
+    `propose` and `observe`; in a queue `admit` follows where new prompts came. What `of` returns serves one call at a
+    time, and holds all that belongs to it.
 
     Attributes:
         model: the draft model, if there is one; it is checked against the target before anything is read.
@@ -127,7 +128,10 @@ class Drafter(Protocol):
         return
 
     def cost(self, batch: Batch) -> Callable[[int], object] | None:
-        """A function that takes as long as one more candidate for every row; None if that takes next to nothing."""
+        """What runs the step, with so many tokens of every row, that finds one more candidate for each: it is timed.
+
+        With None "auto" is `max_candidates`, or 5 without one; `lambda _: None` says that candidates cost nothing.
+        """
         return None
 
     def size(self) -> ForwardSize | None:

@@ -268,7 +268,7 @@ def _check_together(call: Call) -> None:
     told = f"assistant_confidence_threshold={threshold!r} is no probability; give a number from 0 (never stop) to 1."
     require(isinstance(threshold, float | int) and 0 <= threshold <= 1, told)
     if call.seeds is not None:
-        check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep)
+        check_seeds(call.seeds, len(ids), call.verification, call.layout.lockstep, call.queue is not None)
     if call.plain:
         return
     check_noise(ids.device, call.verification)

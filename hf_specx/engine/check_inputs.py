@@ -205,8 +205,8 @@ def as_list(seeds: Any) -> Any:
     return [seed.tolist() if hasattr(seed, "tolist") else seed for seed in seeds]
 
 
-def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool) -> None:
-    """Check that `seeds` can make each of so many rows independent of the others."""
+def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool, of_requests: bool = False) -> None:
+    """Check that `seeds`, of a call or of its requests, can make each of so many rows independent of the others."""
     ints = isinstance(seeds, list) and all(map(is_int, seeds))
     require(ints, f"seeds={seeds!r} is not a list of ints; give one int a row.")
     told = f"there are {len(seeds)} seeds for {rows} rows (num_return_sequences included); give one a row."
@@ -214,9 +214,10 @@ def check_seeds(seeds: Any, rows: int, verification: str, lockstep: bool) -> Non
     wrong = next((seed for seed in seeds if not 0 <= seed < MAX_SEED), None)
     told = f"the seed {wrong} is outside of what a torch generator takes; give ints from 0 to 2**63 - 1."
     require(wrong is None, told)
-    told = f"seeds= cannot make rows independent with verification={verification!r} and layout='lockstep', where all "
-    told += "rows advance by as many tokens as the one that accepted the fewest; use verification='coupled', or "
-    told += "another layout if the model takes one."
+    told = "requests have seeds of their own, which cannot" if of_requests else "seeds= cannot"
+    told += f" make rows independent with verification={verification!r} and layout='lockstep', where all rows advance "
+    told += "by as many tokens as the one that accepted the fewest; use verification='coupled', or another layout if "
+    told += "the model takes one."
     require(rows == 1 or not lockstep or verification not in ("token", "block"), told)
 
 

@@ -127,8 +127,10 @@ def check_draft(draft_model: Any) -> None:
     told = f"draft_model is the class {getattr(draft_model, '__name__', '')}; give an object of it, as "
     require(not isinstance(draft_model, type), f"{told}from_pretrained or its constructor makes it.")
     given, is_model = f"draft_model is {kind(draft_model)}", isinstance(draft_model, PreTrainedModel)
-    known = is_model or isinstance(draft_model, CandidateGenerator) or callable(getattr(draft_model, "propose", None))
-    told = "give a model, a CandidateGenerator or Drafter of yours, or a draft without a model, as SuffixDraft()."
+    drafts = all(callable(getattr(draft_model, name, None)) for name in ("of", "propose"))
+    known = is_model or isinstance(draft_model, CandidateGenerator) or drafts
+    told = "give a model, a CandidateGenerator, a Drafter of yours (inherit from hf_specx.Drafter), or a draft "
+    told += "without a model, as SuffixDraft()."
     require(known, f"{'draft_model is None' if draft_model is None else given}; {told}")
     remedy = "load it with AutoModelForCausalLM or another class that can generate."
     require(not is_model or draft_model.can_generate(), f"{given}, which scores no next token; {remedy}")

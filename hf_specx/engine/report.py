@@ -39,8 +39,8 @@ class SpeculationReport:
         rounds_per_row, drafted_per_row, accepted_per_row, emitted_per_row: [B]; tokens are emitted after such a cut.
         drafted_per_position, judged_per_position, accepted_per_position: by the position in the round; candidates,
             those whose predecessors were all kept, and those kept, before a cut.
-        steps: how often a row took a step, and what it gained in these, by (candidates, steps of the draft, candidates
-            that the forward was made for); those that read the prompts of a call are not among them.
+        steps: how often a row took a step, but for its first plain one, by (candidates, steps of the draft, candidates
+            that the forward was made for); `gained_in_steps`: tokens by which rows went on in these.
         num_draft_tokens: the most candidates of a round; `mean_draft_tokens` is their mean.
         survival: two sums over rows, rounds and i, of the chance that the first i candidates are all kept, and of the
             chance that the first i - 1 are; see `survival_rate`. Of several drafts, only the model's rounds count.

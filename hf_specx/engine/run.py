@@ -130,7 +130,8 @@ class Run:
         requests = [] if call.queue is None else call.queue.entries
         alone = call.seeds is not None if call.queue is None else any(entry.seeded for entry in requests)
         fixed = call.drafting.number is not None or (alone and call.verification in ("token", "block"))
-        if not fixed and (call.synced or self.stopping.max_new_tokens > 2):
+        # other ranks, and requests that come later, may have longer texts
+        if not fixed and (call.synced or call.queue is not None or self.stopping.max_new_tokens > 2):
             step = drafter.cost(batch)
             if step is not None:
                 self._measure(step)

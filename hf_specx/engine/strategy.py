@@ -54,7 +54,8 @@ class SpeculativeDecoding(NoModel):
             forwards: each row and round takes what promises more tokens a second, by what was kept so far.
         num_draft_tokens: the number of candidates of each round. "auto" takes the number from 0 to 20 with the most
             expected tokens per second, by the acceptance seen so far and by what forwards cost: at first as the sizes
-            of the models tell, later as measured, which takes up to a twentieth of the time of calls. An int wins over
+            of the models tell, later as measured, which takes up to a twentieth of the time of calls. It is 5 for a
+            `CandidateGenerator`, and for a `Drafter` without `cost` or `max_candidates`. An int wins over
             `num_assistant_tokens` of the call or of the draft's `generation_config`; "auto" gives way to it.
         verification: "block", "token", or "coupled", which gives the tokens that plain `generate` samples under the
             same `torch.manual_seed`, or for a row with a seed under that. None is "block", but "coupled" if candidates

@@ -1,10 +1,6 @@
 """A key-value cache in slots that are written in place, used instead of transformers' own; and how it is handed over.
 
 What lies after the end of a row is hidden by the mask and overwritten later, so a rollback only changes lengths.
-
-The invariant: after a round the target's cache holds exactly the row's prompt and emitted tokens except the last. The
-draft's holds a prefix of the same tokens, and is fed what is missing at its next step: at most two, and one more for
-each plain step since it drafted. Nothing else is visible to attention.
 """
 
 import copy

@@ -193,5 +193,5 @@ class DraftTargetPair(NoModel):
         own.meet(self.target)
         kept = {name: getattr(own, name) for name in STRATEGY_OPTIONS}
         strategy = SpeculativeDecoding(own.draft_model, **kept | options) if options else copy.copy(own)
-        strategy.listeners = own.listeners
+        strategy.listeners, strategy._said = own.listeners, own._said
         return strategy

@@ -41,9 +41,9 @@ class Verdict(NamedTuple):
     """What one round decided for each row.
 
     Attributes:
-        accepted: [B] int64, how many leading candidates are accepted, 0 to K.
-        next_token: [B] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
-        survival: [B, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
+        accepted: [R] int64, how many leading candidates are accepted, 0 to K.
+        next_token: [R] int64, the recovered token (accepted < K) or the bonus token (accepted == K).
+        survival: [R, K], for i = 1 to K the probability that at least i candidates are accepted, given the candidates.
             It is known at all K positions, also after a rejection, so its mean over rounds estimates
             P(accepted >= i) without bias. float64; int64, 0 or 1, from `verify_match`.
     """
@@ -66,18 +66,18 @@ def verify_token(
     Candidate x is accepted with probability min(1, p(x) / q(x)); no candidate after the first rejection is.
 
     Args:
-        candidates: [B, K] int64, drawn from `draft_probs`.
-        draft_probs: [B, K, V], q.
-        target_probs: [B, K + 1, V], p; the last position is the one after all candidates.
-        uniforms: [B, K] float64 in [0, 1), independent of the draft's random numbers.
-        choice: [B] float64 in [0, 1), independent of these and of `uniforms`; draws the next token.
-        proposed: [B, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
+        candidates: [R, K] int64, drawn from `draft_probs`.
+        draft_probs: [R, K, V], q.
+        target_probs: [R, K + 1, V], p; the last position is the one after all candidates.
+        uniforms: [R, K] float64 in [0, 1), independent of the draft's random numbers.
+        choice: [R] float64 in [0, 1), independent of these and of `uniforms`; draws the next token.
+        proposed: [R, K] bool, the leading ones of each row that are candidates; None if all are. After them q is 0:
             the next token of a row that keeps them all is drawn from p, at the row's own length.
     """
-    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [B, K]
+    p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)  # [R, K]
     passed = uniforms * q < p  # strict: u may be 0, and a token with p = 0 must never pass
     accepted = _leading(passed if proposed is None else passed & proposed).sum(-1)
-    target = _row(target_probs, accepted)  # [B, V]
+    target = _row(target_probs, accepted)  # [R, V]
     residual = target
     if most := candidates.shape[1]:
         all_kept = accepted == (most if proposed is None else proposed.sum(-1))
@@ -105,9 +105,9 @@ def verify_block(
     if proposed is not None:
         draft_probs = draft_probs.masked_fill(~proposed[..., None], 0)
     p, q = _at(target_probs[:, :-1], candidates), _at(draft_probs, candidates)
-    sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [B, K + 1], from 0
+    sums = torch.nn.functional.pad((p.double().log() - q.double().log()).cumsum(-1), (1, 0))  # [R, K + 1], from 0
     reach = (sums - sums.cummax(-1).values).exp()  # p_i of the recursion: the running sum, reflected at its maximum
-    excess = reach[..., None].to(target_probs.dtype) * target_probs  # [B, K + 1, V]
+    excess = reach[..., None].to(target_probs.dtype) * target_probs  # [R, K + 1, V]
     excess[:, :-1] -= draft_probs
     mass = excess.clamp_(min=0).sum(-1).double()  # Z
     # h is 0 / 0 only where p = q; then a later index always passes, so a NaN here changes nothing
@@ -123,7 +123,7 @@ def verify_block(
 def verify_match(candidates: torch.Tensor, choices: torch.Tensor, proposed: torch.Tensor | None = None) -> Verdict:
     """Accept candidates while they equal the target's own choices; exact however they were drafted.
 
-    For greedy and coupled verification: `choices` [B, K + 1] int64 is the target's argmax of p, or of p / E.
+    For greedy and coupled verification: `choices` [R, K + 1] int64 is the target's argmax of p, or of p / E.
     """
     alike = candidates == choices[:, :-1]
     alike = _leading(alike if proposed is None else alike & proposed)
@@ -141,33 +141,33 @@ def race(probs: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
 
 
 def pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Sample from unnormalised weights [B, V] by inverting their cumulative sum: int64 [B].
+    """Sample from unnormalised weights [R, V] by inverting their cumulative sum: int64 [R].
 
     It needs one random number a row where a race needs V, and on a CPU these take most of the time of a draw.
 
     Args:
-        uniforms: [B] float64 in [0, 1), 1 excluded, so that a weight of 0 is never drawn.
+        uniforms: [R] float64 in [0, 1), 1 excluded, so that a weight of 0 is never drawn.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(sums, uniforms[:, None] * sums[:, -1:], right=True)[:, 0]
 
 
 def _at(probs: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """probs [B, K, V] at tokens [B, K]: [B, K]."""
+    """probs [R, K, V] at tokens [R, K]: [R, K]."""
     return probs.gather(-1, tokens[..., None])[..., 0]
 
 
 def _row(probs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """probs [B, K + 1, V] at index [B]: [B, V]."""
+    """probs [R, K + 1, V] at index [R]: [R, V]."""
     return probs[torch.arange(len(index), device=index.device), index]
 
 
 def _leading(passed: torch.Tensor) -> torch.Tensor:
-    """[B, K] int64, 1 before the first False of passed [B, K], and 0 from there on."""
+    """[R, K] int64, 1 before the first False of passed [R, K], and 0 from there on."""
     return passed.cumprod(-1, dtype=torch.int64)
 
 
 def _draw(residual: torch.Tensor, target: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-    """A token from the unnormalised residual [B, V], or from the target where all of the residual underflowed to 0."""
+    """A token from the unnormalised residual [R, V], or from the target where all of the residual underflowed to 0."""
     empty = residual.sum(-1, keepdim=True) == 0
     return pick(torch.where(empty, target, residual), choice)

@@ -13,7 +13,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForCondi
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from hf_specx import EarlyExitDraft, SpeculativeDecoding, SuffixDraft
-from hf_specx.drafting.costs import ASSUMED, ENOUGH, MEMORY, PAYS_FOR_TIMING, Costs, Pace
+from hf_specx.drafting.costs import ASSUMED, ENOUGH, MEMORY, NOT_TIMED, PAYS_FOR_TIMING, Costs, Pace
 from hf_specx.drafting.draft_length import (
     MAX_DRAFT_TOKENS,
     PRIOR_ALPHA,
@@ -266,6 +266,15 @@ def test_without_times_a_candidate_adds_a_fifth():
     for pace in (Pace(None), Pace(Costs())):
         assert pace.times(8, 2) == pytest.approx([1, 1 + 2 * ASSUMED, 1 + 4 * ASSUMED])
         assert pace.times(8, 2, steps=False) == pytest.approx([1, 1 + ASSUMED, 1 + 2 * ASSUMED])
+
+
+def test_times_of_a_call_without_a_table_change_no_other_call():
+    before, now = Pace(None).times(1, 3), itertools.count()
+    pace = Pace(Costs(clock=lambda: next(now) ** 2), online=True)
+    for _ in range(2 * ENOUGH):
+        pace.observe(1, 0)
+    assert Pace(None).times(1, 3) == before
+    assert not NOT_TIMED.rounds
 
 
 def test_a_first_call_times_nothing_and_reports_nothing_as_measured():

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from misuse import (
@@ -50,6 +51,7 @@ PLAIN = [
     ("draft_model='org/draft' is a name; load it first", lambda: SpeculativeDecoding("org/draft")),
     ("draft_model is None; give a model, .* as SuffixDraft()", lambda: SpeculativeDecoding(None)),
     ("draft_model is a dict; give a model", lambda: SpeculativeDecoding({})),
+    ("SimpleNamespace.*inherit from hf_specx.Drafter", lambda: SpeculativeDecoding(SimpleNamespace(propose=print))),
     ("draft_model is the class LlamaForCausalLM; give an obj", lambda: SpeculativeDecoding(LlamaForCausalLM)),
     ("give it an object: custom_generate=SpeculativeDecoding.draft_model.", of_a_class),
     ("input_ids is on the meta device, which has shapes", on_meta),

@@ -86,6 +86,15 @@ def test_auto_beside_requests_with_seeds(draft_pays: None, verification: str):
     assert completed(again, target, asked[2::3], batch_size=2, **SAMPLED)[0].tokens == expected[2]
 
 
+def test_a_short_request_at_the_front_does_not_decide_for_those_behind(draft_pays: None):
+    target, seen = tiny(), set()
+    strategy = SpeculativeDecoding(target)
+    strategy.listeners = (Numbers(seen),)
+    asked, options = [Request([1, 2], 2), Request([3, 4], 40)], GREEDY | {"eos_token_id": None}
+    completed(strategy, target, asked, batch_size=1, **options)
+    assert max(seen) > 5
+
+
 class Numbers:
     def __init__(self, seen: set[int]):
         self.seen = seen

@@ -3,13 +3,14 @@
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tiny import near, prompts, tiny
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor
 
 from hf_specx import Costs, DraftTargetPair, SpeculativeDecoding, generate
 
@@ -144,3 +145,20 @@ def test_the_wheel_carries_the_pair(tmp_path: Path):
     )
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, sys.argv[1]); {code}", str(site)]
     subprocess.run(command, check=True, cwd=tmp_path)
+
+
+class Counting(LogitsProcessor):
+    """May keep state, so that transformers' own sampler decodes."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+def test_a_pair_warns_once_whatever_options_its_calls_have():
+    target = tiny()
+    pair, options = DraftTargetPair(target, near(target, 0.1)), {"do_sample": False, "max_new_tokens": 2}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for more in ({"num_draft_tokens": 3}, {}, {"num_draft_tokens": 2}):
+            pair.generate(**prompts(1), **options, **more, logits_processor=[Counting()])
+    assert sum("transformers' own sampler" in str(one.message) for one in told) == 1
