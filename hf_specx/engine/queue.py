@@ -13,7 +13,6 @@ from hf_specx.common.errors import require
 from hf_specx.common.round import Round
 from hf_specx.common.tokenizers import padded_rows
 from hf_specx.sampling.per_request import RequestProcessors, RequestStopping
-from hf_specx.sampling.processors import can_look_ahead
 
 from .entry import Prepared
 from .ranks import synced_by_default
@@ -88,10 +87,9 @@ class RequestQueue:
         """Of the rows; None where nothing is drawn."""
         return [entry.seed for entry in self.entries] if given.config.do_sample else None
 
-    def processors(self, look_ahead: bool = False) -> RequestProcessors:
-        """Those of the rows; `look_ahead` leaves out those that keep state, for a draft."""
-        own = [[p for p in entry.processors if not look_ahead or can_look_ahead(p)] for entry in self.entries]
-        alike = [entry.alike for entry in self.entries]
+    def processors(self) -> RequestProcessors:
+        """Those of the rows; none keeps state, since its request would be decoded alone."""
+        own, alike = zip(*((entry.processors, entry.alike) for entry in self.entries), strict=True)
         return RequestProcessors(own, self.stopping.eos_token_id, alike)
 
     def followers(self, batch: Batch, ended: list[int]) -> dict[int, Entry]:

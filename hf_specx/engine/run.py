@@ -90,7 +90,7 @@ class Run:
         """Those of the target, and those of the draft, which share what is computed once for a call."""
         call, prompt, ends = self.call, self.call.prompt, self.stopping.eos_token_id
         if call.queue is not None:
-            return call.queue.processors(), call.queue.processors(look_ahead=True)
+            return call.queue.processors(), call.queue.processors()
         of_draft = Processors(list(filter(can_look_ahead, call.processors)), ends)
         own = [p if can_look_ahead(p) else guide(p, prompt, call.layout.target) for p in call.processors]
         return Processors(own, ends, of_draft.memory), of_draft

@@ -89,7 +89,7 @@ class RaggedDecoder(Decoder):
         fresh = RaggedDecoder(prepare(self.model, self.prompt.max_new_tokens, given), self.known_ids)
         fresh.read()
         self.opening = False
-        self.cache.slots.limit = self.width + self.prompt.longest_limit + MARGIN
+        self.cache.slots.limit = self.width + max(batch.limits) + MARGIN
         self.cache.take(fresh.cache, [batch.rows.index(row) for row in rows], self.width - width, self.width)
         self.pads = self.pads.index_copy(0, index, fresh.pads + self.width - width)
         for row, number in zip(rows, fresh.padding, strict=True):
