@@ -9,7 +9,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
-from repositories import INDEX, pair
+from repositories import INDEX
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -20,18 +20,6 @@ from hf_specx.hub.pair_config import ModelSource
 
 
 COMMIT = "c" * 40
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "pair"
-    pair().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "pair"))
 
 
 @pytest.fixture

@@ -17,18 +17,6 @@ COMMIT = "c0ffee" + 34 * "0"
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("good") / "pair"
-    pair().save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def folder(good: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(good, tmp_path / "pair"))
-
-
 def weights_equal(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     return all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
 
