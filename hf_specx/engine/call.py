@@ -18,7 +18,7 @@ from hf_specx.models.choose import choose_layout, layouts_of
 from hf_specx.models.compiled import check_compile
 from hf_specx.models.guidance import is_guidance
 from hf_specx.models.prompts import UNLIMITED, Prompt
-from hf_specx.models.slots import has_columns
+from hf_specx.models.slots import CACHE, has_columns
 from hf_specx.sampling.processors import Processor, can_look_ahead
 from hf_specx.sampling.rewindable import masked
 from hf_specx.sampling.stopping import Stopping
@@ -226,12 +226,12 @@ def _layout(options: Any, prompt: Prompt, drafter: Drafter) -> Layout:
     """How rows share the batch: as was asked for, or the best that is exact for both models and the cache given."""
     able = layouts_of(prompt.model)
     chosen, reason = choose_layout(prompt.model, options.layout)
-    past: Any = prompt.kwargs.get("past_key_values")
+    past: Any = prompt.kwargs.get(CACHE)
     if chosen != "lockstep" and past is not None and not has_columns(past):
-        told = f"layout={options.layout!r} needs the keys of all tokens, and past_key_values= does not have them (a "
-        told += "window drops some); use layout='auto' or leave past_key_values out."
+        told = f"layout={options.layout!r} needs the keys of all tokens, and {CACHE}= does not have them (a "
+        told += f"window drops some); use layout='auto' or leave {CACHE} out."
         require(options.layout == "auto", told)
-        chosen, reason = "lockstep", "chosen: past_key_values= does not have the keys of all tokens"
+        chosen, reason = "lockstep", f"chosen: {CACHE}= does not have the keys of all tokens"
     if drafter.model is None:
         return Layout(chosen, chosen, reason, able[0] == "lockstep")
     of_draft = layouts_of(drafter.model, drafts=True)

@@ -8,6 +8,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 
 from hf_specx.common.errors import is_int, kind, require
 from hf_specx.models.prompts import Prompt, position_table
+from hf_specx.models.slots import CACHE
 
 
 WITHOUT_HOLES = ("led",)  # its decoder takes a mask, but sees what it hides
@@ -43,10 +44,10 @@ def check_mode(prompt: Prompt, streamer: Any) -> None:
         require(value is None or value is False, told)
     told = "use_cache=False cannot be honoured: judging candidates needs a cache; pass use_cache=True."
     require(prompt.kwargs.get("use_cache") is not False, told)
-    cache, past = config.cache_implementation, prompt.kwargs.get("past_key_values")
+    cache, past = config.cache_implementation, prompt.kwargs.get(CACHE)
     told = f"cache_implementation={cache!r} cannot be honoured: speculative decoding keeps a cache of its own; pass "
     require(cache in (None, "dynamic"), f"{told}cache_implementation='dynamic'.")
-    told = f"past_key_values is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
+    told = f"{CACHE} is a {type(past).__name__}, and rejected tokens cannot be taken out; pass a DynamicCache."
     require(not isinstance(past, StaticCache), told)
     told = f"{kind(streamer)} takes one row, and the batch has {rows}; use hf_specx.BatchStreamer, or leave the "
     tags_rows = hasattr(streamer, "put_row") and hasattr(streamer, "end_row")
@@ -111,13 +112,13 @@ def check_inputs(prompt: Prompt) -> None:
 def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str) -> None:
     """Check that mask, positions and a cache are those of the text, which may be given as embeddings."""
     (rows, width), kwargs = prompt.input_ids.shape, prompt.kwargs
-    past, decodes = kwargs.get("past_key_values"), name != "attention_mask"
+    past, decodes = kwargs.get(CACHE), name != "attention_mask"
     held = 0 if past is None else past.get_seq_length()
     widths = {width} if embeds is None else {width, embeds.shape[1]} - {0}
     mask = kwargs.get(name)
     known = getattr(prompt.generation_config, "_mask_length", None) if mask is None else mask.shape[-1]  # if all ones
     if held and embeds is None and not decodes and known == width:  # `generate` then takes it for the whole text
-        told = f"past_key_values holds {held} tokens, and the whole text has {known}; pass the text with at least one "
+        told = f"{CACHE} holds {held} tokens, and the whole text has {known}; pass the text with at least one "
         require(held < known, f"{told}token more than the cache holds, or the new tokens alone with a mask for all.")
     if mask is not None:
         told = (
@@ -128,7 +129,7 @@ def _check_past_and_mask(prompt: Prompt, embeds: torch.Tensor | None, name: str)
         require(len(mask) == rows, told)
     fits = known is None or known in widths or known - held in widths
     told = f"{name} has {known} columns, and the text {' or '.join(map(str, sorted(widths)))}; pass the mask that "
-    told += f"came with input_ids, with columns before them for the {held} tokens of past_key_values."
+    told += f"came with input_ids, with columns before them for the {held} tokens of {CACHE}."
     require(fits, told)
     if mask is not None:
         _check_mask(prompt.model, name, mask.cpu())  # so that all that follow wait for the device once

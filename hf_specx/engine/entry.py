@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from hf_specx.common.errors import is_int, kind, require, similar
 from hf_specx.drafting.candidates import SampledCandidateGenerator
 from hf_specx.drafting.several import has_forwards
+from hf_specx.models.slots import cache_name
 from hf_specx.sampling.stopping import Stopping
 
 
@@ -31,8 +32,8 @@ WITHHELD = {  # what transformers takes from a call and does not pass on to a st
 }
 GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 OF_ONE_REQUEST = """
-    inputs input_ids attention_mask inputs_embeds position_ids past_key_values seeds streamer num_return_sequences
-    return_dict_in_generate custom_generate synced_gpus assistant_model negative_prompt_ids
+    inputs input_ids attention_mask inputs_embeds position_ids cache past_key_values seeds streamer
+    num_return_sequences return_dict_in_generate custom_generate synced_gpus assistant_model negative_prompt_ids
 """.split()  # noqa: SIM905
 
 
@@ -63,8 +64,8 @@ class Prepared:
 
     @property
     def past(self) -> Any:
-        """The cache, which Mamba calls by another name."""
-        return self.kwargs.get("past_key_values", self.kwargs.get("cache_params"))
+        """The cache."""
+        return self.kwargs.get(cache_name(self.kwargs))
 
 
 def check_entry(model: Any, custom_generate: Any = None) -> None:

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_specx.common.batch import Batch
 from hf_specx.common.round import Round
+from hf_specx.models.slots import CACHE
 from hf_specx.sampling.processors import Processors
 from hf_specx.sampling.stopping import Stopping
 
@@ -59,7 +60,7 @@ class Outputs:
         """
         kind: Any = GenerateEncoderDecoderOutput if is_encoder_decoder else GenerateDecoderOnlyOutput
         kept = {name: tuple(entries[:columns]) for name, entries in self.entries.items()}
-        output = kind(sequences=sequences, past_key_values=past, **kept)
+        output = kind(sequences=sequences, **{CACHE: past}, **kept)
         output.speculation_report = report
         return output
 
