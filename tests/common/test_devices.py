@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_specx.common import devices
 from hf_specx.common.devices import execution_device, hardware, last_device, synchronize
+from hf_specx.models.slots import CACHE
 
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
@@ -97,7 +98,7 @@ def test_memory_that_is_free_counts_what_can_be_taken_back(tmp_path: Path, monke
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"])
 def test_a_token_takes_what_it_takes_in_the_cache(model_type: str):
     model, cache = zoo.build("causal", model_type), DynamicCache()
-    model(**prompts(1, width=5), past_key_values=cache)
+    model(**prompts(1, width=5), **{CACHE: cache})
     held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
     assert devices._bytes_per_token(model) == held // 5
 

@@ -30,6 +30,7 @@ from hf_specx.engine import call as calls
 from hf_specx.engine import check_inputs
 from hf_specx.models import choose as layouts
 from hf_specx.models import compiled, regions
+from hf_specx.models.slots import CACHE
 
 
 IDS = prompts(2, width=6)["input_ids"]
@@ -207,7 +208,7 @@ def embeds(target: str = "target", width: int = 32) -> dict:
 def full_window() -> DynamicCache:
     """Of a text that is longer than the window, so that its first keys are gone."""
     past = DynamicCache(config=get("sliding").config)
-    get("sliding").generate(**prompts(2, width=6), max_new_tokens=9, past_key_values=past)
+    get("sliding").generate(**prompts(2, width=6), max_new_tokens=9, **{CACHE: past})
     return past
 
 
@@ -215,7 +216,7 @@ def full_window() -> DynamicCache:
 @torch.no_grad()
 def two_tokens() -> DynamicCache:
     past = DynamicCache(config=get("target").config)
-    get("target")(input_ids=torch.ones(2, 2, dtype=torch.int64), past_key_values=past)
+    get("target")(input_ids=torch.ones(2, 2, dtype=torch.int64), **{CACHE: past})
     return past
 
 

@@ -38,6 +38,7 @@ from transformers import StaticCache
 from hf_specx import generate
 from hf_specx.engine.check_inputs import DRAFTS_INSTEAD
 from hf_specx.engine.check_models import check_target
+from hf_specx.models.slots import CACHE
 from hf_specx.pairs.generate import NAMED
 
 
@@ -135,16 +136,16 @@ CASES = {
         for name, value in MODES.items()
     },
     "static_past": (
-        "past_key_values is a StaticCache, .*pass a DynamicCache",
-        lambda: call(past_key_values=StaticCache(get("target").config, max_cache_len=40)),
+        f"{CACHE} is a StaticCache, .*pass a DynamicCache",
+        lambda: call(**{CACHE: StaticCache(get("target").config, max_cache_len=40)}),
     ),
     "check_past": (
         "layout='ragged' needs the keys of all tokens.*use layout='auto'",
-        lambda: call({"layout": "ragged"}, "sliding", past_key_values=copy.deepcopy(full_window()), **later()),
+        lambda: call({"layout": "ragged"}, "sliding", **{CACHE: copy.deepcopy(full_window())}, **later()),
     ),
     "packed_past": (
-        "layout='packed' starts empty, and past_key_values holds 2 tokens; use layout='ragged'",
-        lambda: call({"layout": "packed"}, past_key_values=copy.deepcopy(two_tokens())),
+        f"layout='packed' starts empty, and {CACHE} holds 2 tokens; use layout='ragged'",
+        lambda: call({"layout": "packed"}, **{CACHE: copy.deepcopy(two_tokens())}),
     ),
     "packed_embeds": ("and inputs_embeds was passed too; use layout", partial(call, {"layout": "packed"}, **embeds())),
     "noise_that_cannot_be_redrawn": (
@@ -172,7 +173,7 @@ CASES = {
     ),
     "text_that_was_read": (
         "holds 2 tokens, and the whole text has 2; pass the text with",
-        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], past_key_values=copy.deepcopy(two_tokens())),
+        lambda: call(input_ids=ONES[:, :2], attention_mask=ONES[:, :2], **{CACHE: copy.deepcopy(two_tokens())}),
     ),
     # What ties rows together
     "seeds_in_lockstep": (

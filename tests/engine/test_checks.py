@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -83,8 +84,8 @@ def continued(target: PreTrainedModel, inputs: dict) -> dict:
     text = inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(**{name: value[:, :-1] for name, value in text.items()}, past_key_values=cache)
-    return {"input_ids": inputs["input_ids"][:, -1:], "past_key_values": cache}
+        target(**{name: value[:, :-1] for name, value in text.items()}, **{CACHE: cache})
+    return {"input_ids": inputs["input_ids"][:, -1:], CACHE: cache}
 
 
 @pytest.mark.parametrize("given", [embedded, continued])

@@ -13,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sto
 from transformers.utils import ModelOutput
 
 from hf_specx import SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 NEW_TOKENS, WIDTH, ROWS = 14, 11, 4
@@ -69,8 +70,8 @@ def assert_entry(ours: torch.Tensor, stock: torch.Tensor, alive: list[bool], pla
 
 def assert_like_stock(ours: ModelOutput, stock: ModelOutput, counts: list[int]) -> None:
     assert torch.equal(ours.sequences, stock.sequences)
-    assert ours.keys() - {"past_key_values"} == stock.keys() - {"past_key_values"}
-    for name in stock.keys() - {"sequences", "past_key_values"}:
+    assert ours.keys() - {CACHE} == stock.keys() - {CACHE}
+    for name in stock.keys() - {"sequences", CACHE}:
         assert len(ours[name]) == len(stock[name]) == max(counts), name
         for step, (entry, expected) in enumerate(zip(ours[name], stock[name], strict=True)):
             assert_entry(entry, expected, [step < count for count in counts], f"{name}, step {step}")
@@ -139,7 +140,7 @@ def assert_continues(target: PreTrainedModel, turn: dict, past: DynamicCache | E
         for layout in (None, "auto"):
             lengths: list[int] = []
             handle = target.register_forward_pre_hook(partial(note_length, lengths, name), with_kwargs=True)
-            output = generate(target, turn | mode | {"past_key_values": copy.deepcopy(past)}, layout)
+            output = generate(target, turn | mode | {CACHE: copy.deepcopy(past)}, layout)
             handle.remove()
             assert torch.equal(output.sequences, expected), layout
             assert lengths[0] == turn[name].shape[1] - past.get_seq_length(), layout
@@ -193,7 +194,7 @@ def test_a_cache_of_the_user_is_filled_with_what_an_encoder_gave():
     target = model("bart")
     call, _ = calls(target, "greedy", ends=False)
     user = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    output = generate(target, call | {"past_key_values": user}, "padded")
+    output = generate(target, call | {CACHE: user}, "padded")
     assert output.past_key_values is user
     assert user.get_seq_length() == NEW_TOKENS
     turn = later({"attention_mask": torch.ones(ROWS, 1)}, output.sequences, [NEW_TOKENS] * ROWS, 1)

@@ -22,6 +22,8 @@ from transformers.generation.logits_process import (
 )
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteriaList
 
+from hf_specx.models.slots import CACHE
+
 
 SAMPLING = [False, True]
 
@@ -185,7 +187,7 @@ def test_what_is_returned(entry: Callable):
     assert plain.dtype == torch.int64
     output, _ = said(entry, **call, return_dict_in_generate=True)
     assert type(output) is GenerateDecoderOnlyOutput
-    assert list(output) == ["sequences", "past_key_values"]
+    assert list(output) == ["sequences", CACHE]
     assert torch.equal(output.sequences, plain)
     assert output.past_key_values.get_seq_length() == 11 + 9 - 1
 
@@ -202,7 +204,7 @@ ERRORS: dict[str, dict[str, Any]] = {
     "no top_k": {"do_sample": True, "top_k": -1},
     "a penalty of zero": {"repetition_penalty": 0.0},
     "a mask of three dimensions": {"attention_mask": torch.ones(2, 11, 11)},
-    "a cache that is none": {"past_key_values": ((torch.zeros(1),),)},
+    "a cache that is none": {CACHE: ((torch.zeros(1),),)},
     "no allowed tokens": {"prefix_allowed_tokens_fn": lambda row, ids: []},
     "no allowed tokens to draw from": {"prefix_allowed_tokens_fn": lambda row, ids: [], "do_sample": True},
     "an unknown cache": {"cache_implementation": "mine"},

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput, logits_process, utils
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
-from hf_specx.models.slots import SlotCache
+from hf_specx.models.slots import CACHE, SlotCache
 
 
 class Ends(StoppingCriteria):
@@ -89,10 +89,10 @@ def test_what_stock_streams():
 
 
 OUTPUTS = {
-    GenerateDecoderOnlyOutput: "sequences scores logits attentions hidden_states past_key_values",
-    GenerateEncoderDecoderOutput: """
+    GenerateDecoderOnlyOutput: f"sequences scores logits attentions hidden_states {CACHE}",
+    GenerateEncoderDecoderOutput: f"""
         sequences scores logits encoder_attentions encoder_hidden_states decoder_attentions cross_attentions
-        decoder_hidden_states past_key_values
+        decoder_hidden_states {CACHE}
     """,
 }
 
@@ -212,7 +212,7 @@ def test_states_that_cannot_be_cropped():
 def test_the_first_forward_and_the_next():
     """`_prefill` feeds what the cache lacks; then `next_sequence_length` says how many last tokens are fed."""
     model, ids = tiny(), prompts(2)["input_ids"]
-    given = {"attention_mask": torch.ones_like(ids), "past_key_values": DynamicCache(), "use_cache": True}
+    given = {"attention_mask": torch.ones_like(ids), CACHE: DynamicCache(), "use_cache": True}
     config = GenerationConfig()
     with Forwards(model) as forwards:
         model._prefill(ids[:, :7], config, given | {"attention_mask": torch.ones(2, 7)})
@@ -222,7 +222,7 @@ def test_the_first_forward_and_the_next():
     later = torch.nn.functional.pad(ids, (0, 2))
     inputs = model.prepare_inputs_for_generation(later, next_sequence_length=2, is_first_iteration=False, **given)
     assert inputs["input_ids"].shape == (2, 2), "models: next_sequence_length is the number of tokens"
-    assert inputs["past_key_values"] is given["past_key_values"]
+    assert inputs[CACHE] is given[CACHE]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -250,5 +250,5 @@ def test_masks_by_position(model_type: str, attention: str):
 
 def test_tables_that_number_tokens_by_the_slots_before_them():
     sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32}
-    tables = [m for m in tiny("opt", **sizes).modules() if "past_key_values_length" in signature(m.forward).parameters]
+    tables = [m for m in tiny("opt", **sizes).modules() if f"{CACHE}_length" in signature(m.forward).parameters]
     assert len(tables) == 1, "models: position tables are told their first slot by another name"

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import LogitsProcessor
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 from hf_specx import Request, SpeculativeDecoding
+from hf_specx.models.slots import CACHE
 
 
 NEW_TOKENS = 24
@@ -166,7 +167,7 @@ def test_layers_of_a_dict_output(model_type: str, do_sample: bool):
     output, _ = run(target, zoo.inputs(target, 3), settings, custom_generate=strategy)
     assert type(output) is type(expected)
     assert output.keys() == expected.keys()
-    assert all(same(output[name], expected[name]) for name in expected if name != "past_key_values")
+    assert all(same(output[name], expected[name]) for name in expected if name != CACHE)
     assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     assert output.speculation_report is strategy.report
     assert "output_attentions=True" in strategy.report.layout_reason
@@ -181,7 +182,7 @@ def test_a_cache_of_the_user_goes_on():
     texts = []
     for given in ({}, {"custom_generate": SpeculativeDecoding(near(target, 0.05))}):
         past = copy.deepcopy(first.past_key_values)
-        output, _ = run(target, more | {"past_key_values": past}, settings | {"logits_processor": [Trail()]}, **given)
+        output, _ = run(target, more | {CACHE: past}, settings | {"logits_processor": [Trail()]}, **given)
         texts.append((output.sequences, past.get_seq_length()))
     assert torch.equal(texts[0][0], texts[1][0])
     assert texts[0][1] == texts[1][1]
